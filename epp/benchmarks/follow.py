@@ -150,6 +150,7 @@ class Picker:
 
     def __init__(self, endpoints: Path) -> None:
         ports = free_ports(4)
+        self.grpc_port = ports[0]
         self._metrics, self._admin = (f"http://127.0.0.1:{port}" for port in ports[2:])
         flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port")
         argv = [

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import sys
@@ -60,14 +61,15 @@ def page() -> bytes:
 
 def play(pipe: Connection) -> None:
     """The engines' process."""
-    body = page()
+    body = page()  # another each time: of an engine that works something has changed at each look
+    bodies = itertools.cycle([body, body.replace(b"123456.0", b"123457.0"), body.replace(b"123456.0", b"123458.0")])
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4\r\ncontent-length: %d\r\n\r\n" % len(body)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 await reader.readuntil(b"\r\n\r\n")
-                writer.write(head + body)
+                writer.write(head + next(bodies))
                 await writer.drain()
         except (asyncio.IncompleteReadError, OSError):
             writer.close()

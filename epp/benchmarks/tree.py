@@ -1,11 +1,17 @@
 """Measure the prefix index: matching, taking events in, memory. Prints JSON rows {metric, value, unit}.
 
     python epp/benchmarks/tree.py [--sequences 2000] [--blocks 450] [--pods 8]
+    python epp/benchmarks/tree.py --versus-dynamo           # beside it, where `ai-dynamo-runtime` is installed
+    python epp/benchmarks/tree.py --full                    # memory of 100 endpoints with 30,000 blocks each
 
 The world: a vocabulary of 32,000 tokens of about 4 bytes whose frequencies follow Zipf's law, as those of text do;
 sequences of 450 blocks of 16 tokens (7,200 tokens, about 30 KB), each sharing the first 50 blocks with nine others;
 engines announce 128 blocks an event, as a chunked prefill of 2,048 tokens does, and remove 64 an event, leaves first.
 One process, one core. Payloads are encoded beforehand; everything from `decode_batch` on is timed, in CPU time.
+
+Beside Dynamo's RadixTree the same sequences are in both; one in ten is looked up, by 450 hashes there and by the bytes
+of its text here. Dynamo's tree works in a thread of its own, so both are timed in CPU time of the process and, as a
+caller waits, in wall time. Making the hashes of tokens, and tokens of texts, which only Dynamo needs, is not timed.
 """
 
 import argparse
@@ -173,13 +179,70 @@ def ingest_and_remove(world: World, count: int, blocks: int) -> None:
     world.index.check()
 
 
+def versus_dynamo(world: World, count: int, blocks: int) -> None:
+    """Lookups of sequences that both know, ours and Dynamo's in turns."""
+    from dynamo._core import RadixTree  # type: ignore[import-not-found]
+
+    theirs = RadixTree()
+    wanted: list[tuple[bytes, list[int]]] = []
+    for number, each in enumerate(sequences(random.Random(4), count, blocks)):
+        pod = number % len(world.pods)
+        for payload in each.payloads():
+            world.feed(world.pods[pod], payload)
+        stored = [{"block_hash": block, "tokens_hash": block} for block in each.hashes]
+        data = {"stored": {"parent_hash": None, "blocks": stored}}
+        theirs.apply_event(pod, json.dumps({"event_id": number, "data": data}).encode())
+        if number % 10 == 3:
+            wanted.append((world.key(each.tokens), each.hashes))
+    for key, hashes in wanted:
+        assert max(theirs.find_matches(hashes).scores.values()) == blocks
+        # A prompt's last block counts only where something follows: an engine computes one token at least.
+        assert world.index.match(SCOPE, None, key, 0.0).longest.tokens == (blocks - 1) * WIDTH
+    found = {"ours": [0.0, 0.0], "theirs": [0.0, 0.0]}
+    for _ in range(10):
+        for name in found:
+            cpu, wall = time.process_time(), time.perf_counter()
+            for key, hashes in wanted:
+                if name == "ours":
+                    world.index.match(SCOPE, None, key, 0.0)
+                else:
+                    theirs.find_matches(hashes)
+            found[name][0] += time.process_time() - cpu
+            found[name][1] += time.perf_counter() - wall
+    for at, clock in enumerate(("cpu", "wall")):
+        for name, times in found.items():
+            row(f"tree.lookup_us.{blocks}.{name}.{clock}", times[at] / len(wanted) / 10 * 1e6, "us")
+    row("tree.vs_dynamo.lookup", found["ours"][0] / found["theirs"][0], "ratio")
+    row("tree.vs_dynamo.lookup_wall", found["ours"][1] / found["theirs"][1], "ratio")
+
+
+def full_fleet(endpoints: int = 100, blocks: int = 30_000, length: int = 450) -> None:
+    """The memory of a process whose endpoints have full caches; beginnings are shared as in all of this."""
+    world = World(endpoints)
+    stream = sequences(random.Random(5), endpoints * blocks, length)
+    for number in range(endpoints * blocks // length):
+        for payload in next(stream).payloads():
+            world.feed(world.pod(number), payload)
+    gc.collect()
+    row("tree.full_blocks", world.index.totals()["blocks"], "blocks")
+    row("tree.full_rss_mb", resident_bytes() / (1 << 20), "MB")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, default=2000)
     parser.add_argument("--blocks", type=int, default=450)
     parser.add_argument("--pods", type=int, default=8)
+    parser.add_argument("--versus-dynamo", action="store_true")
+    parser.add_argument("--full", action="store_true")
     args = parser.parse_args()
     gc.freeze()
+    if args.full:
+        full_fleet()
+        return 0
+    if args.versus_dynamo:
+        versus_dynamo(World(args.pods), args.sequences, args.blocks)
+        return 0
     for measure in (memory_and_match, ingest_and_remove):
         measure(World(args.pods), args.sequences, args.blocks)
     return 0

@@ -47,6 +47,7 @@ class Chance:
                 "endpointPicker": lambda: self._some(
                     {
                         "policy": lambda: self._one("treeline", "round_robin", "random"),
+                        "policyParameters": dict,
                         "parameters": lambda: self._some({"maxTtftSeconds": lambda: 2.5, "maxBodyBytes": lambda: 4096}),
                         "failureMode": lambda: self._one("FailOpen", "FailClose"),
                         "replicas": lambda: self._one(1, 3),
@@ -186,9 +187,10 @@ class Chance:
     def _autoscaling(self) -> dict[str, Any]:
         return self._some(
             {
-                "type": lambda: self._one("None", "HPA", "KEDA"),
+                "type": lambda: self._one("None", "Picker", "HPA", "KEDA"),
                 "minReplicas": lambda: self._one(0, 1, 5),
                 "maxReplicas": lambda: self._one(2, 9),
+                "picker": lambda: {"scaleDownSeconds": self._one(0, 60)},
                 "hpa": lambda: {"metrics": [{"type": "Resource"}]},
                 "keda": lambda: {"triggers": [{"type": "prometheus"}], "cooldownPeriod": 60},
             }

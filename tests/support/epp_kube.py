@@ -119,17 +119,26 @@ async def models(picker: RunningPicker, pool: str) -> set[str]:
     return set(pools.get(pool, {"models": ()})["models"])
 
 
-async def asked(picker: RunningPicker, model: str, *, secure: bytes | None = None) -> str | int:
+async def asked(
+    picker: RunningPicker,
+    model: str,
+    *,
+    prompt: str = "hello",
+    request_id: str = "",
+    answered: bool = False,
+    secure: bytes | None = None,
+) -> str | int:
     """One request as a proxy makes it: the first destination, or the status of the refusal.
 
-    `secure` is the certificate to trust, for a picker that serves TLS.
+    Then the client goes away, unless the response is to begin (`answered`). `secure` is the certificate to trust, for a
+    picker that serves TLS.
     """
     mode = processing_mode_pb2.ProcessingMode.BUFFERED
     head = pb.ProcessingRequest()
     head.protocol_config.request_body_mode = mode
-    for key, value in ((":path", "/v1/completions"), (":method", "POST")):
+    for key, value in ((":path", "/v1/completions"), (":method", "POST"), ("x-request-id", request_id)):
         head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    data = json.dumps({"model": model, "prompt": "hello"}).encode()
+    data = json.dumps({"model": model, "prompt": prompt}).encode()
     body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
     address = f"127.0.0.1:{picker.options.grpc_port}"
     if secure is None:
@@ -147,6 +156,11 @@ async def asked(picker: RunningPicker, model: str, *, secure: bytes | None = Non
         reply = await call.read()
         await call.write(body)
         reply = await call.read()
+        if answered:
+            begun = pb.ProcessingRequest()
+            begun.response_headers.headers.headers.add(key=":status", raw_value=b"200")
+            await call.write(begun)
+            await call.read()
         call.cancel()
     if reply.WhichOneof("response") == "immediate_response":
         return int(reply.immediate_response.status.code)

@@ -49,7 +49,7 @@ def whole(body: dict[str, Any]) -> Iterator[bytes]:
 
 
 Answer = Callable[[dict[str, Any]], Iterator[bytes | None] | bytes]
-"""From a body to its chunks (None: hang up), or to a whole HTTP answer."""
+"""From a body to its chunks (None: hang up; b"": nothing more until the test is over), or to a whole HTTP answer."""
 
 
 class FakeOpenAI:
@@ -124,6 +124,9 @@ class FakeOpenAI:
         writer.write(HEAD)
         for chunk in chunks:
             if chunk is None:
+                return False
+            if not chunk:
+                await self.over.wait()
                 return False
             writer.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
             await writer.drain()

@@ -89,7 +89,7 @@ KEYED = {"apiKeysSecretRef": {"name": "keys"}}
 ADDRESS = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
 SALTED = pool(model={"uri": "hf://o/n"}, engine={"type": "vllm"}, gateway={"standalone": KEYED})
 BALANCED = pool(gateway={"standalone": {"serviceType": "LoadBalancer", "port": 8080}})
-LATE = pool("late", created="2026-11-02T00:00:00Z", endpointPicker={"policy": "random"})
+LATE = pool("late", created="2026-11-02T00:00:00Z", endpointPicker={"replicas": 2})
 UNHEALTHY = {"phase": "Running", "containerStatuses": [container("c", RUNNING, started=True)]}
 
 
@@ -214,7 +214,7 @@ GATEWAY_STATES = {
         T.GATEWAY_READY,
         "True",
         Reason.GATEWAY_CONFLICT,
-        "with the settings of pool older: endpointPicker.policy is random here, treeline in pool older (older)",
+        "with the settings of pool older: endpointPicker.replicas is 2 here, 1 in pool older (older)",
     ),
     "open to the world": (
         world(BALANCED, gateway_parts=gateway_children(service=ADDRESS)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.world import Platform, PoolRouting
+from treeline_operator.world import Platform, PoolRouting, Scaling
 
 from support.operator_status import LATER, observed, pod, pool, ready, revision, view, world
 from support.operator_trouble import POD, RUNNING, init
@@ -15,6 +15,7 @@ T = ConditionType
 TWO = {"replicas": 2}
 HPA = {"type": "HPA", "maxReplicas": 4, "hpa": {"metrics": [{"type": "Resource"}]}}
 KEDA = {"type": "KEDA", "minReplicas": 0, "maxReplicas": 4, "keda": {"triggers": [{"type": "cron"}]}}
+PICKER = {"type": "Picker", "minReplicas": 0, "maxReplicas": 4}
 WITH_KEDA = Platform(apis=frozenset(("keda.sh/v1alpha1/ScaledObject",)))
 
 
@@ -287,6 +288,28 @@ POOL_STATES = {
         "False",
         Reason.METRICS_API_MISSING,
         "FailedGetResourceMetric",
+    ),
+    "pickers unasked": (scaled(PICKER), T.SCALING_ACTIVE, "Unknown", Reason.PENDING, "not been asked"),
+    "scaled by its pickers": (
+        scaled(PICKER, scaling=Scaling(heard=True)),
+        T.SCALING_ACTIVE,
+        "True",
+        Reason.AUTOSCALER_ACTIVE,
+        "sets replicas between 0 and 4",
+    ),
+    "pickers that say nothing": (
+        scaled(PICKER, scaling=Scaling()),
+        T.SCALING_ACTIVE,
+        "False",
+        Reason.SIGNALS_MISSING,
+        "no picker of gateway treeline",
+    ),
+    "scaled by somebody else": (
+        scaled(PICKER, scaling=Scaling(heard=True, owner="HorizontalPodAutoscaler theirs")),
+        T.SCALING_ACTIVE,
+        "False",
+        Reason.SCALED_BY_ANOTHER,
+        "HorizontalPodAutoscaler theirs scales the pool",
     ),
     "claim for one node": (
         world(pool(replicas=2, engine={"cache": {"size": "10Gi"}})),

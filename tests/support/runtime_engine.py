@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.core import Batch
 from treeline_runtime.messages import (
     AbortReq,
     BatchTokenOut,
@@ -34,6 +36,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.sampling import Factory
 from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler.executor import Launched
 from treeline_runtime.scheduler.processors import Processors
 
 from support.runtime_models import IDS
@@ -186,6 +189,21 @@ class Harness(Scheduler):
         else:
             raise AssertionError(f"not idle after {max_steps} steps: {self._everything()}")
         self.assert_clean()
+
+    def run_with_failing_launches(self) -> None:
+        """`run`, where each third launch of several requests fails, so that they are launched one by one."""
+        launch, sizes = self.executor.launch, list[int]()
+
+        def flaky(batch: Batch) -> Launched:
+            sizes.append(len(batch.reqs))
+            if len(batch.reqs) > 1 and len(sizes) % 3 == 0:
+                raise RuntimeError("not all of them at once")
+            return launch(batch)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.executor, "launch", flaky)
+            self.run()
+        assert sizes.count(1) > 5
 
     def _woken_by_a_grammar(self) -> bool:
         """Wait for what is being compiled. → whether anything is."""

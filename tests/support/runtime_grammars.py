@@ -60,13 +60,16 @@ class Compiler:
     ) -> GrammarConstraint:
         ends = sorted(id for id in stop_ids if not vocabulary().texts[id])
         return GrammarConstraint(
-            compiled.matcher(ends),
+            compiled,
             GrammarFiller(backend()),
             texts=vocabulary().with_marks(),
             stop_ids=ends,
             after=after,
             min_tokens=min_tokens,
         )
+
+    def forget(self, grammar: Grammar) -> None:
+        pass
 
     def close(self) -> None:
         pass

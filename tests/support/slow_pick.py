@@ -10,7 +10,7 @@ from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.policies import EQUAL_S, STICKY_S, STICKY_SHARE
+from treeline_epp.picking.policies.predicted_ttft import EQUAL_S, STICKY_S, STICKY_SHARE
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, Candidate, Scored, score
 

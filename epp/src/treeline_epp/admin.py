@@ -1,12 +1,16 @@
-"""The picker's pages, on two ports: one shows metrics, the other probes, endpoints and the debug pages. GET only:
-nothing of the picker can be changed over HTTP.
+"""The picker's pages, on two ports: one shows metrics, the other probes, endpoints and the debug pages. Nothing of
+the picker can be changed over HTTP: GET only, but for questions with a body.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -17,8 +21,14 @@ log = logging.getLogger(__name__)
 _http_log = logging.getLogger(f"{__name__}.http")
 _http_log.setLevel(logging.CRITICAL)  # it would write a traceback for whatever is not HTTP
 
+TOKEN_HEADER = b"x-treeline-console"
+_SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
+RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
+
 _TIMEOUT_S = 10.0
 """A connection is for one request, and lasts no longer than this."""
+_MOST_STREAMS = 16
+"""Clients that follow streams at once: an operator and its successor, and whoever looks."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -27,23 +37,50 @@ class Page(msgspec.Struct, frozen=True):
     body: object
     status: int = 200
     content_type: str = "application/json"
+    headers: Mapping[str, str] = {}
 
 
-Handler = Callable[[Mapping[str, str]], Page]
+Handler = Callable[[Mapping[str, str]], Page | Awaitable[Page]]
 """From the query's parameters to a page."""
+Question = Callable[[bytes], Page]
+"""From the body of a POST to a page, which changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A page that has no end: pieces of it for one client, until that goes away."""
+
+    pieces: Callable[[], AsyncGenerator[bytes]]
+    content_type: str
 
 
 class PageServer:
-    """The server of one port. `pages` maps paths to handlers; a handler that raises gives 500.
+    """The server of one port. `pages` maps paths to handlers; a handler that raises gives 500. `streams` are open to
+    `_MOST_STREAMS` clients at once, each of which must take a piece within the time that a page may last.
 
     `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that
-    its browser shows: whoever may start a process there or forward a port to it.
+    its browser shows: whoever may start a process there or forward a port to it. `token` is known to a page of this
+    server alone, which is private itself: by it the requests of that page's script are told from those of others.
+    `questions` are pages that are asked by POST, with at most `question_bytes`.
     """
 
-    def __init__(self, pages: Mapping[str, Handler], private: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        pages: Mapping[str, Handler],
+        private: Collection[str] = (),
+        token: str = "",
+        streams: Mapping[str, Stream] | None = None,
+        questions: Mapping[str, Question] | None = None,
+        question_bytes: int = 1 << 20,
+    ) -> None:
         self._pages = pages
         self._private = private
-        app = web.Application()
+        self._token = token.encode()
+        self._streams = streams or {}
+        self._questions = questions or {}
+        self._streaming: set[asyncio.Task[object]] = set()
+        self._deadlines: dict[object, asyncio.TimerHandle] = {}
+        app = web.Application(client_max_size=question_bytes)
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, access_log=None, logger=_http_log)
         self._server: asyncio.Server | None = None
@@ -58,38 +95,89 @@ class PageServer:
         """Stop listening."""
         if self._server is not None:
             self._server.close()
+        for task in self._streaming:
+            task.cancel()
         await self._runner.cleanup()
 
     def _connection(self) -> asyncio.Protocol:
         server = self._runner.server
         assert server is not None
         protocol = server()
-        asyncio.get_running_loop().call_later(_TIMEOUT_S, protocol.force_close)
+        self._deadlines[protocol] = asyncio.get_running_loop().call_later(_TIMEOUT_S, self._expire, protocol)
         return protocol
 
-    async def _serve(self, request: web.Request) -> web.Response:
-        page = self._answer(request)
+    def _expire(self, protocol: web.RequestHandler) -> None:
+        del self._deadlines[protocol]
+        protocol.force_close()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        stream = self._streams.get(request.path) if request.method == "GET" else None
+        if stream is not None and len(self._streaming) < _MOST_STREAMS:
+            return await self._send(request, stream)
+        page = await self._answer(request)
         body = page.body if isinstance(page.body, bytes) else msgspec.json.encode(page.body)
-        response = web.Response(body=body, status=page.status, headers={"Content-Type": page.content_type})
+        response = web.Response(
+            body=body, status=page.status, headers={**page.headers, "Content-Type": page.content_type}
+        )
         response.force_close()
         return response
 
-    def _answer(self, request: web.Request) -> Page:
-        if request.method != "GET":
-            return Page({"error": "only GET"}, 405)
+    async def _send(self, request: web.Request, stream: Stream) -> web.StreamResponse:
+        if (deadline := self._deadlines.pop(request.protocol, None)) is not None:
+            deadline.cancel()
+        task = asyncio.current_task()
+        assert task is not None
+        self._streaming.add(task)
+        response = web.StreamResponse(headers={"Content-Type": stream.content_type})
+        response.force_close()
+        try:
+            await response.prepare(request)
+            async with contextlib.aclosing(stream.pieces()) as pieces:
+                async for piece in pieces:
+                    async with asyncio.timeout(_TIMEOUT_S):
+                        await response.write(piece)
+        except (ConnectionError, TimeoutError):
+            request.protocol.force_close()
+        except Exception:
+            log.exception("stream %s failed", request.path)
+            request.protocol.force_close()
+        finally:
+            self._streaming.discard(task)
+        return response
+
+    async def _answer(self, request: web.Request) -> Page:
+        if request.path in self._streams and request.method == "GET":
+            return Page({"error": f"{_MOST_STREAMS} clients follow it already"}, 503)
+        question = self._questions.get(request.path)
+        if request.method != ("GET" if question is None else "POST"):
+            return Page({"error": f"only {'GET' if question is None else 'POST'}"}, 405)
         handler = self._pages.get(request.path)
-        if handler is None:
-            return Page({"error": "no such page", "pages": sorted(self._pages)}, 404)
+        if handler is None and question is None:
+            pages = sorted([*self._pages, *self._streams, *self._questions])
+            return Page({"error": "no such page", "pages": pages}, 404)
         if request.path in self._private:
             transport = request.transport
             own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
-            if why := why_not_local(request.raw_headers, own_address):
+            if why := why_not_local(self._not_of_our_page(request.raw_headers), own_address):
                 return Page({"error": f"only for clients on this machine: {why}"}, 403)
         try:
-            return handler(request.query)
+            if question is not None:
+                return question(await request.read())
+            assert handler is not None
+            page = handler(request.query)
+            return page if isinstance(page, Page) else await page
+        except web.HTTPRequestEntityTooLarge as error:
+            return Page({"error": f"the question is too long: {error.text}"}, 413)
         except Exception:
             log.exception("admin page %s failed", request.path)
             return Page({"error": "internal error"}, 500)
+
+    def _not_of_our_page(self, headers: RawHeaders) -> RawHeaders:
+        """The headers without the mark of a page, where that is our own by its token and by the browser's word."""
+        shown = next((value for name, value in headers if name.lower() == TOKEN_HEADER), b"")
+        if not self._token or not hmac.compare_digest(shown, self._token):
+            return headers
+        return [(name, value) for name, value in headers if (name.lower(), value) != _SAME_ORIGIN]
 
 
 def why_not_local(headers: Iterable[tuple[bytes, bytes]], own_address: str) -> str | None:

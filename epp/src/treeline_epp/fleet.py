@@ -22,12 +22,13 @@ from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
-from treeline_epp.endpoints.engine_http import new_http
 from treeline_epp.endpoints.engine_key import EngineKey
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.sweep import Sweep
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_epp.index.pods import Pod
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
@@ -82,6 +83,7 @@ class Fleet:
         self._zmq = new_context()
         self._ticker = Ticker()
         self._pace = ProbePace()
+        self._sweep = Sweep()
         self.scraping = scraping or Scraping()
         self.members: dict[str, Member] = {}
         self.past: Counter[str] = Counter()  # of subscriptions that are no more: counters must not fall
@@ -133,11 +135,19 @@ class Fleet:
         if (member := self.members.get(name)) is not None:
             member.watcher.probe_now()
 
+    def ask_for_models(self) -> None:
+        """A request named a model that nobody is known to have: engines are asked in the background, so that the next
+        request finds it."""
+        ready = [name for name, member in self.members.items() if member.state is EngineState.READY]
+        self._sweep.begin(ready, time.monotonic())
+
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_BEAT_S)
             self.picker.on_tick(time.monotonic())
             self._look_for_adapters()
+            for name in self._sweep.take():
+                self.probe_now(name)
             if self._changed:
                 self._announce()
             self._select(self._waiting)
@@ -192,10 +202,9 @@ class Fleet:
             self._announce()
 
     def _add(self, spec: EndpointSpec) -> Member:
-        # A pool of connections looks at all of them for each request, so that each engine has one of its own.
         key_file = spec.key_file or self._key_file
-        key = None if key_file is None else EngineKey(key_file)
-        client = EngineClient(new_http(key), spec.address, spec.engine, spec.kv)
+        http = HttpClient() if key_file is None else HttpClient(EngineKey(key_file))
+        client = EngineClient(http, spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
         scraper = Scraper(
             spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
@@ -255,7 +264,7 @@ class Fleet:
             if self._keyers.source(known) is not self._keyers.source(spec):
                 self._follow_anew(member, info)
             return
-        member.reports_draining = False
+        member.reports_draining, member.reports_adapters = False, []
         self._start_following(member, info)
 
     def _start_following(self, member: Member, info: EngineInfo) -> None:
@@ -366,6 +375,9 @@ class Fleet:
     def _on_load(self, member: Member, rank: int, reporting: Sequence[int], load: Load) -> Sequence[Request]:
         """A load report has come from one of the ranks that send any: what is to be asked of its publisher."""
         now = time.monotonic()
+        if isinstance(load, TreelineLoad) and load.adapters != member.reports_adapters:
+            member.reports_adapters = load.adapters
+            member.watcher.probe_now()
         draining = isinstance(load, TreelineLoad) and load.draining
         if draining != member.reports_draining:
             member.reports_draining = draining

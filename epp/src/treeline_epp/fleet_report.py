@@ -14,6 +14,7 @@ from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.member import Member
 from treeline_epp.metrics import Sample
+from treeline_epp.xds.eds import EdsState
 
 
 def samples(fleet: Fleet) -> Iterator[Sample]:
@@ -36,7 +37,14 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     failing = sum(e.breaker.tripped for e in fleet.picker.endpoints.values())
     yield "gauge", "endpoints_failing", "Endpoints left out because they answer errors alone.", {}, failing
     yield from _scraping(fleet)
-    stats, eds = fleet.stats, fleet.eds.state
+    renderers = [keyer.renderer for keyer in fleet.registry.keyers if keyer.renderer is not None]
+    text = "Chats whose prompts were joined from what was learnt of their template, instead of rendered."
+    yield "counter", "chats_joined", text, {}, sum(renderer.joined for renderer in renderers)
+    text = (
+        "Chat templates of which something wrong was learnt: a chat that was rendered to check it came out differently."
+    )
+    yield "counter", "chat_templates_unlearnt", text, {}, sum(renderer.differed for renderer in renderers)
+    stats = fleet.stats
     events = Counter(fleet.past)
     for subscription in subscriptions:
         events.update(subscription.counts)
@@ -62,10 +70,7 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     yield "counter", "kv_disconnects", text, {}, stats.disconnects
     for reason, count in stats.rejected.items():
         yield "counter", "rejected", "Messages and events refused, by reason.", {"reason": reason}, count
-    yield "gauge", "eds_connected", "Envoys subscribed to endpoints.", {}, eds.connected()
-    yield "gauge", "eds_pending", "Envoys that have not acknowledged the newest list.", {}, eds.pending()
-    yield "counter", "eds_acks", "Acknowledged endpoint lists.", {}, eds.acks
-    yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
+    yield from eds_samples(fleet.eds.state)
 
 
 def _scraping(fleet: Fleet) -> Iterator[Sample]:
@@ -87,11 +92,19 @@ def _scraping(fleet: Fleet) -> Iterator[Sample]:
         yield "counter", "scrape_failures", text, {"reason": reason.value}, scraping.failures[reason]
 
 
+def eds_samples(eds: EdsState) -> Iterator[Sample]:
+    """What Envoys know of the endpoints."""
+    yield "gauge", "eds_connected", "Envoys subscribed to endpoints.", {}, eds.connected()
+    yield "gauge", "eds_pending", "Envoys that have not acknowledged the newest list.", {}, eds.pending()
+    yield "counter", "eds_acks", "Acknowledged endpoint lists.", {}, eds.acks
+    yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
+
+
 def listing(fleet: Fleet) -> dict[str, object]:
     """Pools with their models and endpoints, as the operator reads them: what could be picked now.
 
     `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of. `routing` is null until an
-    engine has been asked.
+    engine has been asked. `policy` is the pool's, with its parameters.
     """
     now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
@@ -111,6 +124,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
     pools = {
         pool: {
             "models": models.get(pool, []),
+            "policy": fleet.picker.policies.name_of(pool),
             "endpoints": endpoints.get(pool, []),
             "routing": ways[pool]._asdict() if pool in ways else None,
         }
@@ -119,9 +133,9 @@ def listing(fleet: Fleet) -> dict[str, object]:
     return {"synced": fleet.discovered.is_set(), "pools": pools}
 
 
-def describe(fleet: Fleet) -> list[dict[str, object]]:
-    """The members, for the debug page."""
-    return [_describe(fleet, name, member) for name, member in sorted(fleet.members.items())]
+def describe(fleet: Fleet, most: int | None = None) -> list[dict[str, object]]:
+    """The members by name, for the debug pages; no more than `most` of them."""
+    return [_describe(fleet, name, member) for name, member in sorted(fleet.members.items())[:most]]
 
 
 def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:

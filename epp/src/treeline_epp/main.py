@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,25 +21,41 @@ import uvloop
 from treeline_wire.logs import set_up
 from treeline_wire.security import CurveKeys, KeyFileError
 
-from treeline_epp import fleet_report
-from treeline_epp.admin import Handler, Page, PageServer
+from treeline_epp import explain_command, fleet_report, pages, signals
+from treeline_epp.admin import PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, parse_file
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
-from treeline_epp.extproc.server import ExtProcService, server_options
+from treeline_epp.extproc.http2_server import Http2Server, Methods
+from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes, server_options
 from treeline_epp.extproc.session import SessionLimits
-from treeline_epp.extproc.tls import TlsError, credentials
+from treeline_epp.extproc.tls import Certificate, TlsError, credentials
+from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
+from treeline_epp.flow.assembly import flow_control, quotas_of
+from treeline_epp.flow.quota_file import QuotaFileError
+from treeline_epp.flow.quotas import Quotas
 from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
+from treeline_epp.observing import Observing, ObservingError
 from treeline_epp.options import Options, options_of
+from treeline_epp.peers import driver as peers
+from treeline_epp.peers.gossip import Gossip
+from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.pool_policies import PoolPolicies
+from treeline_epp.policy_choices import chosen_by_pools
 from treeline_epp.requests.body import BodyBudget
+from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.router import Router
+from treeline_epp.requests.router import Router, cost
 from treeline_epp.tokenizers.sources import FolderOrigin, SourceError, specs_of
 from treeline_epp.tokenizers.watch import TokenizerSources
+from treeline_epp.workers.link import Worker
+from treeline_epp.workers.parent import supervise
+from treeline_epp.workers.places import Kept
+from treeline_epp.workers.team import WorkerFailed
 from treeline_epp.xds.eds import Eds
 
 if TYPE_CHECKING:
@@ -57,73 +73,80 @@ class StartError(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the picker until SIGTERM or SIGINT; returns the exit status."""
-    options = options_of(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["explain"]:
+        return explain_command.main(argv[1:])
+    options = options_of(argv)
     set_up(options.log_level, "treeline_epp", "treeline_kube")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_signal(options))
+            runner.run(_until_signal(options, argv))
     except StartError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-async def _until_signal(options: Options) -> None:
+async def _until_signal(options: Options, argv: Sequence[str]) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    await serve(options, stopping)
+    if options.workers > 1:
+        try:
+            curve, _ = _read_secrets(options), _tokenizers(options)
+            await supervise(options, argv, stopping, curve, listen=_listen, peer_socket=_peer_socket)
+        except WorkerFailed as error:
+            raise StartError(str(error)) from error
+    else:
+        await serve(options, stopping)
 
 
-async def serve(options: Options, stopping: asyncio.Event) -> None:
-    """The picker's whole life, until `stopping` is set. Raises `StartError`."""
-    for flag in options.ignored:
-        log.warning("flag %s of other endpoint pickers is ignored", flag)
+async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | None = None) -> None:
+    """The picker's whole life, until `stopping` is set; or that of one of its workers. Raises `StartError`."""
+    if worker is None:
+        for sentence in options.ignored:
+            log.warning("of other endpoint pickers: %s", sentence)
     curve, tokenizers = _read_secrets(options), _tokenizers(options)
     _raise_file_limit()
-    metrics, registry, eds = Metrics(), ModelRegistry(), Eds()
+    metrics, registry, eds = Metrics(), ModelRegistry(), Eds() if worker is None else worker.eds
     health = await Health.starting()
-    seed = time.time_ns() & 0xFFFF_FFFF
-    picker = Picker(PickerConfig(options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed))
+    picker = _picker(options)
     async with contextlib.AsyncExitStack() as stack:
-        # Only loopback and cluster addresses are asked; a proxy from the environment would be in the way.
-        scraping = Scraping(
-            options.metric_names, path=options.model_server_metrics_path, port=options.model_server_metrics_port
-        )
-        fleet = Fleet(
-            picker,
-            registry,
-            eds,
-            curve=curve,
-            tokenizers=tokenizers,
-            scraping=scraping,
-            key_file=options.engine_key_file,
-            on_gone=metrics.forget,
-        )
+        observing = await stack.enter_async_context(_observing(options, picker, metrics))
+        fleet = _fleet(options, picker, registry, eds, curve, tokenizers, observing)
         metrics.observe(lambda: fleet_report.samples(fleet))
-        kube = await _kubernetes(options, registry, metrics, stack)
-        isolation = Isolation.of(options.trust_edge, curve)
-        router = Router(picker, registry, metrics, on_trouble=fleet.probe_now, isolation=isolation)
-        metrics_pages = _metrics_pages(metrics)
-        admin_pages = _admin_pages(options, health, fleet, picker, kube)
+        rules = GatewayRules(trust_headers=options.trust_request_headers)
+        kube = await _kubernetes(options, registry, rules, metrics, picker.policies, stack)
+        router = _router(options, picker, registry, metrics, rules, fleet, curve, observing)
+        metrics_pages = pages.metrics_pages(observing)
+        look = pages.demand_of(router, fleet)
+        metrics.observe(lambda: signals.samples(look()))
+        admin_pages = pages.admin_pages(options, health, fleet, router, kube, look)
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
-            await _listen(options, metrics_pages, admin_pages, ext_proc, control)
+            await _talk(options, picker, metrics, curve, stack, worker)
+            if worker is None:
+                await _listen(options, metrics_pages, admin_pages, ext_proc, control)
+            else:
+                worker.serves_pages(*[await pages.start("127.0.0.1", 0) for pages in (metrics_pages, admin_pages)])
             source = discover(options.endpoint, options.endpoints_file) if kube is None else kube.specs()
             following = asyncio.create_task(fleet.run(source))
+            opening = asyncio.create_task(_open(options, fleet, health, metrics, ext_proc, worker))
+            opening.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else stopping.set())
             waiting = asyncio.create_task(stopping.wait())
-            tasks += [following, waiting, asyncio.create_task(_open(fleet, health, metrics, picker))]
+            tasks += [following, waiting, opening]
             await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
-            if following.done():
-                following.result()
+            for ended in filter(asyncio.Task.done, (following, opening)):
+                ended.result()
         finally:
             # In order: say that we leave, finish what is open, stop following, stop listening.
             if tasks:
                 log.info("stopping")
-            await health.set_ready(False)
-            metrics.ready.set(0)
+            await _leave(health, metrics, worker)
+            if router.flow is not None:
+                router.flow.close()
             await ext_proc.stop(options.drain_timeout)
             for task in tasks:
                 task.cancel()
@@ -131,6 +154,80 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
             await control.stop(None)
             await metrics_pages.stop()
             await admin_pages.stop()
+
+
+def _picker(options: Options) -> Picker:
+    seed = time.time_ns() & 0xFFFF_FFFF
+    config = PickerConfig(
+        options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed, options.saturation
+    )
+    picker = Picker(config)
+    use_headers(picker.policies.headers)
+    log.info("policy %s", options.policy)
+    return picker
+
+
+def _fleet(
+    options: Options,
+    picker: Picker,
+    registry: ModelRegistry,
+    eds: Eds,
+    curve: CurveKeys | None,
+    tokenizers: TokenizerSources,
+    observing: Observing,
+) -> Fleet:
+    scraping = Scraping(
+        options.metric_names, path=options.model_server_metrics_path, port=options.model_server_metrics_port
+    )
+    return Fleet(
+        picker,
+        registry,
+        eds,
+        curve=curve,
+        tokenizers=tokenizers,
+        scraping=scraping,
+        key_file=options.engine_key_file,
+        on_gone=observing.forget,
+    )
+
+
+async def _leave(health: Health, metrics: Metrics, worker: Worker | None) -> None:
+    """Say so to whoever asks."""
+    await health.set_ready(False)
+    metrics.ready.set(0)
+    if worker is not None:
+        worker.set_ready(False)
+
+
+async def _talk(
+    options: Options,
+    picker: Picker,
+    metrics: Metrics,
+    curve: CurveKeys | None,
+    stack: contextlib.AsyncExitStack,
+    worker: Worker | None,
+) -> None:
+    """Exchange what is in flight with other pickers and workers, until the stack ends. Raises `StartError`."""
+    if worker is not None:
+        gossip = Gossip(picker, worker.start.key)
+        sock, names = socket.socket(fileno=worker.start.peer_fd), worker.start.peers
+    elif options.peers and curve is not None:
+        gossip = Gossip(picker, peer_key(curve.secret))
+        sock, names = _peer_socket(options.host, options.peer_port), options.peers
+    else:
+        return
+    metrics.observe(lambda: peers.samples(gossip))
+    await stack.enter_async_context(peers.talking(gossip, sock, names))
+    picker.elsewhere = gossip.own
+
+
+def _peer_socket(host: str, port: int) -> socket.socket:
+    """Raises `StartError`."""
+    try:
+        return peers.bound(host, port)
+    except OSError as error:
+        where = f"{host}:{port} (UDP)"
+        raise StartError(f"cannot listen on {where}: {_words_of(error)}; choose another with --peer-port") from error
 
 
 def _raise_file_limit() -> None:
@@ -147,8 +244,51 @@ def _raise_file_limit() -> None:
         )
 
 
+def _observing(options: Options, picker: Picker, metrics: Metrics) -> Observing:
+    """Raises `StartError`."""
+    try:
+        return Observing(options, picker, metrics)
+    except ObservingError as error:
+        raise StartError(str(error)) from error
+
+
+def _router(
+    options: Options,
+    picker: Picker,
+    registry: ModelRegistry,
+    metrics: Metrics,
+    rules: GatewayRules,
+    fleet: Fleet,
+    curve: CurveKeys | None,
+    observing: Observing,
+) -> Router:
+    router = Router(
+        picker,
+        registry,
+        metrics,
+        on_trouble=fleet.probe_now,
+        on_unknown_model=fleet.ask_for_models,
+        isolation=Isolation.of(options.trust_edge, curve),
+        rules=rules,
+        clients_select=options.conformance_headers,
+        restore_names=options.restore_model_names,
+        heed_subsets=not options.disable_endpoint_subset_filter,
+        observers=observing.observers,
+        quotas=_quotas(options, metrics),
+    )
+    router.flow = flow_control(options, picker, metrics, router.clock, cost)
+    if router.flow is not None:
+        router.demand.held = router.flow.held
+    return router
+
+
 async def _kubernetes(
-    options: Options, registry: ModelRegistry, metrics: Metrics, stack: contextlib.AsyncExitStack
+    options: Options,
+    registry: ModelRegistry,
+    rules: GatewayRules,
+    metrics: Metrics,
+    policies: PoolPolicies,
+    stack: contextlib.AsyncExitStack,
 ) -> KubernetesSource | None:
     """The source that follows Kubernetes, if that is asked for. Raises `StartError`."""
     if not options.kubernetes:
@@ -169,19 +309,32 @@ async def _kubernetes(
         group=options.pool_group,
         selector=options.endpoint_selector or {},
         ports=options.endpoint_target_ports,
+        rules_group=options.rules_group,
     )
-    source = await stack.enter_async_context(KubernetesSource(scope, client, registry.set_pools))
+    choose = chosen_by_pools(policies, manual=options.trust_request_headers)
+    source = KubernetesSource(scope, client, registry.set_pools, rules.set, choose)
+    await stack.enter_async_context(source)
     metrics.observe(source.samples)
     return source
 
 
-async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) -> None:
-    """Become ready."""
+async def _open(
+    options: Options,
+    fleet: Fleet,
+    health: Health,
+    metrics: Metrics,
+    ext_proc: ExtProcServer,
+    worker: Worker | None,
+) -> None:
+    """Become ready. A worker listens only now: those beside it serve whatever comes before."""
     started = time.monotonic()
     await fleet.wait_until_ready()
     await health.set_ready(True)
     metrics.ready.set(1)
-    log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(picker.endpoints))
+    if worker is not None:
+        await _listen_beside(options, ext_proc)
+        worker.set_ready(True)
+    log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(fleet.picker.endpoints))
     # Everything imported so far lives for ever: the collector need not look at it again. What the tree allocates later
     # has no cycles, so the collector may also come seldom; its pauses would be the slowest picks.
     gc.collect()
@@ -189,32 +342,54 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics, picker: Picker) 
     gc.set_threshold(50_000, 50, 50)
 
 
-def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[grpc.aio.Server, grpc.aio.Server]:
+ExtProcServer = grpc.aio.Server | Http2Server | Kept
+
+
+def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[ExtProcServer, grpc.aio.Server]:
     """`(ext_proc, EDS and health)`, not yet listening."""
-    limits = server_options(options.max_body_bytes)
-    ext_proc, control = grpc.aio.server(options=limits), grpc.aio.server(options=limits)
     service = ExtProcService(
         router,
         SessionLimits(
             options.max_body_bytes,
             strip_response_headers=not options.expose_routing,
+            tell_served=options.conformance_headers,
             clients=None if options.max_client_requests is None else Clients(options.max_client_requests),
             waiting=BodyBudget(options.max_waiting_body_bytes),
         ),
     )
-    ext_proc.add_generic_rpc_handlers((service.handler(),))
-    if options.health_checking:
-        health.add_to(ext_proc)
+    control = grpc.aio.server(options=server_options(options.max_body_bytes))
     control.add_generic_rpc_handlers((eds.handler(),))
     health.add_to(control)
-    return ext_proc, control
+    return _ext_proc(options, service, health), control
+
+
+def _ext_proc(options: Options, service: ExtProcService, health: Health) -> ExtProcServer:
+    if options.transport == "http2":
+        methods: Methods = {f"/{SERVICE}/Process": lambda _: service.open()}
+        if options.health_checking:
+            methods |= health.methods()
+        most = most_message_bytes(options.max_body_bytes)
+        return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most)
+    server = grpc.aio.server(options=server_options(options.max_body_bytes))
+    server.add_generic_rpc_handlers((service.handler(),))
+    if options.health_checking:
+        health.add_to(server)
+    return server
+
+
+async def _listen_beside(options: Options, ext_proc: ExtProcServer) -> None:
+    """Share the ext_proc port with other workers. Raises OSError and TlsError: the parent has tried it before."""
+    assert isinstance(ext_proc, Http2Server)
+    clients = options.require_client_certificates
+    certificate = Certificate(options.cert_path, clients=clients) if options.secure_serving else None
+    await ext_proc.start(options.host, options.grpc_port, certificate, shared=True)
 
 
 async def _listen(
     options: Options,
     metrics: PageServer,
     admin: PageServer,
-    ext_proc: grpc.aio.Server,
+    ext_proc: ExtProcServer,
     control: grpc.aio.Server,
 ) -> None:
     """Bind every port. Raises `StartError`."""
@@ -222,7 +397,12 @@ async def _listen(
     try:
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
-        _add_port(ext_proc, f"{host}:{port}", options, tls=options.secure_serving)
+        if not isinstance(ext_proc, grpc.aio.Server):
+            clients = options.require_client_certificates
+            certificate = Certificate(options.cert_path, clients=clients) if options.secure_serving else None
+            await ext_proc.start(options.host, port, certificate)
+        else:
+            _add_port(ext_proc, f"{host}:{port}", options, tls=options.secure_serving)
         port, flag = options.grpc_health_port, "--grpc-health-port"
         _can_listen(options.host, port)
         _add_port(control, f"{host}:{port}", options, tls=options.require_client_certificates)
@@ -239,7 +419,8 @@ async def _listen(
         wrong_host = isinstance(error, OSError) and error.errno in _WRONG_HOST
         fix = "correct --host" if wrong_host else f"choose another port with {flag}"
         raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
-    await ext_proc.start()
+    if isinstance(ext_proc, grpc.aio.Server):
+        await ext_proc.start()
     await control.start()
 
 
@@ -272,6 +453,14 @@ def _read_secrets(options: Options) -> CurveKeys | None:
     return curve
 
 
+def _quotas(options: Options, metrics: Metrics) -> Callable[[float], Quotas] | None:
+    """Those of the file, if there is one. Raises `StartError`."""
+    try:
+        return quotas_of(options, metrics)
+    except QuotaFileError as error:
+        raise StartError(f"--quotas-file {error}") from error
+
+
 def _words_of(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else "") or str(error)
 
@@ -287,42 +476,3 @@ def _tokenizers(options: Options) -> TokenizerSources:
     except SourceError as error:
         raise StartError(f"--tokenizer: {error}") from error
     return TokenizerSources.of(specs, options.tokenizer_cache)
-
-
-def _metrics_pages(metrics: Metrics) -> PageServer:
-    """What Prometheus reads."""
-    page = "text/plain; version=0.0.4; charset=utf-8"
-    return PageServer({"/metrics": lambda _query: Page(metrics.render(), content_type=page)})
-
-
-def _admin_pages(
-    options: Options, health: Health, fleet: Fleet, picker: Picker, kube: KubernetesSource | None
-) -> PageServer:
-    """What the kubelet, the operator and whoever looks for a fault read."""
-
-    def detail() -> dict[str, object]:
-        return {} if kube is None else {"kubernetes": kube.describe()}
-
-    def ready(_query: Mapping[str, str]) -> Page:
-        return Page({"ready": health.ready, **detail()}, 200 if health.ready else 503)
-
-    pages: dict[str, Handler] = {
-        "/ready": ready,
-        "/live": lambda _query: Page({"live": True}),
-        "/endpoints": lambda _query: Page({**fleet_report.listing(fleet), "detail": detail()}),
-    }
-    debug: dict[str, Handler] = {}
-    if options.enable_debug_endpoints:
-        debug["/debug/endpoints"] = lambda _query: Page({"endpoints": fleet_report.describe(fleet)})
-        debug["/debug/tree"] = lambda query: _tree(picker, query.get("pod"))
-    return PageServer(pages | debug, private=debug)
-
-
-def _tree(picker: Picker, name: str | None) -> Page:
-    if name is None:
-        return Page({"totals": picker.index.totals(), "pods": sorted(picker.endpoints)})
-    endpoint = picker.endpoints.get(name)
-    if endpoint is None:
-        return Page({"error": f"no endpoint {name!r}", "pods": sorted(picker.endpoints)}, 404)
-    blocks = set().union(*(picker.index.blocks_of(pod) for pod in endpoint.pods))
-    return Page({"pod": name, "blocks": [str(block) for block in sorted(blocks)]})

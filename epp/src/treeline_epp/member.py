@@ -30,6 +30,7 @@ class Member:
         self.keyer: PromptKeyer | None = None  # as its events are read and its requests are keyed
         self.keyer_problem: str | None = None  # why its own tokenizer cannot be had
         self.reports_draining = False
+        self.reports_adapters: list[str] = []  # that it has loaded, as its last report names them
         self.ready, self.draining = spec.ready, spec.draining  # as discovery says; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []
         self.follower: asyncio.Task[None] | None = None

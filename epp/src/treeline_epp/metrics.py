@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import (
     CollectorRegistry,
-    Counter,
     Gauge,
     Histogram,
     disable_created_metrics,
@@ -14,6 +13,8 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from treeline_epp.counters import Counter
 
 # Every counter would have a twin that says when it was made.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -37,13 +38,10 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry(auto_describe=False)
-        self._decided: dict[str, Counter] = {}
-        self._ended: dict[str, Counter] = {}
-        self._asked: dict[str, Counter] = {}
-        self._computed: dict[str, Counter] = {}
+        self._clients: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"treeline_epp_{name}", text, labels, registry=registry)
+            return Counter(f"treeline_epp_{name}", text, labels, registry)
 
         self.decisions = counter("decisions", "Requests given a destination, by endpoint.", "endpoint")
         self.refusals = counter("refusals", "Requests answered by the picker itself, by error code.", "code")
@@ -97,30 +95,36 @@ class Metrics:
 
     def decided(self, endpoint: str) -> None:
         """A request was given this endpoint."""
-        _child(self._decided, self.decisions, endpoint).inc()
+        self.decisions.labels(endpoint).inc()
 
     def asked(self, client: str | None) -> None:
         """A client sent a request."""
-        _child(self._asked, self.client_requests, self._client(client)).inc()
+        self.client_requests.labels(self._client(client)).inc()
 
     def computed(self, client: str | None, prompt_tokens: int) -> None:
         """A runtime reported a prompt of this client."""
-        _child(self._computed, self.client_prompt_tokens, self._client(client)).inc(prompt_tokens)
+        self.client_prompt_tokens.labels(self._client(client)).inc(prompt_tokens)
 
     def _client(self, client: str | None) -> str:
         if client is None:
             return NO_CLIENT
-        known = self._asked.keys() - {NO_CLIENT, OTHER_CLIENTS} if client not in self._asked else ()
-        return client if len(known) < MOST_CLIENTS else OTHER_CLIENTS
+        if client not in self._clients:
+            if len(self._clients) >= MOST_CLIENTS:
+                return OTHER_CLIENTS
+            self._clients.add(client)
+        return client
 
     def forget(self, endpoint: str) -> None:
         """The endpoint has gone for good; pods come and go under new names, and labels must not pile up."""
-        if self._decided.pop(endpoint, None) is not None:
-            self.decisions.remove(endpoint)
+        self.decisions.remove(endpoint)
+
+    def open_streams(self) -> float:
+        """As the gauge has it."""
+        return sum(sample.value for metric in self.streams.collect() for sample in metric.samples)
 
     def ended(self, outcome: str) -> None:
         """A routed request ended so."""
-        _child(self._ended, self.outcomes, outcome).inc()
+        self.outcomes.labels(outcome).inc()
 
     def observe(self, read: Callable[[], Iterable[Sample]]) -> None:
         """Add gauges and counters that are read from their owner on every scrape."""
@@ -129,14 +133,6 @@ class Metrics:
     def render(self) -> bytes:
         """The text that a scrape gets."""
         return generate_latest(self.registry)
-
-
-def _child(known: dict[str, Counter], parent: Counter, label: str) -> Counter:
-    """A labelled counter, kept: the library's own look-up takes a lock and builds a key every time."""
-    child = known.get(label)
-    if child is None:
-        child = known[label] = parent.labels(label)
-    return child
 
 
 class _Observed(Collector):

@@ -8,50 +8,29 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from treeline_wire import ports
 from treeline_wire.logs import LEVELS
-from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
+from treeline_wire.settings import add_flags, namespace, port_setting, setting, settings_of, values
 
+from treeline_epp.compat import settings as compat
+from treeline_epp.compat.flags import add_foreign
+from treeline_epp.compat.settings import CompatSettings
+from treeline_epp.compat.values import flag_bool, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.policies import POLICIES
+from treeline_epp.flow import settings as flow
+from treeline_epp.observing_settings import GROUP as OBSERVING
+from treeline_epp.observing_settings import ObservingSettings
+from treeline_epp.peers.names import peer_names
+from treeline_epp.picking.policies import POLICIES, Choice
+from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
 GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
-
-_IGNORED = {
-    "--zap-devel": "?",
-    "--zap-encoder": None,
-    "--zap-log-level": None,
-    "--zap-stacktrace-level": None,
-    "--zap-time-encoding": None,
-    "-v": None,
-    "--v": None,
-    "--tracing": "?",
-    "--enable-pprof": "?",
-    "--enable-cert-reload": "?",
-    "--metrics-endpoint-auth": "?",
-    "--ha-enable-leader-election": "?",
-    "--lora-info-metric": None,
-    "--refresh-metrics-interval": None,
-    "--refresh-prometheus-metrics-interval": None,
-    "--metrics-staleness-threshold": None,
-    "--model-server-metrics-scheme": None,
-    "--model-server-metrics-https-insecure-skip-verify": "?",
-}
-"""Flags of other pickers that change nothing here, with how many values each takes."""
-
-
-def _bool(text: str) -> bool:
-    """As Go's flags spell it."""
-    if text.lower() in ("1", "t", "true"):
-        return True
-    if text.lower() in ("0", "f", "false"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
 
 
 def _selector(text: str) -> dict[str, str]:
@@ -65,7 +44,7 @@ def _ports(text: str) -> tuple[int, ...]:
     words = text.split(",")
     if not all(word.isascii() and word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(words) > 8:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of one to eight ports")
-    return tuple(int(word) for word in words)
+    return tuple(dict.fromkeys(int(word) for word in words))
 
 
 def _metric(text: str) -> Metric | None:
@@ -94,7 +73,7 @@ _METRICS = "metrics of engines that push no load"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
     """The picker's settings; each is a flag of the same name, explained in `--help`."""
 
     host: str = setting(None, help="address of all ports of this process (default 127.0.0.1; inside a pod 0.0.0.0)")
@@ -104,6 +83,24 @@ class Options:
     admin_port: int = port_setting(
         ports.PICKER_ADMIN, help="/ready, /live, /endpoints and the debug pages (default %(default)s)"
     )
+    workers: int = setting(
+        1,
+        metavar="N",
+        at_least=1,
+        at_most=64,
+        help="processes that share the ext_proc port, each with the whole tree and some of the connections; they tell "
+        "each other what they have in flight. For one picker that a core does not suffice for: a proxy has to open "
+        "as many connections (default %(default)s)",
+    )
+    peers: tuple[tuple[str, int], ...] = setting(
+        (),
+        metavar="HOST:PORT,…",
+        parse=peer_names,
+        help="the other pickers of this pool: addresses, or names each of whose addresses is one (a headless Service; "
+        "its own among them does no harm). They tell each other over UDP what they have in flight, sealed with a key "
+        "made from --curve-dir, so that they choose as one would",
+    )
+    peer_port: int = port_setting(ports.PEERS, help="UDP, for other pickers, with --peers (default %(default)s)")
     endpoint: tuple[EndpointSpec, ...] = setting(
         (), repeated=True, metavar="NAME=HOST:PORT", help="an engine; may be repeated"
     )
@@ -148,6 +145,33 @@ class Options:
         choices=GROUPS,
         help="API group of the pool of --pool-name (default %(default)s)",
     )
+    conformance_headers: bool = setting(
+        False,
+        help="for the conformance tests of Gateways alone: whoever sends the request header "
+        "test-epp-endpoint-selection (a list of IP or IP:port) chooses the endpoint, past what the proxy allows and "
+        "past load, and every response has the endpoint's address in x-conformance-test-served-endpoint",
+    )
+    restore_model_names: bool = setting(
+        False,
+        help="where a request's model was rewritten, give its response the name that the client asked for; as far as "
+        "the proxy shows response bodies (FULL_DUPLEX_STREAMED or BUFFERED) and they are not compressed",
+    )
+    rules_group: str = setting(
+        None,
+        group=_KUBERNETES,
+        metavar="GROUP",
+        help="API group of the InferenceObjectives and InferenceModelRewrites (v1alpha2) of these pools, for example "
+        "llm-d.ai; '' for none (default: inference.networking.x-k8s.io with --pool-name of an upstream group, else "
+        "none). They may be missing, and need list and watch",
+    )
+    trust_request_headers: bool = setting(
+        None,
+        metavar="BOOL",
+        parse=flag_bool,
+        help="believe the request headers x-gateway-inference-objective and x-gateway-model-name-rewrite, and llm-d's "
+        "spellings: whoever can send them chooses a request's priority, and its model over the body's (default: only "
+        "with --pool-name of an upstream group, as other endpoint pickers do)",
+    )
     endpoint_target_ports: tuple[int, ...] = setting(
         (), group=_KUBERNETES, metavar="PORT,…", parse=_ports, help="ports of the pods of --endpoint-selector"
     )
@@ -158,7 +182,7 @@ class Options:
         help="default: $KUBECONFIG, the pod's own service account, or ~/.kube/config",
     )
     context: str | None = setting(None, group=_KUBERNETES, metavar="NAME", help="of the kubeconfig")
-    policy: str = setting("treeline", choices=tuple(POLICIES), help="how to choose (default %(default)s)")
+    policy: str = setting("predicted_ttft", metavar="NAME[:KEY=VALUE,…]", parse=policy_flag, help=policy_help())
     max_ttft_seconds: float = setting(
         30.0,
         metavar="SECONDS",
@@ -177,7 +201,7 @@ class Options:
     expose_routing: bool = setting(
         None,
         metavar="BOOL",
-        parse=_bool,
+        parse=flag_bool,
         help="leave the response headers x-treeline-cached-tokens and x-treeline-prompt-tokens to clients (default: "
         "not with --secure-serving; our own Envoy sees to it by itself)",
     )
@@ -227,22 +251,29 @@ class Options:
         5.0,
         metavar="SECONDS",
         at_least=0,
-        help="how long open streams may go on after SIGTERM (default %(default)s)",
+        parse=seconds,
+        help="how long open streams may go on after SIGTERM; 30s and 1m30s are understood, too (default %(default)s)",
     )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints and /debug/tree on the admin port, to clients on this machine (in this pod) alone",
+        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /debug/console on the "
+        "admin port, to clients on this machine (in this pod) alone",
+    )
+    show_prompts: bool = setting(
+        False,
+        help="let /debug/console and /debug/decisions show the beginnings of prompts to whoever asks there (with "
+        "--enable-debug-endpoints)",
     )
     log_level: str = setting(
-        "info",
+        None,
         choices=LEVELS,
-        help="debug logs one line for every decision, without prompt text (default %(default)s)",
+        help="debug logs one line for every decision, without prompt text (default info)",
     )
     curve_dir: Path | None = setting(None, metavar="DIR", help="CURVE key pair for engines that publish with keys")
     secure_serving: bool = setting(
         None,
         metavar="BOOL",
-        parse=_bool,
+        parse=flag_bool,
         help="TLS on the ext_proc port, with a certificate made at start unless --cert-path gives one (default: only "
         "with --pool-name of an upstream group or --endpoint-selector, as gateways expect it of such pickers)",
     )
@@ -258,8 +289,14 @@ class Options:
         help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
         "ca.crt in --cert-path; the file is read again when it is replaced",
     )
+    transport: str = setting(
+        "http2",
+        choices=("http2", "grpc"),
+        help="what serves the ext_proc port: HTTP/2 of the picker's own, or grpc.aio, which takes several times the "
+        "CPU for a small request and is what the other is compared with (default %(default)s)",
+    )
     health_checking: bool = setting(
-        False, metavar="BOOL", parse=_bool, help="serve gRPC health on the ext_proc port too"
+        False, metavar="BOOL", parse=flag_bool, help="serve gRPC health on the ext_proc port too"
     )
     total_queued_requests_metric: Metric | None = setting(
         None,
@@ -289,6 +326,7 @@ class Options:
         None, group=_METRICS, metavar="PORT", at_least=1, at_most=65535, help="default: the endpoint's own"
     )
     ignored: tuple[str, ...] = ()
+    """Of flags and configurations of other pickers: a sentence for each that has no effect, with what is done here."""
 
     @property
     def metric_names(self) -> MetricNames | None:
@@ -330,9 +368,12 @@ def parser() -> argparse.ArgumentParser:
         "called here.",
     )
     add_flags(metrics, Options, _METRICS)
-    group = p.add_argument_group("ignored, with a warning", "Flags of other endpoint pickers.")
-    for flag, count in _IGNORED.items():
-        group.add_argument(flag, nargs=count, dest="ignored", action=_Ignore, default=(), help=argparse.SUPPRESS)
+    add_flags(p.add_argument_group(OBSERVING), Options, OBSERVING)
+    words = "Requests that find no room wait in the picker, in an order of its own: docs/flow-control.md."
+    add_flags(p.add_argument_group(flow.GROUP, words), Options, flow.GROUP)
+    others = p.add_argument_group(compat.GROUP, "docs/migrating.md says what becomes of the other flags of each.")
+    add_flags(others, Options, compat.GROUP)
+    add_foreign(others)
     return p
 
 
@@ -340,6 +381,10 @@ def options_of(argv: Sequence[str]) -> Options:
     """Parse a command line; exits with status 2 and a message where it is wrong."""
     p = parser()
     given = p.parse_args(argv)
+    planned = compat.planned(p, given, POLICIES, flow="flow_control" in settings_of(Options))
+    if planned.settings:
+        p.set_defaults(**planned.settings)
+        given = p.parse_args(argv)
     found = values(Options, given)
     try:
         found["endpoint"] = unique(parse_flag(text) for text in given.endpoint)
@@ -349,26 +394,49 @@ def options_of(argv: Sequence[str]) -> Options:
         specs_of(found["tokenizer"], found["chat_template"])
     except ValueError as error:
         p.error(str(error))
+    _check_source(p, found)
+    _check_company(p, found)
+    found["log_level"] = found["log_level"] or given.verbosity or "info"
+    _fill(found)
+    _check_together(p, found)
+    return Options(**found, ignored=(*given.ignored, *planned.told))
+
+
+def _fill(found: dict[str, Any]) -> None:
+    """What follows from other settings where it was not said."""
     if found["tokenizer_cache"] is None:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         found["tokenizer_cache"] = Path(caches, "treeline", "tokenizers")
-    _check_source(p, found)
-    if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
-        p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")
     if found["host"] is None:
         found["host"] = "0.0.0.0" if _ENV_IN_CLUSTER in os.environ else "127.0.0.1"
     if found["secure_serving"] is None:
         upstream = bool(found["pool_name"] or found["endpoint_selector"]) and found["pool_group"] != GROUPS[2]
         found["secure_serving"] = upstream or found["cert_path"] is not None
+    extended = bool(found["pool_name"]) and found["pool_group"] != GROUPS[2]
+    if found["rules_group"] is None:
+        found["rules_group"] = GROUPS[1] if extended else ""
+    if found["trust_request_headers"] is None:
+        found["trust_request_headers"] = extended
     if found["fallback_endpoints"] is None:
         found["fallback_endpoints"] = 0 if found["secure_serving"] else 1
     if found["expose_routing"] is None:
         found["expose_routing"] = not found["secure_serving"]
+
+
+def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
+    """Settings that need one another, or exclude it."""
+    if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
+        p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")
+    if Choice.parse(str(found["policy"])).name == "manual" and not found["trust_request_headers"]:
+        p.error("--policy manual needs --trust-request-headers: whoever can send its header chooses the endpoint")
+    if found["rules_group"] and (found["endpoint_selector"] or not found["kubernetes"]):
+        p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
+    if found["show_prompts"] and not found["enable_debug_endpoints"]:
+        p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
     if found["cert_path"] is not None and not found["secure_serving"]:
         p.error("--cert-path needs --secure-serving")
     if found["require_client_certificates"] and found["cert_path"] is None:
         p.error("--require-client-certificates needs --cert-path, with ca.crt beside tls.crt and tls.key")
-    return Options(**found, ignored=given.ignored)
 
 
 def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
@@ -392,14 +460,19 @@ def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
         found["pool_group"] = GROUPS[2]
 
 
-class _Ignore(argparse.Action):
-    """Takes a flag and its value, and remembers that it was there."""
-
-    def __call__(
-        self,
-        _parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        _values: object,
-        option_string: str | None = None,
-    ) -> None:
-        namespace.ignored = (*namespace.ignored, option_string)
+def _check_company(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
+    """What goes with other pickers and with workers."""
+    if found["peers"] and found["curve_dir"] is None:
+        p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
+    if found["peers"] and found["peer_port"] + found["workers"] > 1 << 16:
+        p.error("--peer-port: each worker has one, from this one on, and there are not so many")
+    if found["workers"] == 1:
+        return
+    if found["transport"] != "http2":
+        p.error("--workers needs --transport http2: grpc.aio cannot share a port between processes that come and go")
+    if not found["grpc_port"]:
+        p.error("--workers needs a --grpc-port that is not 0: all of them listen there")
+    for name in ("flow_control", "hold_empty_pool_seconds", "quotas_file"):
+        if found[name] not in ("off", 0.0, "", None):
+            flag = f"--{name.replace('_', '-')}"
+            p.error(f"{flag} does not go with --workers: each of them would have its own; give the pool more pickers")

@@ -6,7 +6,10 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from treeline_epp.endpoints import model_server_metrics, prometheus_text
 from treeline_epp.endpoints.model_server_metrics import (
     KNOWN,
     SGLANG,
@@ -15,10 +18,16 @@ from treeline_epp.endpoints.model_server_metrics import (
     Capacity,
     Metric,
     MetricNames,
-    read,
+    PageReader,
     with_configured,
 )
 from treeline_epp.endpoints.scraped import ScrapedLoad
+
+
+def read(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+    """What one page says."""
+    return PageReader(names).read(page)
+
 
 REAL = b"""\
 vllm:num_requests_running{engine="0",model_name="tiny"} 0.0
@@ -268,3 +277,45 @@ def test_names_from_the_command_line_go_first_and_are_enough_alone() -> None:
 def test_a_name_that_is_none_is_refused_in_words(text: str) -> None:
     with pytest.raises(ValueError, match="neither a metric's name nor"):
         Metric.parse(text)
+
+
+_LINES = (
+    b"process_cpu_seconds_total 7.0",
+    b"process_cpu_seconds_total 8.0",
+    b"vllm:num_requests_running 1",
+    b"vllm:num_requests_running 2",
+    b"vllm:num_requests_waiting 1",
+    b"vllm:kv_cache_usage_perc 0.5",
+    b"sglang:num_queue_reqs 4",
+    b"mine 3",
+    b"mine 4",
+)
+
+
+@settings(derandomize=True, max_examples=300)
+@given(
+    st.lists(st.lists(st.sampled_from(_LINES), max_size=6), min_size=1, max_size=8),
+    st.sampled_from([None, MetricNames(running=(Metric("mine"),))]),
+)
+def test_what_one_page_after_another_says_is_what_each_says_by_itself(
+    pages: list[list[bytes]], configured: MetricNames | None
+) -> None:
+    names = with_configured(KNOWN, configured)
+    reader = PageReader(names)
+    for lines in pages:
+        page = b"\n".join(lines)
+        assert reader.read(page) == read(page, names)
+
+
+def test_of_a_page_on_which_nothing_of_the_engine_has_changed_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[bytes] = []
+    monkeypatch.setattr(
+        model_server_metrics, "series", lambda page, name: (reads.append(name), prometheus_text.series(page, name))[1]
+    )
+    reader = PageReader(KNOWN)
+    first = reader.read(b"up 1\nvllm:num_requests_running 1\nhttp_requests 5\n")
+    assert reads
+    reads.clear()
+    assert reader.read(b"up 2\nvllm:num_requests_running 1\nhttp_requests 77\n") == first
+    assert reads == []
+    assert reader.read(b"up 2\nvllm:num_requests_running 2\nhttp_requests 77\n") == ScrapedLoad(running=2)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 from support.epp_io import FakeEngine, engines
-from support.http import client as local_client
+from treeline_epp.endpoints.http_client import HttpClient
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with local_client(trust_env=False) as client:
-        yield client
+async def http() -> AsyncIterator[HttpClient]:
+    client = HttpClient()
+    yield client
+    await client.close()
 
 
 @pytest.fixture

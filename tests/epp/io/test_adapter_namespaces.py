@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.epp_io import FakePublisher, engines, running_picker, small_bundle, stored, until
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.watcher import EngineClient
 from treeline_epp.requests import model_registry
 from treeline_epp.requests.adapters import Adapters, Alike, union
@@ -212,7 +212,7 @@ async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its
     ],
 )
 async def test_a_model_with_a_parent_is_an_adapter(
-    http: httpx.AsyncClient, engine_type: str, models: tuple[str, ...], adapters: dict[str, str]
+    http: HttpClient, engine_type: str, models: tuple[str, ...], adapters: dict[str, str]
 ) -> None:
     async with engines(1) as (engine,):
         engine.documents["/v1/models"] = LISTED
@@ -235,7 +235,7 @@ async def test_a_model_with_a_parent_is_an_adapter(
     ],
 )
 async def test_there_is_no_engine_without_a_base_model(
-    http: httpx.AsyncClient,
+    http: HttpClient,
     listed: list[tuple[str, str | None]],
     models: tuple[str, ...],
     adapters: dict[str, str],
@@ -247,7 +247,7 @@ async def test_there_is_no_engine_without_a_base_model(
 
 
 @pytest.mark.parametrize("parent", [None, "", "base", 7, ["x"], {}, "p" * 513])
-async def test_a_parent_that_is_no_other_models_name_makes_no_adapter(http: httpx.AsyncClient, parent: object) -> None:
+async def test_a_parent_that_is_no_other_models_name_makes_no_adapter(http: HttpClient, parent: object) -> None:
     async with engines(1) as (engine,):
         engine.documents["/v1/models"] = {"data": [{"id": "base", "parent": parent}]}
         info = await EngineClient(http, engine.address, "vllm").info()

@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +15,7 @@ from treeline_epp.endpoints.adapters.base import MAX_RANKS, KvSource, LoadReport
 from treeline_epp.endpoints.adapters.openai import Model
 from treeline_epp.endpoints.adapters.registry import ADAPTERS, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_wire.paths import INFERENCE
@@ -75,7 +75,7 @@ def test_every_adapter_says_all_that_the_picker_wants_to_know(name: str) -> None
     assert 0 < adapter.probe_interval_s <= 5
 
 
-async def test_a_type_that_says_nothing_is_asked_what_it_is(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_type_that_says_nothing_is_asked_what_it_is(http: HttpClient, engine: FakeEngine) -> None:
     assert adapter_of("vllm") is ADAPTERS["vllm"]
     assert adapter_of("custom") is adapter_of("") is None
     owned(engine, "vllm", kv_event_sources=VLLM_0_32)
@@ -84,9 +84,7 @@ async def test_a_type_that_says_nothing_is_asked_what_it_is(http: httpx.AsyncCli
 
 
 @pytest.mark.parametrize("owner", ["treeline", "vllm", "sglang"])
-async def test_an_engine_is_known_by_who_owns_its_models(
-    http: httpx.AsyncClient, engine: FakeEngine, owner: str
-) -> None:
+async def test_an_engine_is_known_by_who_owns_its_models(http: HttpClient, engine: FakeEngine, owner: str) -> None:
     owned(engine, owner)
     engine.missing.add("/kv_event_sources")
     assert (await EngineClient(http, engine.address).info()).engine == owner
@@ -105,21 +103,19 @@ async def test_an_engine_is_known_by_who_owns_its_models(
         ({}, "openai"),
     ],
 )
-async def test_and_else_by_what_only_it_has(http: httpx.AsyncClient, engine: FakeEngine, about: Any, name: str) -> None:
+async def test_and_else_by_what_only_it_has(http: HttpClient, engine: FakeEngine, about: Any, name: str) -> None:
     engine.documents["/server_info"] = about
     assert (await recognise(EngineHttp(http, engine.address))).name == name
 
 
 @pytest.mark.parametrize("owner", [None, 7, ["vllm"], {"vllm": 1}, "", "acme"])
-async def test_an_unknown_owner_is_no_reason_to_refuse_it(
-    http: httpx.AsyncClient, engine: FakeEngine, owner: Any
-) -> None:
+async def test_an_unknown_owner_is_no_reason_to_refuse_it(http: HttpClient, engine: FakeEngine, owner: Any) -> None:
     engine.documents["/v1/models"] = {"data": [{"id": "tiny", "owned_by": owner}]}
     info = await EngineClient(http, engine.address).info()
     assert (info.engine, info.models) == ("openai", ("tiny",))
 
 
-async def test_of_an_engine_that_is_told_nothing_is_guessed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_of_an_engine_that_is_told_nothing_is_guessed(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "treeline", server_info={"tokenizer_fingerprint": "f", "kv_events": SGLANG_0_5_23["kv_events"]})
     info = await EngineClient(http, engine.address, "openai").info()
     assert (info.engine, info.sources) == ("openai", ())
@@ -129,7 +125,7 @@ async def test_of_an_engine_that_is_told_nothing_is_guessed(http: httpx.AsyncCli
 # Engines with a key: `/v1` is for clients, and so is all of SGLang's but health and metrics
 
 
-async def test_a_vllm_with_a_key_is_known_and_followed(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_a_vllm_with_a_key_is_known_and_followed(http: HttpClient, engine: FakeEngine) -> None:
     engine.statuses["/v1/models"] = 401
     engine.documents |= {"/version": {"version": "0.33.0"}, "/kv_event_sources": VLLM_0_32}
     info = await EngineClient(http, engine.address).info()
@@ -139,7 +135,7 @@ async def test_a_vllm_with_a_key_is_known_and_followed(http: httpx.AsyncClient, 
 
 @pytest.mark.parametrize("named", ["", "sglang"])
 async def test_an_sglang_with_a_key_is_followed_where_discovery_tells(
-    http: httpx.AsyncClient, engine: FakeEngine, named: str
+    http: HttpClient, engine: FakeEngine, named: str
 ) -> None:
     engine.statuses |= dict.fromkeys(("/v1/models", "/server_info", "/version"), 401)
     info = await EngineClient(http, engine.address, named, KvPorts(5557)).info()
@@ -148,7 +144,7 @@ async def test_an_sglang_with_a_key_is_followed_where_discovery_tells(
 
 
 async def test_an_engine_with_a_key_is_ready(
-    http: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    http: HttpClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.statuses["/v1/models"] = 403
     watcher = EngineWatcher(
@@ -165,7 +161,7 @@ async def test_an_engine_with_a_key_is_ready(
 # vLLM
 
 
-async def test_vllm_0_32_says_where_each_rank_publishes(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_vllm_0_32_says_where_each_rank_publishes(http: HttpClient, engine: FakeEngine) -> None:
     two = {**VLLM_0_32, "1": {**VLLM_0_32["0"], "endpoint": "tcp://*:5991", "replay_endpoint": None, "topic": ""}}
     owned(engine, "vllm", kv_event_sources=two)
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -180,7 +176,7 @@ async def test_vllm_0_32_says_where_each_rank_publishes(http: httpx.AsyncClient,
 
 @pytest.mark.parametrize("ranks", [{}, {"0": {"publisher": "null", "endpoint": "tcp://*:5557"}}])
 async def test_a_vllm_without_events_says_how_it_gets_some(
-    http: httpx.AsyncClient, engine: FakeEngine, ranks: dict[str, Any]
+    http: HttpClient, engine: FakeEngine, ranks: dict[str, Any]
 ) -> None:
     owned(engine, "vllm", kv_event_sources=ranks)
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -188,7 +184,7 @@ async def test_a_vllm_without_events_says_how_it_gets_some(
     assert "--kv-events-config" in info.no_events
 
 
-async def test_where_an_older_one_publishes_discovery_says(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_where_an_older_one_publishes_discovery_says(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "vllm")
     engine.missing.add("/kv_event_sources")
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -224,7 +220,7 @@ async def test_where_an_older_one_publishes_discovery_says(http: httpx.AsyncClie
     ],
 )
 async def test_vllm_is_followed_at_its_own_address_whatever_it_names(
-    http: httpx.AsyncClient, engine: FakeEngine, endpoint: str | None, port: int | None, foreign: str | None
+    http: HttpClient, engine: FakeEngine, endpoint: str | None, port: int | None, foreign: str | None
 ) -> None:
     owned(engine, "vllm", kv_event_sources={"0": {"endpoint": endpoint}})
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -236,7 +232,7 @@ async def test_vllm_is_followed_at_its_own_address_whatever_it_names(
 # SGLang and ours
 
 
-async def test_sglang_counts_its_ranks_from_base_ports(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_sglang_counts_its_ranks_from_base_ports(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "sglang", server_info=SGLANG_0_5_23)
     info = await EngineClient(http, engine.address).info()
     assert info.engine == "sglang"
@@ -244,7 +240,7 @@ async def test_sglang_counts_its_ranks_from_base_ports(http: httpx.AsyncClient, 
     assert info.foreign_host is None
 
 
-async def test_an_older_sglang_is_followed_where_discovery_says(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_an_older_sglang_is_followed_where_discovery_says(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "sglang", server_info={"version": "0.5.4"})
     client = EngineClient(http, engine.address, "sglang", KvPorts(6000, ranks=2))
     assert [source.events_port for source in (await client.info()).sources] == [6000, 6001]
@@ -267,7 +263,7 @@ async def test_an_older_sglang_is_followed_where_discovery_says(http: httpx.Asyn
     ],
 )
 async def test_an_sglang_that_shows_only_its_settings_is_followed_by_them(
-    http: httpx.AsyncClient, engine: FakeEngine, config: Any, sources: tuple[KvSource, ...]
+    http: HttpClient, engine: FakeEngine, config: Any, sources: tuple[KvSource, ...]
 ) -> None:
     about = {"version": "0.5.7", "kv_events_config": config, "dp_size": 2}
     owned(engine, "sglang", server_info=about)
@@ -279,7 +275,7 @@ async def test_an_sglang_that_shows_only_its_settings_is_followed_by_them(
     assert info.sources == (), "a newer one has looked at its settings itself"
 
 
-async def test_hello_is_for_our_own_runtimes(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_hello_is_for_our_own_runtimes(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "treeline", server_info={**SGLANG_0_5_23, "epoch": 5, "tokenizer_fingerprint": "f"})
     info = await EngineClient(http, engine.address).info()
     assert [source.hello for source in info.sources] == [True, True]
@@ -307,7 +303,7 @@ async def test_hello_is_for_our_own_runtimes(http: httpx.AsyncClient, engine: Fa
     ],
 )
 async def test_an_answer_that_cannot_be_used_costs_the_events_and_not_the_engine(
-    http: httpx.AsyncClient, engine: FakeEngine, ranks: Any
+    http: HttpClient, engine: FakeEngine, ranks: Any
 ) -> None:
     owned(engine, "vllm", kv_event_sources=ranks)
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -321,7 +317,7 @@ async def test_an_answer_that_cannot_be_used_costs_the_events_and_not_the_engine
 
 @pytest.mark.parametrize(("status", "lasts"), [(401, True), (405, True), (429, False), (500, False), (503, False)])
 async def test_a_refusal_lasts_and_a_failure_is_asked_again(
-    http: httpx.AsyncClient, engine: FakeEngine, status: int, lasts: bool
+    http: HttpClient, engine: FakeEngine, status: int, lasts: bool
 ) -> None:
     owned(engine, "vllm")
     engine.reply_status = status  # of /kv_event_sources
@@ -333,9 +329,7 @@ async def test_a_refusal_lasts_and_a_failure_is_asked_again(
             await client.info()
 
 
-async def test_no_engine_makes_the_picker_open_more_than_a_few_sockets(
-    http: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_no_engine_makes_the_picker_open_more_than_a_few_sockets(http: HttpClient, engine: FakeEngine) -> None:
     many = {str(rank): {"endpoint": f"tcp://*:{6000 + rank}"} for rank in range(1000)}
     owned(engine, "vllm", kv_event_sources=many)
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -366,9 +360,7 @@ answers = st.recursive(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(answers, answers)
-async def test_any_answer_is_used_or_refused(
-    http: httpx.AsyncClient, engine: FakeEngine, sources: Any, about: Any
-) -> None:
+async def test_any_answer_is_used_or_refused(http: HttpClient, engine: FakeEngine, sources: Any, about: Any) -> None:
     engine.documents["/kv_event_sources"] = json.dumps(sources).encode()
     engine.documents["/server_info"] = json.dumps(about).encode()
     for name in ("", *ADAPTERS):
@@ -384,9 +376,7 @@ async def test_any_answer_is_used_or_refused(
 
 
 @pytest.mark.parametrize(("owner", "state"), [("vllm", "down"), ("sglang", "draining"), ("treeline", "draining")])
-async def test_what_503_means_the_adapter_says(
-    http: httpx.AsyncClient, engine: FakeEngine, owner: str, state: str
-) -> None:
+async def test_what_503_means_the_adapter_says(http: HttpClient, engine: FakeEngine, owner: str, state: str) -> None:
     owned(engine, owner)
     engine.missing.add("/kv_event_sources")
     spec = EndpointSpec("e", engine.address)
@@ -416,7 +406,7 @@ SLOW = {
 
 @pytest.mark.parametrize("shape", SLOW)
 async def test_a_list_of_models_is_not_built_however_many_values_it_has(
-    http: httpx.AsyncClient, engine: FakeEngine, shape: str
+    http: HttpClient, engine: FakeEngine, shape: str
 ) -> None:
     document, problem = SLOW[shape]
     engine.documents["/v1/models"] = document

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 from support.epp_io import FakeEngine, running_picker, until
 from treeline_epp.endpoints import engine_key
@@ -56,18 +55,13 @@ async def test_a_key_that_is_none_is_not_shown_and_a_better_one_is_taken_up(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_key, "_REREAD_S", 0.0)
-    file, seen = tmp_path / "key", list[str | None]()
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request.headers.get("authorization"))
-        return httpx.Response(200)
-
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), auth=EngineKey(file)) as http:
-        await http.get("http://e/v1/models")
-        file.write_bytes(content)
-        await http.get("http://e/v1/models")
-        await http.get("http://e/v1/models")
-        file.write_bytes(b"secret")
-        await http.get("http://e/v1/models")
-    assert seen == [None, None, None, "Bearer secret"]
+    file, seen = tmp_path / "key", list[str]()
+    key = EngineKey(file)
+    seen.append(key())
+    file.write_bytes(content)
+    seen.append(key())
+    seen.append(key())
+    file.write_bytes(b"secret")
+    seen.append(key())
+    assert seen == ["", "", "", "secret"]
     assert [record.getMessage().count("cannot be used") for record in caplog.records] == [1, 1], "each told once"

@@ -159,6 +159,17 @@ async def test_a_dead_engine_is_noticed_within_a_second() -> None:
         assert not (await endpoint(picker))["selectable"]
 
 
+async def test_a_load_report_that_names_another_adapter_is_a_reason_to_ask() -> None:
+    async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
+        runtime.engine.models = ("tiny", "lora")
+
+        async def listed() -> bool:
+            await runtime.publisher.report(TREELINE_LOAD_TOPIC, TreelineLoad(epoch=1, seq=0, adapters=["lora"]))
+            return "lora" in (await picker.get("/endpoints")).json()["pools"]["default"]["models"]
+
+        await until(listed, "it was asked", 2.0)
+
+
 async def test_a_load_report_that_says_draining_counts_at_once() -> None:
     async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
 

@@ -120,7 +120,8 @@ def test_a_path_that_takes_no_salt_is_refused_where_one_is_needed(path: str) -> 
     assert (refused.status, refused.code) == (400, "not_kept_apart")
     assert isinstance(ask(OURS, "ours", "ada", path=path), ParsedRequest)
     assert isinstance(ask(THEIRS, "theirs", "ada", path=path, word=names.SHARED), ParsedRequest)
-    assert isinstance(ask(THEIRS, "theirs", "ada", path="/tokenize"), ParsedRequest)
+    for counting in ("/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"):
+        assert isinstance(ask(THEIRS, "theirs", "ada", path=counting), ParsedRequest)
 
 
 def test_a_body_that_the_proxy_does_not_show_is_refused_where_a_salt_is_needed() -> None:

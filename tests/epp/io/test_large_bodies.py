@@ -14,9 +14,7 @@ import msgspec
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.extproc.convert import read, to_message, to_response
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
-from treeline_epp.extproc.state import Kind, Reply
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
@@ -47,20 +45,17 @@ def new_router() -> Router:
     return Router(picker, CATALOG, Metrics())
 
 
-def messages_of(
-    path: str, body: bytes, mode: int, piece: int = 48_000
-) -> Iterator[Callable[[], tuple[pb.ProcessingRequest, Any]]]:
-    """What a proxy sends; each is made when it is read, as the gRPC server does it."""
+def messages_of(path: str, body: bytes, mode: int, piece: int = 48_000) -> Iterator[bytes]:
+    """What a proxy sends."""
     head = pb.ProcessingRequest()
     head.protocol_config.request_body_mode = mode
     for key, value in ((":path", path), (":method", "POST")):
         head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    yield lambda: (head, None)
+    yield head.SerializeToString()
     size = len(body) if mode == BUFFERED else piece
     for start in range(0, len(body), size):
         part = pb.HttpBody(body=body[start : start + size], end_of_stream=start + size >= len(body))
-        data = pb.ProcessingRequest(request_body=part).SerializeToString()
-        yield lambda data=data: read(data)  # type: ignore[misc]
+        yield pb.ProcessingRequest(request_body=part).SerializeToString()
 
 
 def longest_turn(router: Router, path: str, body: bytes, mode: int) -> tuple[float, list[pb.ProcessingResponse]]:
@@ -71,7 +66,7 @@ def longest_turn(router: Router, path: str, body: bytes, mode: int) -> tuple[flo
     try:
         for message in messages_of(path, body, mode):
             began = time.thread_time()
-            steps = stream.steps(*message())
+            steps = stream.steps(message)
             while True:
                 reply = next(steps, b"end")
                 longest = max(longest, time.thread_time() - began)
@@ -324,20 +319,6 @@ def test_a_large_body_is_sent_on_as_it_came_or_with_another_model(mode: int) -> 
             assert common.header_mutation.set_headers[0].header.raw_value == b"10.0.0.1:8000"
 
 
-def test_a_large_message_is_read_as_protobuf_reads_it() -> None:
-    for size in (10, 300_000):
-        message = pb.ProcessingRequest(request_body=pb.HttpBody(body=b"x" * size, end_of_stream=True))
-        message.metadata_context.filter_metadata["a"].fields["b"].string_value = "c"
-        request, large = read(message.SerializeToString())
-        found = to_message(request, large)
-        assert (found.kind, found.end_of_stream, bytes(found.data)) == (Kind.REQUEST_BODY, True, b"x" * size)
-        assert request.metadata_context == message.metadata_context
-    reply = Reply(Kind.REQUEST_BODY, destination="d", body=Body([b"ab", b"c" * 200_000]))
-    response = pb.ProcessingResponse.FromString(to_response(reply))
-    assert response.request_body.response.body_mutation.body == b"ab" + b"c" * 200_000
-    assert response.request_body.response.clear_route_cache
-
-
 def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
     router, waiting = new_router(), BodyBudget(MB)
     half = chat("y" * MB)[: MB // 2]
@@ -345,10 +326,10 @@ def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
     def open_stream(data: bytes) -> tuple[ExtProcSession, list[bytes | None]]:
         stream, replies = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting)), []
         for message in messages_of("/v1/chat/completions", data, DUPLEX):
-            request, large = message()
+            request = pb.ProcessingRequest.FromString(message)
             if request.HasField("request_body") and data is half:
                 request.request_body.end_of_stream = False
-            replies += list(stream.steps(request, large))
+            replies += list(stream.steps(request.SerializeToString()))
         return stream, replies
 
     held = [open_stream(half)[0], open_stream(half)[0]]
@@ -369,6 +350,6 @@ def test_an_answered_body_is_kept_no_longer() -> None:
     router, waiting = new_router(), BodyBudget(4 * MB)
     stream = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting))
     for message in messages_of("/v1/chat/completions", chat("y" * MB), BUFFERED):
-        list(stream.steps(*message()))
+        list(stream.steps(message))
     assert waiting.bytes == 0
     stream.close()

@@ -67,9 +67,9 @@ class Bench:
             head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
         if pool is not None:
             head.metadata_context.filter_metadata[names.LB].fields[names.POOL_METADATA].string_value = pool
-        replies = [pb.ProcessingResponse.FromString(r) for r in stream.steps(head) if r is not None]
+        replies = [pb.ProcessingResponse.FromString(r) for r in stream.steps(head.SerializeToString()) if r]
         body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
-        replies += [pb.ProcessingResponse.FromString(r) for r in stream.steps(body) if r is not None]
+        replies += [pb.ProcessingResponse.FromString(r) for r in stream.steps(body.SerializeToString()) if r]
         stream.close()
         if replies[-1].WhichOneof("response") == "immediate_response":
             return replies[-1].immediate_response
@@ -176,6 +176,23 @@ def test_a_pool_without_a_ready_endpoint_is_replaced_by_its_fallbacks_in_order()
     assert bench.ask("chat").status.code == 503
     bench.picker.set_ready("a-0", True)
     assert bench.ask("chat").address == "10.0.0.1:8000"
+
+
+def test_a_pool_of_which_no_endpoint_is_ready_is_missed_also_where_another_serves_for_it() -> None:
+    bench = Bench(rule("chat", "a", targets=(("a1", None),), fallback_pools=("b",)))
+
+    def missed() -> set[str]:
+        return {pool for pool, (whole, _) in bench.router.demand.asked(1.0).items() if whole.missed.requests}
+
+    assert bench.ask("chat").address == "10.0.0.1:8000"
+    assert bench.ask("nobody's").status.code == 404
+    assert missed() == set()
+    bench.picker.set_ready("a-0", False)
+    assert bench.ask("chat").address == "10.0.0.2:8000"
+    assert missed() == {"a"}
+    bench.picker.set_ready("b-0", False)
+    assert bench.ask("b1").status.code == 503
+    assert missed() == {"a", "b"}
 
 
 def test_a_saturated_pool_is_not_left_for_a_fallback() -> None:

@@ -64,7 +64,7 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     options = options_of(words.split())
     assert scope(options) == ("", "inference.networking.k8s.io", "p", "ns")
     assert options.secure_serving, "gateways speak TLS to such pickers"
-    assert options.ignored == ("--zap-encoder",)
+    assert options.ignored == (), "logs are JSON here, too"
     words = (
         "--pool-name=p --pool-group=inference.networking.x-k8s.io --secure-serving=false --health-checking=true "
         "--zap-devel --zap-log-level=info --zap-stacktrace-level error --zap-time-encoding iso8601 -v=4 --v 5 "
@@ -73,7 +73,8 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     options = options_of(words.split())
     assert options.pool_group == "inference.networking.x-k8s.io"
     assert (options.secure_serving, options.health_checking) == (False, True)
-    assert len(options.ignored) == 9
+    assert options.log_level == "debug", "-v=5"
+    assert [sentence.partition(":")[0] for sentence in options.ignored] == ["--zap-devel", "--zap-stacktrace-level"]
     assert not options_of(["--pool-name", "p", "--pool-group", "treeline.dev"]).secure_serving
     options = options_of(["--endpoint-selector", "app=vllm,env=prod", "--endpoint-target-ports", "3000,3001"])
     assert (options.endpoint_selector, options.endpoint_target_ports) == (
@@ -105,7 +106,8 @@ def test_the_flags_by_which_other_pickers_name_metrics_are_understood() -> None:
         kv_usage=(Metric("sglang:token_usage"),),
     )
     assert (options.model_server_metrics_path, options.model_server_metrics_port) == ("/m", 9100)
-    assert len(options.ignored) == 4
+    told = [sentence.partition(":")[0] for sentence in options.ignored]
+    assert told == ["--refresh-metrics-interval", "--model-server-metrics-https-insecure-skip-verify"]
     assert options_of(["--gateway", "g", "--total-queued-requests-metric", ""]).metric_names is None
 
 
@@ -142,8 +144,20 @@ def test_the_flags_by_which_other_pickers_name_metrics_are_understood() -> None:
         ),
         ("--gateway g --drain-timeout soon", "--drain-timeout: expected seconds, got 'soon'"),
         ("--gateway g --grpc-port 65536", "--grpc-port: must be at least 0 and at most 65535, got 65536"),
-        ("--gateway g --config-file x", "unrecognized arguments: --config-file"),
     ],
 )
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
     assert told in refused(capsys, *words.split())
+
+
+def test_a_policy_is_named_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    def policy(*argv: str) -> str:
+        return options_of(["--endpoint", "a=127.0.0.1:1", *argv]).policy
+
+    assert policy() == policy("--policy", "treeline") == "predicted_ttft"
+    assert policy("--policy=prefix_hash:load_factor=2") == "prefix_hash:load_factor=2"
+    said = refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "cache_aware:threshold=1")
+    assert "it has cache_threshold, balance_abs_threshold, balance_rel_threshold" in said
+    assert "valid: bucket, cache_aware" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "best")
+    assert "--trust-request-headers" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "manual")
+    assert policy("--policy", "manual", "--trust-request-headers") == "manual"

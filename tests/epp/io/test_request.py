@@ -14,7 +14,7 @@ from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import ParsedRequest, parse, parse_subset
+from treeline_epp.requests.parse import ParsedRequest, parse
 from treeline_epp.requests.refusals import DROPPED_REASON, Refusal, of_pick
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -163,23 +163,6 @@ def test_models_are_answered_without_an_endpoint() -> None:
     assert json.loads(ask("/v1/models/huge", b"", method="GET", served=TWO).body)["id"] == "huge"
     assert json.loads(ask("/v1/models/h%75ge", b"", method="GET", served=TWO).body)["id"] == "huge"
     assert ask("/v1/models/none", b"", method="GET", served=TWO).status == 404
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (["10.0.0.1:80", " 10.0.0.2:80 "], {"10.0.0.1:80", "10.0.0.2:80"}),
-        ("10.0.0.1:80, 10.0.0.2:80", {"10.0.0.1:80", "10.0.0.2:80"}),
-        (["10.0.0.1:80,10.0.0.2", "[::1]:80"], {"10.0.0.1:80", "10.0.0.2", "[::1]:80"}),
-        ([], set()),
-        ("", set()),
-        (7, None),
-        ([1, "10.0.0.1:80"], None),
-        (None, None),
-    ],
-)
-def test_a_subset_hint_is_read_in_every_spelling(value: Any, expected: set[str] | None) -> None:
-    assert parse_subset(value) == expected
 
 
 JSON = st.recursive(

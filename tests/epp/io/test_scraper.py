@@ -7,14 +7,14 @@ import contextlib
 import gzip
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from support.epp_io import Plane, RunningPicker, data_plane, engines, running_picker, until
 from treeline_epp.endpoints import scraper as module
-from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, Metric, MetricNames, read
+from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, Metric, MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.scraper import Failure, Scraper, Scraping
 
@@ -166,11 +166,13 @@ async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(mo
     """Two megabytes of short labels take half a second."""
     threads = []
 
-    def reading(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
-        threads.append(threading.current_thread())
-        return read(page, names)
+    read = PageReader.read
 
-    monkeypatch.setattr(module, "read", reading)
+    def reading(self: PageReader, page: bytes) -> ScrapedLoad | None:
+        threads.append(threading.current_thread())
+        return read(self, page)
+
+    monkeypatch.setattr(PageReader, "read", reading)
     labels = b",".join(b'l%d="x"' % i for i in range(20))
     many = b"".join(b'vllm:num_requests_swapped{engine="%d",%b} 1\n' % (i, labels) for i in range(2_000))
     for page, here in ((PAGE, True), (PAGE + many, False)):
@@ -211,13 +213,15 @@ async def test_pages_are_looked_for_where_engines_have_them() -> None:
 
 
 async def test_a_page_that_takes_long_to_read_is_read_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+    read = PageReader.read
+
+    def slow(self: PageReader, page: bytes) -> ScrapedLoad | None:
         began = time.thread_time()
         while b"slow" in page and time.thread_time() < began + 0.02:
             pass
-        return read(page, names)
+        return read(self, page)
 
-    monkeypatch.setattr(module, "read", slow)
+    monkeypatch.setattr(PageReader, "read", slow)
     async with looking(lambda _: answer()) as one, looking(lambda _: answer(PAGE + b"slow 1\n")) as other:
         await until(lambda: other.loads and len(one.loads) >= 10, "ten looks at one")
         assert len(other.loads) == 1

@@ -11,6 +11,7 @@ import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -81,7 +82,9 @@ def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
 
 
 def replies(stream: ExtProcSession, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-    return [pb.ProcessingResponse.FromString(data) for data in stream.steps(request) if data is not None]
+    return [
+        pb.ProcessingResponse.FromString(data) for data in stream.steps(request.SerializeToString()) if data is not None
+    ]
 
 
 def destination(reply: pb.ProcessingResponse, part: str = "request_body") -> str:
@@ -268,8 +271,9 @@ def test_a_refusal_is_an_immediate_response_and_ends_the_stream() -> None:
 
 def test_breaking_the_protocol_is_a_500_and_counted() -> None:
     bench = Bench()
-    for request in (body(), pb.ProcessingRequest()):
+    for request in (headers(), pb.ProcessingRequest()):
         stream = bench.stream()
+        replies(stream, headers())
         (reply,) = replies(stream, request)
         assert reply.immediate_response.status.code == 500
         assert stream.ended
@@ -368,3 +372,62 @@ def test_an_endpoint_that_has_gone_leaves_no_label_behind() -> None:
     assert 'treeline_epp_size{of="x"} 3.0' in text
     assert "treeline_epp_n_total 1.0" in text
     assert "_created" not in text
+
+
+def shown(request: pb.ProcessingRequest) -> pb.ProcessingRequest:
+    """As a proxy sends it that wants no answer."""
+    request.observability_mode = True
+    return request
+
+
+@pytest.mark.parametrize("mode", [MODES.NONE, MODES.STREAMED, MODES.FULL_DUPLEX_STREAMED])
+def test_what_a_proxy_only_shows_is_decided_but_neither_answered_nor_reserved(mode: int) -> None:
+    bench = Bench()
+    stream = bench.stream()
+    assert replies(stream, shown(headers(mode=mode))) == []
+    assert stream.ended is (mode == MODES.NONE)
+    if mode != MODES.NONE:
+        assert replies(stream, shown(body())) == []
+    assert stream.ended, "it holds no stream for what it has seen"
+    assert sum(bench.counted("decisions_total", endpoint=name) for name in "ab") == 1
+    assert bench.reserved() == 0
+    assert replies(stream, shown(response(served=A))) == []
+    stream.close()
+    assert bench.counted("outcomes_total", outcome="cancelled") == 1
+    assert bench.troubles == []
+
+
+def test_a_refusal_or_an_unknown_message_is_no_answer_to_what_is_only_shown() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    replies(stream, shown(headers(mode=MODES.STREAMED)))
+    assert replies(stream, shown(body(b"no json"))) == []
+    assert stream.ended
+    assert bench.counted("refusals_total", code="invalid_json") == 1
+    alone = bench.stream()
+    assert replies(alone, shown(body())) == []
+    assert alone.ended
+    unknown = bench.stream()
+    assert replies(unknown, shown(pb.ProcessingRequest())) == []
+    assert unknown.ended
+    assert bench.counted("protocol_errors_total") == 1
+
+
+def test_a_response_that_is_only_shown_ends_the_stream() -> None:
+    stream = Bench().stream()
+    assert replies(stream, shown(response())) == []
+    assert stream.ended
+
+
+def test_the_first_message_may_be_of_an_unknown_kind() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    (reply,) = replies(stream, pb.ProcessingRequest())
+    assert reply.immediate_response.status.code == 500
+    assert stream.ended
+    assert bench.counted("protocol_errors_total") == 1
+
+
+def test_what_is_no_message_is_an_error_of_the_reader() -> None:
+    with pytest.raises(DecodeError):
+        list(Bench().stream().steps(b"\x12\x05x"))

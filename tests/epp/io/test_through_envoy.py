@@ -55,10 +55,13 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("transport", ["http2", "grpc"])
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
-async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_path: Path, mode: str) -> None:
+async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(
+    tmp_path: Path, mode: str, transport: str
+) -> None:
     settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
-    async with engines() as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+    async with engines() as fakes, data_plane(tmp_path, fakes, "--transport", transport, **settings) as plane:
         for fake in fakes:
             fake.reply_body = bytes(range(256)) * 800
         for size in (1, 200_000, 1_500_000):

@@ -10,10 +10,10 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from support.epp_io import engines, running_picker
+from support.epp_io import engines, running_picker, until
 from support.epp_kube import asked
 from treeline_epp.extproc.server import SERVICE
-from treeline_epp.extproc.tls import TlsError, credentials, self_signed
+from treeline_epp.extproc.tls import Certificate, TlsError, credentials, self_signed
 from treeline_epp.main import main
 
 
@@ -38,7 +38,63 @@ async def test_a_certificate_from_files_is_used_and_replaced_while_it_serves(tmp
             write(tmp_path, (second[0], first[1]), 2)
             assert await asked(picker, "tiny", secure=first[1]) == engine.address, "a bad pair changes nothing"
             write(tmp_path, second, 3)
-            assert await asked(picker, "tiny", secure=second[1]) == engine.address
+
+            async def answered() -> str | int | None:
+                try:
+                    return await asked(picker, "tiny", secure=second[1])
+                except grpc.aio.AioRpcError:  # the files are looked at once a second
+                    return None
+
+            assert await until(answered, "the new certificate is used") == engine.address
+
+
+def mounted(folder: Path, pair: tuple[bytes, bytes], name: str) -> None:
+    """As the kubelet mounts a Secret, authority included: files are links into a folder that is replaced at once."""
+    (folder / name).mkdir()
+    for file, data in (("tls.key", pair[0]), ("tls.crt", pair[1]), ("ca.crt", pair[1])):
+        (folder / name / file).write_bytes(data)
+        os.utime(folder / name / file, (1, 1))
+        if not (folder / file).is_symlink():
+            (folder / file).symlink_to(f"..data/{file}")
+    (folder / "..new").symlink_to(name)
+    os.replace(folder / "..new", folder / "..data")
+
+
+async def health(port: int, pair: tuple[bytes, bytes]) -> int | None:
+    """What the port says to a client that trusts, and shows, this certificate; None where they do not agree on one."""
+    options = (("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1))
+    keys = grpc.ssl_channel_credentials(pair[1], *pair)
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", keys, options) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=HealthCheckRequest.SerializeToString,
+            response_deserializer=HealthCheckResponse.FromString,
+        )
+        try:
+            response: HealthCheckResponse = await check(HealthCheckRequest(service=""), timeout=5)
+        except grpc.aio.AioRpcError:
+            return None
+    return response.status
+
+
+async def test_both_ports_take_a_mounted_secret_that_is_replaced_under_a_running_picker(tmp_path: Path) -> None:
+    first, second = self_signed(), self_signed()
+    mounted(tmp_path, first, "..1")
+    async with engines(1) as (engine,):
+        flags = ["--endpoint", f"e0={engine.address}", "--secure-serving", "--cert-path", str(tmp_path)]
+        flags += ["--require-client-certificates", "--health-checking"]
+        async with running_picker(*flags) as picker:
+            for port in (picker.options.grpc_port, picker.options.grpc_health_port):
+                assert await health(port, first) == HealthCheckResponse.SERVING
+                assert await health(port, second) is None, "nobody knows it"
+            mounted(tmp_path, second, "..2")
+            for port in (picker.options.grpc_port, picker.options.grpc_health_port):
+
+                async def answered(port: int = port) -> int | None:
+                    return await health(port, second)
+
+                assert await until(answered, "the new files are used") == HealthCheckResponse.SERVING
+                assert await health(port, first) is None, "the old certificate opens nothing"
 
 
 async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for() -> None:
@@ -70,3 +126,17 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     with pytest.raises(TlsError):
         credentials(tmp_path)
     assert main(["--endpoint", "a=127.0.0.1:1", "--secure-serving", "--cert-path", str(tmp_path)]) == 1
+
+
+def test_files_that_are_gone_are_told_once_and_used_when_they_are_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, self_signed(), 1)
+    certificate = Certificate(tmp_path)
+    certificate.context()
+    (tmp_path / "tls.crt").unlink()
+    assert [certificate.changed() for _ in range(3)] == [None] * 3
+    assert caplog.text.count("the old one stays") == 1
+    write(tmp_path, self_signed(), 2)
+    assert certificate.changed() is not None
+    assert certificate.changed() is None, "until they change again"

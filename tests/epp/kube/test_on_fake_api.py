@@ -8,79 +8,29 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.envoy import running_envoy
-from support.epp_io import FakeEngine, FakePublisher, RunningPicker, engines, running_picker, until
+from support.epp_io import FakeEngine, FakePublisher, RunningPicker, running_picker, until
 from support.epp_kube import asked, models
+from support.fake_cluster import (
+    MODELS_OF,
+    NS,
+    PODS_OF,
+    POOLS_OF,
+    UPSTREAM_OF,
+    cluster,
+    listing,
+    ready_is,
+)
 from support.http import client
-from support.kube_api import MODELS, PODS, POOLS, FakeApi, fake_api, own_model, own_pool, pod
+from support.kube_api import own_model, own_pool
 from support.ports import free_ports
 from treeline_operator.envoy import EnvoyConfig
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
-
-NS = "team"
-PODS_OF, POOLS_OF, MODELS_OF = PODS.format(NS), POOLS.format(NS), MODELS.format(NS)
-UPSTREAM_OF = f"/apis/inference.networking.k8s.io/v1/namespaces/{NS}/inferencepools"
-LOCAL = {"ip": "127.0.0.1"}
-
-
-@dataclass
-class Cluster:
-    """A fake API server and engines that its pods stand for; pool ``p<i>`` has pod ``pod-<i>`` on engine i's port."""
-
-    api: FakeApi
-    engines: list[FakeEngine]
-    folder: Path
-
-    def put(self, path: str, obj: dict[str, Any]) -> None:
-        self.api.change(path, lambda c: c.put(obj))
-
-    def delete(self, path: str, name: str) -> None:
-        self.api.change(path, lambda c: c.delete(name))
-
-    def put_pod(self, i: int, **fields: Any) -> None:
-        labels = {"treeline.dev/pool": f"p{i}", "app": "x", **fields.pop("labels", {})}
-        self.put(PODS_OF, pod(f"pod-{i}", labels=labels, **{**LOCAL, **fields}))
-
-    def flags(self, *more: str) -> tuple[str, ...]:
-        which = more or ("--gateway", "treeline")
-        return ("--kubeconfig", str(self.api.kubeconfig(self.folder)), "--pool-namespace", NS, *which)
-
-
-@contextlib.asynccontextmanager
-async def cluster(folder: Path, count: int = 2) -> AsyncIterator[Cluster]:
-    async with fake_api() as api, engines(count) as fakes:
-        made = Cluster(api, fakes, folder)
-        api.collection(MODELS_OF)
-        for i, fake in enumerate(fakes):
-            fake.models = (f"m{i}",)
-            made.put(POOLS_OF, own_pool(f"p{i}", port=fake.port, model=f"m{i}"))
-            made.put_pod(i)
-        yield made
-
-
-async def listing(picker: RunningPicker) -> dict[str, Any]:
-    return dict((await picker.get("/endpoints")).json())
-
-
-async def endpoint(picker: RunningPicker, name: str) -> dict[str, Any] | None:
-    pools = (await listing(picker))["pools"].values()
-    return next((e for pool in pools for e in pool["endpoints"] if e["name"] == name), None)
-
-
-async def ready_is(picker: RunningPicker, name: str, **fields: Any) -> None:
-    """Wait until an endpoint is listed so; without fields, until it is not listed."""
-
-    async def so() -> bool:
-        found = await endpoint(picker, name)
-        return found is None if not fields else found is not None and fields.items() <= found.items()
-
-    await until(so, f"{name} is {fields or 'gone'}")
 
 
 async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_path: Path) -> None:
@@ -97,6 +47,7 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
             assert page["pools"] == {
                 f"p{i}": {
                     "models": [f"m{i}", *(["chat"] if i == 0 else [])],
+                    "policy": "predicted_ttft",
                     "endpoints": [
                         {
                             "name": f"pod-{i}",
@@ -121,6 +72,36 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
             assert 0 <= metrics['treeline_epp_kube_watch_age_seconds{kind="pods"}'] < 10
 
 
+async def policy_is(picker: RunningPicker, pool: str, policy: str) -> None:
+    async def so() -> bool:
+        return bool((await listing(picker))["pools"][pool]["policy"] == policy)
+
+    await until(so, f"the policy of {pool} is {policy}")
+
+
+async def test_a_pool_chooses_its_policy_and_changes_it_while_the_picker_runs(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as it:
+        chosen = own_pool("p0", port=it.engines[0].port, model="m0")
+        chosen["spec"]["endpointPicker"] = {"policy": "cache_aware", "policyParameters": {"cacheThreshold": 0.5}}
+        it.put(POOLS_OF, chosen)
+        async with running_picker(*it.flags(), "--policy", "least_load") as picker:
+            await policy_is(picker, "p0", "cache_aware:cache_threshold=0.5")
+            await policy_is(picker, "p1", "least_load")
+            for spec, policy in (
+                ({"policy": "round_robin", "policyParameters": {}}, "round_robin"),
+                ({"policy": "none such"}, "least_load"),
+                ({"policy": "treeline"}, "predicted_ttft"),
+                ({"policy": "manual"}, "least_load"),
+                (
+                    {"policy": "bucket", "policyParameters": {"balanceAbsThreshold": 8}},
+                    "bucket:balance_abs_threshold=8",
+                ),
+            ):
+                chosen["spec"]["endpointPicker"] = spec
+                it.put(POOLS_OF, chosen)
+                await policy_is(picker, "p0", policy)
+
+
 async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
         await ready_is(picker, "pod-0", ready=True, draining=False)
@@ -136,7 +117,12 @@ async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
         await ready_is(picker, "pod-0", ready=False, draining=True)
         it.delete(PODS_OF, "pod-0")
         await ready_is(picker, "pod-0")
-        assert (await listing(picker))["pools"]["p0"] == {"models": ["m0"], "endpoints": [], "routing": None}
+        assert (await listing(picker))["pools"]["p0"] == {
+            "models": ["m0"],
+            "policy": "predicted_ttft",
+            "endpoints": [],
+            "routing": None,
+        }
         it.delete(POOLS_OF, "p1")
         await ready_is(picker, "pod-1")
 

@@ -23,6 +23,7 @@ from msgspec import Meta
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
 from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
+from treeline_epp.yaml_text import decode_yaml
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def normal_address(text: str) -> str:
         host = "127.0.0.1"
     if normal_ip(host) is None:
         raise DiscoveryError(f"address {text!r}: the host must be an IP address or localhost")
-    if not (port.isdecimal() and 0 < int(port) < 65536):
+    if not (port.isdecimal() and 0 < int(port[:6]) < 65536):
         raise DiscoveryError(f"address {text!r}: the port must be a number from 1 to 65535")
     return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
 
@@ -82,8 +83,8 @@ def normal_address(text: str) -> str:
 def parse_file(text: str) -> tuple[EndpointSpec, ...]:
     """The endpoints in a file's text. Raises `DiscoveryError`."""
     try:
-        entries = msgspec.yaml.decode(text, type=_File).endpoints
-    except (msgspec.MsgspecError, RecursionError) as error:
+        entries = decode_yaml(text, _File).endpoints
+    except msgspec.MsgspecError as error:
         raise DiscoveryError(str(error)) from None
     return unique(map(_spec, entries))
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Final
-
-import httpx
 
 log = logging.getLogger(__name__)
 
@@ -16,9 +13,9 @@ _REREAD_S: Final = 10.0
 _MOST_BYTES: Final = 4096
 
 
-class EngineKey(httpx.Auth):
-    """The key in a file, as a bearer token. Read again when it may have been replaced; a file that cannot be used is
-    logged once, and the engine is asked without a key."""
+class EngineKey:
+    """The key in a file, to be shown as a bearer token. Read again when it may have been replaced; a file that cannot
+    be used is logged once, and the engine is asked without a key."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -26,13 +23,8 @@ class EngineKey(httpx.Auth):
         self._due = float("-inf")
         self._problem = ""
 
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """See httpx."""
-        if key := self._current():
-            request.headers["authorization"] = f"Bearer {key}"
-        yield request
-
-    def _current(self) -> str:
+    def __call__(self) -> str:
+        """The key as it is now; empty where there is none that can be used."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + _REREAD_S

@@ -50,7 +50,9 @@ prefills is long: what begins on an idle vLLM is not in its metrics until then. 
 DEFAULT_PREFILL_RATE = 4000.0
 """Used while nothing was measured anywhere, in tokens per second."""
 _ALPHA = 0.2
-"""Weight of a new sample in moving averages."""
+"""Weight of a new sample in moving averages …"""
+_ALPHA_UP = 0.5
+"""… and of one that is faster than the rate so far."""
 TRUSTED_SAMPLES = 4.0
 """As many new measurements weigh as much as what the peers say."""
 MOST_SAMPLES = 32.0
@@ -257,4 +259,8 @@ def _faded(samples: Number, measured_at: Number, now: float) -> Number:
 
 
 def _average(old: float, sample: float) -> float:
-    return sample if old <= 0 else old + _ALPHA * (sample - old)
+    """A rate after one more measurement. It rises faster than it falls: what an engine has once done it can do, while a
+    slow measurement may have been a start, a stall, or work that nobody knew of."""
+    if old <= 0:
+        return sample
+    return old + (_ALPHA if sample < old else _ALPHA_UP) * (sample - old)

@@ -75,6 +75,8 @@ class MetricNames(Struct, frozen=True):
     prompts: tuple[tuple[Metric, Metric], ...] = ()
     prefills: tuple[tuple[Metric, Metric], ...] = ()
     steps: tuple[tuple[Metric, Metric], ...] = ()
+    mixed: bool = False
+    """Whether some of the names may not begin with the prefix: those from the command line."""
 
 
 def _sum_and_count(name: str) -> tuple[Metric, Metric]:
@@ -139,20 +141,49 @@ def with_configured(known: Sequence[MetricNames], configured: MetricNames | None
             running=configured.running + names.running,
             kv_usage=configured.kv_usage + names.kv_usage,
             capacity=replace(names.capacity, infos=configured.capacity.infos + names.capacity.infos),
+            mixed=True,
         )
         for names in known
     ]
     return (*merged, configured)
 
 
-def read(page: bytes, candidates: Iterable[MetricNames]) -> ScrapedLoad | None:
-    """What the page says, by the first of these names whose prefix is on it; `None` if it says neither how many
-    requests run nor how many wait. O(page) at memory speed for each name."""
-    for names in candidates:
-        prefix = names.prefix.encode()
-        if page.startswith(prefix) or page.find(b"\n" + prefix) >= 0:
-            return _read(page, names)
-    return None
+class PageReader:
+    """Reads the pages of one engine, by the first of these names whose prefix is on them. Of a page on which nothing of
+    that prefix has changed since the last one, which is what an idle engine has, nothing is read again; that takes a
+    tenth of the time. Whether it is unchanged is told by its length and its 64-bit hash, which no engine can foresee.
+    """
+
+    def __init__(self, candidates: Iterable[MetricNames]) -> None:
+        self._candidates = tuple(candidates)
+        self._seen: tuple[MetricNames, int, int] | None = None
+        self._said: ScrapedLoad | None = None
+
+    def read(self, page: bytes) -> ScrapedLoad | None:
+        """What the page says; `None` if it says neither how many requests run nor how many wait. O(page) at memory
+        speed for each name."""
+        for names in self._candidates:
+            part = _part(page, names)
+            if part is None:
+                continue
+            seen = names, len(part), hash(part)
+            if seen != self._seen:
+                self._seen, self._said = seen, _read(part, names)
+            return self._said
+        return None
+
+
+def _part(page: bytes, names: MetricNames) -> bytes | None:
+    """The page from the first to the last line that these names can be on; None where there is none."""
+    prefix = names.prefix.encode()
+    first = 0 if page.startswith(prefix) else page.find(b"\n" + prefix) + 1
+    if first == 0 and not page.startswith(prefix):
+        return None
+    if names.mixed or not prefix:
+        return page
+    last = page.rfind(b"\n" + prefix, first) + 1 or first
+    end = page.find(b"\n", last)
+    return page[first:] if end < 0 else page[first:end]
 
 
 def _read(page: bytes, names: MetricNames) -> ScrapedLoad | None:

@@ -16,10 +16,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-import aiohttp
-
-from treeline_epp.endpoints.bounded_reads import BoundedConnector
-from treeline_epp.endpoints.model_server_metrics import MetricNames, read, with_configured
+from treeline_epp.endpoints.http_answer import Answer, EncodedAnswer, HttpError, HttpTimeout, LongAnswer
+from treeline_epp.endpoints.http_client import HttpClient
+from treeline_epp.endpoints.model_server_metrics import MetricNames, PageReader, with_configured
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import split_address
 
@@ -45,7 +44,7 @@ _UNKNOWN = (
     "(give it: --total-running-requests-metric, --total-queued-requests-metric)"
 )
 _NOT_THERE = frozenset({401, 403, 404, 405, 410, 501})
-_HEADERS = {"accept": "text/plain;version=0.0.4", "accept-encoding": "identity"}
+_TEXT = "text/plain;version=0.0.4"
 
 
 class Failure(enum.StrEnum):
@@ -69,7 +68,7 @@ class _Failed(Exception):
 
 
 class Scraping:
-    """What the scrapers of a fleet share: the HTTP session, the pace, and what they count. `configured` are names from
+    """What the scrapers of a fleet share: the connections, the pace, and what they count. `configured` are names from
     the command line; `path` and `port`, where they are not None, go before what is known of an engine."""
 
     def __init__(
@@ -81,7 +80,7 @@ class Scraping:
         self._path = path
         self._port = port
         self._active = 0
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient()
 
     def names(self, known: Sequence[MetricNames]) -> tuple[MetricNames, ...]:
         """What to look for on the page of an engine for which these names are known."""
@@ -103,25 +102,13 @@ class Scraping:
         stretched = max(INTERVAL_S, self._active / MOST_EACH_SECOND)
         return stretched * random.uniform(1.0, 1.3)  # so that a hundred engines are not looked at in one moment
 
-    @property
-    def session(self) -> aiohttp.ClientSession:
-        """Made at the first look. With `httpx`, which asks for all else, a look would cost three times as much."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=BoundedConnector(limit=0, limit_per_host=1, use_dns_cache=False),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=_HEADERS,
-                skip_auto_headers=("user-agent",),
-                auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-                read_bufsize=1 << 20,
-            )
-        return self._session
+    async def get(self, address: str, path: str) -> Answer:
+        """A page. Raises `HttpError`."""
+        return await self._http.get(address, path, within_s=TIMEOUT_S, most=MOST_BYTES, accept=_TEXT)
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
 
 class Scraper:
@@ -142,7 +129,7 @@ class Scraper:
         self._on_load = on_load
         self._known: tuple[MetricNames, ...] = ()
         self._followed = 0  # how often it was told what to look for
-        self._names: tuple[MetricNames, ...] = ()
+        self._reader = PageReader(())
         self._urls: list[str] = []
         self._changed = asyncio.Event()
         self._retry_s = _FIRST_RETRY_S
@@ -159,8 +146,9 @@ class Scraper:
             return
         self._known = known
         self._followed += 1
-        self._names = self._scraping.names(known)
-        self._urls = self._scraping.urls(self._address, self._names)
+        names = self._scraping.names(known)
+        self._reader = PageReader(names)
+        self._urls = self._scraping.urls(self._address, names)
         self._retry_s = _FIRST_RETRY_S
         self.failing = self.scraped_at = None
         self._changed.set()
@@ -220,15 +208,15 @@ class Scraper:
 
     async def _load(self) -> ScrapedLoad:
         """What the first of its pages says that says anything. Raises `_Failed`."""
-        names, since = self._names, self._followed
+        reader, since = self._reader, self._followed
         said: list[_Failed] = []
         for url in self._urls:
             try:
                 page = await self._page(url)
                 if len(page) <= _HERE_BYTES:
-                    load = self._read(page, names)
+                    load = self._read(page, reader)
                 else:
-                    load = await asyncio.to_thread(self._read, page, names)
+                    load = await asyncio.to_thread(self._read, page, reader)
             except _Failed as failed:
                 if failed.reason is not Failure.NO_METRICS:
                     raise
@@ -241,34 +229,27 @@ class Scraper:
             said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither {_UNKNOWN}"))
         raise said[0]
 
-    def _read(self, page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
+    def _read(self, page: bytes, reader: PageReader) -> ScrapedLoad | None:
         began = time.thread_time()
-        load = read(page, names)
+        load = reader.read(page)
         self._read_s = time.thread_time() - began
         return load
 
     async def _page(self, url: str) -> bytes:
         """The page. Raises `_Failed`."""
+        address, slash, path = url.removeprefix("http://").partition("/")
         try:
-            async with self._scraping.session.get(url, allow_redirects=False) as response:
-                if response.status in _NOT_THERE:
-                    raise _Failed(Failure.NO_METRICS, f"{url} is answered {response.status}")
-                if response.status != 200:
-                    raise _Failed(Failure.STATUS, f"{url} is answered {response.status}")
-                if response.headers.get("content-encoding", "identity") != "identity":
-                    raise _Failed(Failure.ENCODED, f"{url} is encoded, which was not asked for")
-                return await _content(response, url)
-        except TimeoutError:
+            answer = await self._scraping.get(address, slash + path)
+        except HttpTimeout:
             raise _Failed(Failure.TIMEOUT, f"{url} is not answered within {TIMEOUT_S:g} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except EncodedAnswer:
+            raise _Failed(Failure.ENCODED, f"{url} is encoded, which was not asked for") from None
+        except LongAnswer:
+            raise _Failed(Failure.TOO_LARGE, f"{url} is longer than {MOST_BYTES >> 20} MiB") from None
+        except HttpError as error:
             raise _Failed(Failure.UNREACHABLE, f"{url}: {error!r:.200}") from error
-
-
-async def _content(response: aiohttp.ClientResponse, url: str) -> bytes:
-    got = bytearray()
-    async for part in response.content.iter_any():
-        got += part
-        if len(got) > MOST_BYTES:
-            response.close()
-            raise _Failed(Failure.TOO_LARGE, f"{url} is longer than {MOST_BYTES >> 20} MiB")
-    return bytes(got)
+        if answer.status in _NOT_THERE:
+            raise _Failed(Failure.NO_METRICS, f"{url} is answered {answer.status}")
+        if answer.status != 200:
+            raise _Failed(Failure.STATUS, f"{url} is answered {answer.status}")
+        return answer.body

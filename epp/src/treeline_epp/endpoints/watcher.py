@@ -10,12 +10,13 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
-import httpx
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
 from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.http_answer import HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class EngineClient:
     as often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
     `told`: where it publishes, as far as discovery knows."""
 
-    def __init__(self, http: httpx.AsyncClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
+    def __init__(self, http: HttpClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
         self._http = EngineHttp(http, address)
         self._told = told
         self._fixed = adapter_of(engine)
@@ -66,12 +67,12 @@ class EngineClient:
         await self._http.close()
 
     async def ready(self) -> bool | None:
-        """Whether it takes requests; `None` if it has no probe. Raises `httpx.HTTPError` if out of reach."""
+        """Whether it takes requests; `None` if it has no probe. Raises `HttpError` if out of reach."""
         try:
             ready = await self._probe()
-        except httpx.TimeoutException:
+        except HttpTimeout:
             raise  # it is busy, and still the same
-        except (httpx.HTTPError, OSError):
+        except HttpError:
             self._forget()
             raise
         if ready and not self._served:
@@ -246,15 +247,15 @@ class EngineWatcher:
                 info = await self._client.info()
                 self._logged = ""
                 return EngineState.READY, info
-        except httpx.TimeoutException as error:
+        except HttpTimeout as error:
             self._why = repr(error)
             self._failures += 1
             busy = self.state is EngineState.READY and self._failures < FAILURE_THRESHOLD
             return (self.state if busy else EngineState.DOWN), self.info
-        except (httpx.HTTPError, OSError) as error:
+        except HttpError as error:
             # Something answers, in a protocol that is not ours.
             self._why = f"http://{self.spec.address}: {error!r:.200}"
-            strange = isinstance(error, httpx.RemoteProtocolError)
+            strange = isinstance(error, NotHttp)
             return trusted if self.spec.trust_ready and strange else (EngineState.DOWN, self.info)
         except EngineError as error:
             if self.spec.trust_ready:

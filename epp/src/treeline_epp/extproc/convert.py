@@ -1,123 +1,87 @@
-"""Between Envoy's protobuf messages and the session's own: the only module that knows both.
+"""Between the proxy's serialized messages and the session's own.
 
-Answers that are always the same are serialized once; those with a destination once per destination list.
+Messages are read by `wire_reader` where they are as Envoy writes them, by protobuf otherwise. Answers that are always
+the same are serialized once, those with a destination once per destination list, and a body is put between bytes that
+protobuf would have written around it: it is never decoded and copied once.
 """
 
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3 import http_status_pb2
-from google.protobuf import json_format
 from treeline_wire import headers as names
 
-from treeline_epp.extproc.protowire import field_numbers, take_field, with_field
-from treeline_epp.extproc.state import WHOLE_BYTES, BodyMode, Kind, Message, Reply
+from treeline_epp.extproc.protowire import field, field_head, field_numbers
+from treeline_epp.extproc.state import Kind, Message, Reply
+from treeline_epp.extproc.wire_reader import NO_METADATA, is_used, metadata_of, modes_of, read_quickly
+from treeline_epp.flow.settings import LONGEST_WAIT_S
 from treeline_epp.requests.body import Body, Buffer
 from treeline_epp.requests.messages import Immediate
-from treeline_epp.requests.parse import parse_subset
 
-_REQUEST_BODY, _HTTP_BODY = field_numbers(pb.ProcessingRequest.DESCRIPTOR, "request_body", "body")
-_BODY_PATH = field_numbers(pb.ProcessingResponse.DESCRIPTOR, "request_body", "response", "body_mutation", "body")
+_OURS = (names.CACHED_TOKENS, names.PROMPT_TOKENS)
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _KINDS = {kind.value: kind for kind in Kind}
 
 
 class UnknownMessage(ValueError):
-    """The proxy sent a message of a kind that this picker does not know."""
+    """The proxy sent a message of a kind that this picker does not know; `observed` as of a `Message`."""
+
+    def __init__(self, text: str, observed: bool) -> None:
+        super().__init__(text)
+        self.observed = observed
 
 
-def body_modes(request: pb.ProcessingRequest) -> tuple[BodyMode, BodyMode]:
-    """`(request, response)` body modes from the first message of a stream.
-
-    A proxy that does not tell follows the endpoint picker protocol, which is full duplex both ways.
-    """
-    if not request.HasField("protocol_config"):
-        return BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED
-    config = request.protocol_config
-    return _mode(config.request_body_mode), _mode(config.response_body_mode)
+def read(data: bytes) -> Message:
+    """What the proxy says. A large body is a view of `data`. Raises `DecodeError` of protobuf, and `UnknownMessage`."""
+    message = read_quickly(data)
+    return read_by_protobuf(data) if message is None else message
 
 
-def _mode(value: int) -> BodyMode:
-    try:
-        return BodyMode(value)
-    except ValueError:
-        return BodyMode.NONE
-
-
-def read(data: bytes) -> tuple[pb.ProcessingRequest, Buffer | None]:
-    """Parse a message of the proxy. A large request body is not copied into it: it is returned beside it.
-
-    Raises `google.protobuf.message.DecodeError`.
-    """
-    if len(data) <= WHOLE_BYTES:
-        return pb.ProcessingRequest.FromString(data), None
-    rest, part = take_field(memoryview(data), _REQUEST_BODY)
-    if part is None:
-        return pb.ProcessingRequest.FromString(data), None
-    inner, body = take_field(part, _HTTP_BODY)
-    request = pb.ProcessingRequest.FromString(rest)
-    request.request_body.MergeFromString(inner)
-    return request, body
-
-
-def to_message(request: pb.ProcessingRequest, large: Buffer | None = None) -> Message:
-    """What the proxy says; `large` as from `read`. Raises `UnknownMessage`."""
-    field = request.WhichOneof("request")
-    kind = _KINDS.get(field or "")
+def read_by_protobuf(data: bytes) -> Message:
+    """As `read`, for any message: what `read` must agree with."""
+    request = pb.ProcessingRequest.FromString(data)
+    name = request.WhichOneof("request")
+    kind = _KINDS.get(name or "")
     if kind is None:
-        raise UnknownMessage(f"ext_proc message of unknown kind {field!r}")
-    subset, pool, served = _metadata(request) if request.HasField("metadata_context") else _NO_METADATA
+        raise UnknownMessage(f"ext_proc message of unknown kind {name!r}", request.observability_mode)
+    observed, modes = request.observability_mode, None
+    if request.HasField("protocol_config"):
+        modes = modes_of(request.protocol_config.SerializeToString())
+    subset, pool, served = NO_METADATA
+    if request.HasField("metadata_context"):
+        subset, pool, served = metadata_of(request.metadata_context.SerializeToString())
+    part = getattr(request, kind.value)
     if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
-        body = getattr(request, field)
-        data = body.body if large is None else large
-        return Message(kind, body.end_of_stream, data=data, subset=subset, pool=pool)
+        return Message(kind, part.end_of_stream, {}, part.body, subset, pool, None, modes, observed)
     if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
-        part = getattr(request, field)
-        headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in part.headers.headers}
-        return Message(kind, part.end_of_stream, headers=headers, subset=subset, pool=pool, served=served)
-    return Message(kind, subset=subset, pool=pool)
-
-
-_Metadata = tuple[frozenset[str] | None, str | None, str | None]
-_NO_METADATA: _Metadata = (None, None, None)
-
-
-def _metadata(request: pb.ProcessingRequest) -> _Metadata:
-    """`(subset hint, pool, served endpoint)` as far as this message carries them."""
-    metadata = request.metadata_context.filter_metadata
-    subset: frozenset[str] | None = None
-    pool: str | None = None
-    served: str | None = None
-    if names.LB_SUBSET in metadata:
-        hint = metadata[names.LB_SUBSET].fields
-        if names.SUBSET in hint:
-            subset = parse_subset(json_format.MessageToDict(hint[names.SUBSET]))
-    if names.LB in metadata:
-        chosen = metadata[names.LB].fields
-        if names.SERVED in chosen:
-            served = chosen[names.SERVED].string_value or None
-        if names.POOL_METADATA in chosen:
-            pool = chosen[names.POOL_METADATA].string_value or None
-    return subset, pool, served
+        headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in part.headers.headers if is_used(h.key)}
+        return Message(kind, part.end_of_stream, headers, b"", subset, pool, served, modes, observed)
+    return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed)
 
 
 def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = False) -> bytes:
-    """A serialized `ProcessingResponse`.
+    """A serialized `ProcessingResponse`, with the very bytes that protobuf writes.
 
     `strip_response_headers`: clients are not to see the headers that runtimes send us.
     """
     if isinstance(reply, Immediate):
         return _immediate(reply)
-    if reply.destination is not None and reply.content_length is None and reply.body is None:
+    if reply.chunk is not None and reply.destination is None:
+        head, tail = _around_chunk(reply.kind, len(reply.chunk), reply.end_of_stream)
+        return b"".join((head, reply.chunk, tail))
+    if reply.chunk is not None or reply.body is not None or reply.content_length is not None:
+        return _decided(reply)
+    if reply.served is not None or reply.headers:
+        return _telling(reply, strip_response_headers=strip_response_headers)
+    if reply.destination is not None and not reply.added:
         return _with_destination(reply.kind, reply.destination)
-    if isinstance(reply.body, Body):
-        return with_field(_serialize(_build(reply)), _BODY_PATH, reply.body.pieces())
-    if reply.destination is None and reply.chunk is None:
-        return (_STRIPPED if strip_response_headers else _PLAIN)[reply.kind]
-    return _serialize(_build(reply))
+    if reply.destination is not None:
+        return _decided(reply)
+    return (_STRIPPED if strip_response_headers else _PLAIN)[reply.kind]
 
 
 def _immediate(reply: Immediate) -> bytes:
@@ -130,50 +94,131 @@ def _immediate(reply: Immediate) -> bytes:
     return _serialize(pb.ProcessingResponse(immediate_response=response))
 
 
-@functools.lru_cache(maxsize=4096)
-def _with_destination(kind: Kind, destination: str) -> bytes:
-    return _serialize(_build(Reply(kind, destination=destination)))
+@functools.lru_cache(maxsize=16)
+def override_timeout(seconds: float) -> bytes:
+    """That the decision takes up to so long, and a second more. Envoy believes it once for each of its messages, and
+    up to its `max_message_timeout`; beyond that it waits as long as it would have."""
+    response = pb.ProcessingResponse()
+    response.override_message_timeout.FromTimedelta(timedelta(seconds=min(seconds + 1.0, LONGEST_WAIT_S)))
+    return _serialize(response)
 
 
-def _serialize(response: pb.ProcessingResponse) -> bytes:
-    data: bytes = response.SerializeToString()
+def _serialize(message: pb.ProcessingResponse | base_pb2.HeaderValueOption) -> bytes:
+    data: bytes = message.SerializeToString()
     return data
 
 
-def _build(reply: Reply) -> pb.ProcessingResponse:
+def _telling(reply: Reply, *, strip_response_headers: bool) -> bytes:
+    """To response headers, that the client be told who answered, what a policy has for it, or what is left of its
+    quota."""
     response = pb.ProcessingResponse()
-    if reply.destination is not None:
-        chosen = response.dynamic_metadata.fields[names.LB].struct_value
-        chosen.fields[names.DESTINATION].string_value = reply.destination
-    part = getattr(response, reply.kind.value)
-    part.SetInParent()
-    if reply.kind is Kind.REQUEST_TRAILERS or reply.kind is Kind.RESPONSE_TRAILERS:
-        return response  # trailers cannot change headers; metadata must do
-    common = part.response
-    if reply.destination is not None:
-        common.header_mutation.set_headers.append(_header(names.DESTINATION, reply.destination.encode()))
-        common.clear_route_cache = True
-    if reply.content_length is not None:
-        common.header_mutation.set_headers.append(_header("content-length", b"%d" % reply.content_length))
-    if isinstance(reply.body, bytes):
-        common.body_mutation.body = reply.body
-    if reply.chunk is not None:
-        streamed = common.body_mutation.streamed_response
-        streamed.body = bytes(reply.chunk)
-        streamed.end_of_stream = reply.end_of_stream
-    return response
+    mutation = response.response_headers.response.header_mutation
+    if reply.served is not None:
+        mutation.set_headers.append(_header(names.CONFORMANCE_SERVED, reply.served.encode()))
+    for name, value in reply.headers:
+        option = _header(name, value)
+        if name == "set-cookie":  # the endpoint's own cookies stay; by its action alone Envoy 1.40 replaces them
+            option.ClearField("append_action")
+            option.append.value = True
+        mutation.set_headers.append(option)
+    if strip_response_headers:
+        mutation.remove_headers.extend(_OURS)
+    return _serialize(response)
 
 
 def _header(key: str, value: bytes) -> base_pb2.HeaderValueOption:
     return base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE)
 
 
+# --- messages as bytes ------------------------------------------------------------------------------------------------
+
+_NUMBERS = {kind: field_numbers(pb.ProcessingResponse.DESCRIPTOR, kind.value)[0] for kind in Kind}
+# A part of the first four kinds has a CommonResponse, which has header_mutation and body_mutation, and that `body` or
+# `streamed_response` {body, end_of_stream}.
+_RESPONSE, _HEADER_MUTATION, _SET_HEADERS = field_numbers(
+    pb.HeadersResponse.DESCRIPTOR, "response", "header_mutation", "set_headers"
+)
+_BODY_MUTATION, _STREAMED, _STREAMED_BODY = field_numbers(
+    pb.CommonResponse.DESCRIPTOR, "body_mutation", "streamed_response", "body"
+)
+(_WHOLE_BODY,) = field_numbers(pb.BodyMutation.DESCRIPTOR, "body")
+_CLEAR_ROUTE_CACHE = pb.CommonResponse(clear_route_cache=True).SerializeToString()
+_END_OF_STREAM = pb.StreamedBodyResponse(end_of_stream=True).SerializeToString()
+_TRAILERS = frozenset({Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS})
+
+
+def _decided(reply: Reply) -> bytes:
+    """An answer with a destination, a length or a whole body; a chunk has a destination where no headers came."""
+    metadata = b""
+    options = b""
+    if reply.destination is not None:
+        options, metadata = _chosen(reply.destination)
+    if reply.kind in _TRAILERS:  # trailers cannot change headers; metadata must do
+        return _PLAIN[reply.kind] + metadata
+    if reply.content_length is not None:
+        options += _length_option(reply.content_length)
+    for name, value in reply.added:
+        options += field(_SET_HEADERS, _serialize(_header(name, value.encode())))
+    before = field(_HEADER_MUTATION, options) if options else b""
+    pieces: list[Buffer] = []
+    if reply.body is not None:
+        pieces = reply.body.pieces() if isinstance(reply.body, Body) else [reply.body]
+        size = sum(map(len, pieces))
+        head = field_head(_WHOLE_BODY, size)
+        before += field_head(_BODY_MUTATION, len(head) + size) + head
+    after = b"" if reply.destination is None else _CLEAR_ROUTE_CACHE
+    if reply.chunk is not None:
+        head, tail = _streamed(len(reply.chunk), reply.end_of_stream)
+        before, pieces, after = before + head, [reply.chunk], tail + after
+    size = len(before) + sum(map(len, pieces)) + len(after)
+    head = field_head(_RESPONSE, size)
+    head = field_head(_NUMBERS[reply.kind], len(head) + size) + head
+    return b"".join((head, before, *pieces, after, metadata))
+
+
+@functools.lru_cache(maxsize=4096)
+def _with_destination(kind: Kind, destination: str) -> bytes:
+    return _decided(Reply(kind, destination=destination))
+
+
+@functools.lru_cache(maxsize=4096)
+def _length_option(length: int) -> bytes:
+    return field(_SET_HEADERS, _serialize(_header("content-length", b"%d" % length)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(destination: str) -> tuple[bytes, bytes]:
+    """The destination as an entry of `set_headers`, and as dynamic metadata of the response."""
+    option = field(_SET_HEADERS, _serialize(_header(names.DESTINATION, destination.encode())))
+    response = pb.ProcessingResponse()
+    response.dynamic_metadata.fields[names.LB].struct_value.fields[names.DESTINATION].string_value = destination
+    return option, _serialize(response)
+
+
+@functools.lru_cache(maxsize=4096)
+def _around_chunk(kind: Kind, size: int, end_of_stream: bool) -> tuple[bytes, bytes]:
+    """What is before and behind a chunk of so many bytes."""
+    head, tail = _streamed(size, end_of_stream)
+    for number in (_RESPONSE, _NUMBERS[kind]):
+        head = field_head(number, len(head) + size + len(tail)) + head
+    return head, tail
+
+
+def _streamed(size: int, end_of_stream: bool) -> tuple[bytes, bytes]:
+    """The same within a `CommonResponse`."""
+    head = field_head(_STREAMED_BODY, size) if size else b""
+    tail = _END_OF_STREAM if end_of_stream else b""
+    for number in (_STREAMED, _BODY_MUTATION):
+        head = field_head(number, len(head) + size + len(tail)) + head
+    return head, tail
+
+
 def _stripped() -> bytes:
-    response = _build(Reply(Kind.RESPONSE_HEADERS))
+    response = pb.ProcessingResponse()
     mutation = response.response_headers.response.header_mutation
-    mutation.remove_headers.extend((names.CACHED_TOKENS, names.PROMPT_TOKENS))
+    mutation.remove_headers.extend(_OURS)
     return _serialize(response)
 
 
-_PLAIN = {kind: _serialize(_build(Reply(kind))) for kind in Kind}
+_PLAIN = {kind: field(number, b"") for kind, number in _NUMBERS.items()}
 _STRIPPED = _PLAIN | {Kind.RESPONSE_HEADERS: _stripped()}

@@ -1,4 +1,4 @@
-"""The ext_proc service on grpc.aio: a driver that moves messages between a stream and its session."""
+"""The ext_proc service: what a call of `Process` does with each message, and the driver of it on grpc.aio."""
 
 from __future__ import annotations
 
@@ -9,14 +9,46 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from treeline_epp.extproc.convert import read
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.flow.ticket import Ticket
 from treeline_epp.metrics import Sample
-from treeline_epp.requests.router import Router
+from treeline_epp.requests.router import Routed, Router
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _OVERHEAD_BYTES = 4 * 1024 * 1024
 """Room in a message beyond the body: headers, metadata, and bodies a little over the limit, which get a proper 413."""
+
+
+class BadMessage(ValueError):
+    """What the proxy sent is no `ProcessingRequest`."""
+
+
+class ProcessCall:
+    """One call: a session, counted while it is open. Close it in a `finally`: Envoy ends a call by half-closing it, by
+    a reset, or by dying."""
+
+    def __init__(self, router: Router, limits: SessionLimits) -> None:
+        self._metrics = router.metrics
+        self._session = ExtProcSession(router, limits)
+        self._metrics.streams.inc()
+
+    @property
+    def ended(self) -> bool:
+        """There is nothing more to say."""
+        return self._session.ended
+
+    def answers(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
+        """To one message, as `ExtProcSession.steps`. Raises BadMessage."""
+        try:
+            yield from self._session.steps(data)
+        except DecodeError as error:
+            self._metrics.protocol_errors.inc()
+            raise BadMessage(f"not a ProcessingRequest: {error}") from None
+
+    def close(self) -> None:
+        """The call is over, in whatever way."""
+        self._metrics.streams.dec()
+        self._session.close()
 
 
 class ExtProcService:
@@ -27,46 +59,58 @@ class ExtProcService:
         self._limits = limits
         router.metrics.observe(self._samples)
 
+    def open(self) -> ProcessCall:
+        """A call begins."""
+        return ProcessCall(self._router, self._limits)
+
     def handler(self) -> grpc.GenericRpcHandler:
-        """What to add to a server."""
+        """What to add to a server of grpc.aio."""
         # Messages come as bytes: a large body in one must not be copied on its way.
         process: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._process)
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
     async def _process(self, _requests: Any, context: Any) -> None:
-        session = ExtProcSession(self._router, self._limits)
-        streams = self._router.metrics.streams
-        streams.inc()
+        call = self.open()
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
-                try:
-                    request, large = read(data)
-                except DecodeError as error:
-                    self._router.metrics.protocol_errors.inc()
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a ProcessingRequest: {error}")
+                answers = call.answers(data)
                 del data
-                for reply in session.steps(request, large):
-                    if reply is None:
-                        await asyncio.sleep(0)
-                    else:
-                        await context.write(reply)
-                del request, large
-                if session.ended:
+                try:
+                    for reply in answers:
+                        if reply is None:
+                            await asyncio.sleep(0)
+                        elif isinstance(reply, Ticket):
+                            await _done(reply)
+                        else:
+                            await context.write(reply)
+                except BadMessage as error:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+                del answers
+                if call.ended:
                     return
         finally:
-            # Envoy ends a stream by half-closing it, by a reset (which cancels us here), or by dying.
-            streams.dec()
-            session.close()
+            call.close()
 
     def _samples(self) -> Iterator[Sample]:
         text = "Bytes of request bodies that wait for their decision, beyond the first 64 KiB of each."
         yield "gauge", "waiting_body_bytes", text, {}, self._limits.waiting.bytes
 
 
+async def _done(ticket: Ticket[Routed]) -> None:
+    done = asyncio.Event()
+    ticket.when_done(done.set)
+    await done.wait()
+
+
+def most_message_bytes(body_limit: int) -> int:
+    """Of one message of a proxy whose bodies have at most `body_limit` bytes."""
+    return body_limit + _OVERHEAD_BYTES
+
+
 def server_options(body_limit: int) -> list[tuple[str, int]]:
     """gRPC settings for the port that carries ext_proc."""
     return [
-        ("grpc.max_receive_message_length", body_limit + _OVERHEAD_BYTES),
+        ("grpc.max_receive_message_length", most_message_bytes(body_limit)),
         ("grpc.max_send_message_length", -1),
         # One busy port should be an error, not a second picker that takes half of the streams.
         ("grpc.so_reuseport", 0),

@@ -8,21 +8,37 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from treeline_epp.extproc.clients import Clients
-from treeline_epp.extproc.convert import UnknownMessage, body_modes, to_message, to_response
-from treeline_epp.extproc.state import ExtProcError, ExtProcState, Kind, Message, Output, RequestPhase
+from treeline_epp.extproc.convert import UnknownMessage, override_timeout, read, to_response
+from treeline_epp.extproc.state import (
+    BodyMode,
+    ExtProcError,
+    ExtProcState,
+    Kind,
+    Message,
+    Output,
+    Reply,
+    RequestPhase,
+    ResponsePhase,
+)
+from treeline_epp.flow.ticket import Ticket
 from treeline_epp.requests import refusals
-from treeline_epp.requests.body import Body, BodyBudget, Buffer
+from treeline_epp.requests.body import Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.router import RoutedRequest, Router
+from treeline_epp.requests.response_model import ModelRenamer
+from treeline_epp.requests.router import Routed, RoutedRequest, Router
+from treeline_epp.requests.usage import NOTHING, UsageReader
 
 log = logging.getLogger(__name__)
 
+_FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
+_UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
+_NOT_TOLD = "fail: missing destination endpoint served metadata"
+"""As the reference picker words it for the conformance tests."""
 _SLICE_PIECES = 4
 """Pieces of a large body that are looked at before others get a turn: a few milliseconds."""
 
@@ -30,11 +46,13 @@ _SLICE_PIECES = 4
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """What all streams of a port share. `body_bytes` bounds one request's body, `waiting` all of them together,
-    `clients` the requests of each client. `strip_response_headers` keeps from clients what runtimes tell us in headers.
+    `clients` the requests of each client. `strip_response_headers` keeps from clients what runtimes tell us in headers,
+    `tell_served` gives them the endpoint that answered (for conformance tests).
     """
 
     body_bytes: int
     strip_response_headers: bool = False
+    tell_served: bool = False
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
 
@@ -48,45 +66,114 @@ class ExtProcSession:
         self._client: str | None = None
         self._state: ExtProcState | None = None
         self._routed: RoutedRequest | None = None
+        self._ticket: Ticket[Routed] | None = None
+        self._usage: UsageReader | None = None
+        self._renamer: ModelRenamer | None = None
         self._share = limits.waiting.open()
+        self._observed = False
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to say: the response's headers or an immediate response were the last word."""
-        return self._state is not None and self._state.finished
-
-    def steps(self, request: pb.ProcessingRequest, large: Buffer | None = None) -> Iterator[bytes | None]:
-        """The serialized answers to one message of the proxy; None where others should have a turn before it goes on.
-
-        `large` is a body as `convert.read` gives it. Never raises.
-        """
-        if self._state is None:
-            self._state = ExtProcState(*body_modes(request), body_limit=self._limits.body_bytes)
+        """There is nothing more to say: the response's headers or an immediate response were the last word. Of what the
+        proxy only shows, nothing more is looked at once the request is decided."""
         state = self._state
+        if state is None:
+            return False
+        return state.finished or (self._observed and state.request_phase not in _UNDECIDED)
+
+    def steps(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
+        """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a
+        ticket where it goes on when that is done (asked sooner, it gives the ticket again).
+
+        Raises `DecodeError` of protobuf, at the first step, for what is no `ProcessingRequest`; nothing else.
+        """
         try:
-            message = to_message(request, large)
+            message = read(data)
+        except UnknownMessage as error:
+            self._observed = self._observed or error.observed
+            yield from self._answers(self._broken(self._state or self._begun(None), error))
+            return
+        self._observed = self._observed or message.observed
+        state = self._state or self._begun(message.modes)
+        waiting = state.response_phase is ResponsePhase.WAITING
+        try:
             outputs = self._receive(state, message)
-        except (ExtProcError, UnknownMessage) as error:
-            log.warning("ext_proc: %s", error)
-            self._router.metrics.protocol_errors.inc()
-            outputs = state.refuse(refusals.internal_error())
+        except ExtProcError as error:
+            outputs = self._broken(state, error)
         else:
-            if message.kind is Kind.RESPONSE_HEADERS and self._routed is not None:
-                self._router.complete(self._routed, message.headers, message.served)
+            if waiting and state.response_phase is not ResponsePhase.WAITING and self._routed is not None:
+                outputs = self._begin_response(self._routed, message, outputs)
+                if self._routed.renamed is not None and state.may_rename and "content-encoding" not in message.headers:
+                    self._renamer = ModelRenamer(*self._routed.renamed)
+            if self._routed is not None:
+                self._keep_account(self._routed, state, message)
+            if self._renamer is not None:
+                outputs = list(_renamed(self._renamer, message, outputs))
+            if self._limits.tell_served and message.kind is Kind.RESPONSE_HEADERS:
+                outputs = [_telling(output, message.served) for output in outputs]
             if outputs and isinstance(asked := outputs[-1], RouteRequest):
                 outputs = yield from self._route(state, asked)
+        yield from self._answers(outputs)
+        if state.request_phase is not RequestPhase.COLLECTING:
+            self._share.close()
+
+    def _begin_response(self, routed: RoutedRequest, message: Message, outputs: list[Output]) -> list[Output]:
+        """What its client is told: what a policy has for it, and what is left of its quota."""
+        router = self._router
+        router.complete(routed, message.headers, message.served)
+        tell = router.tell(routed, message.headers, message.served)
+        told = [] if tell is None else [(tell[0], tell[1].encode())]
+        if routed.wants_usage:
+            streams = message.headers.get("content-type", "").startswith("text/event-stream")
+            self._usage = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
+            told += router.told(routed)
+        return [_with_headers(output, tuple(told)) for output in outputs] if told else outputs
+
+    def _keep_account(self, routed: RoutedRequest, state: ExtProcState, message: Message) -> None:
+        """Of the response, as far as it is shown."""
+        if (exchange := routed.exchange) is not None:
+            now = self._router.clock()
+            if message.kind is Kind.RESPONSE_BODY:
+                exchange.chunk(message.data, now)
+            if state.response_phase is ResponsePhase.DONE:
+                exchange.finish(now)
+        elif self._usage is not None and message.kind is Kind.RESPONSE_BODY:
+            self._usage.feed(message.data)
+
+    def _begun(self, modes: tuple[BodyMode, BodyMode] | None) -> ExtProcState:
+        """The state for the first message. A proxy that tells no body modes follows the endpoint picker protocol, which
+        is full duplex both ways; one that only shows a body waits for no answer before its end."""
+        request, response = modes or _FULL_DUPLEX
+        if self._observed and request is BodyMode.STREAMED:
+            request = BodyMode.FULL_DUPLEX_STREAMED
+        self._state = ExtProcState(request, response, body_limit=self._limits.body_bytes)
+        return self._state
+
+    def _broken(self, state: ExtProcState, error: Exception) -> list[Output]:
+        log.warning("ext_proc: %s", error)
+        self._router.metrics.protocol_errors.inc()
+        return state.refuse(refusals.internal_error())
+
+    def _answers(self, outputs: list[Output]) -> Iterator[bytes]:
+        if self._observed:
+            return
+        strip = self._limits.strip_response_headers
         outputs.reverse()
         while outputs:  # each is dropped when it is on its way
             output = outputs.pop()
             assert not isinstance(output, RouteRequest)
-            yield to_response(output, strip_response_headers=self._limits.strip_response_headers)
-        if state.request_phase is not RequestPhase.COLLECTING:
-            self._share.close()
+            yield to_response(output, strip_response_headers=strip)
 
     def close(self) -> None:
         """The stream has ended, in whatever way."""
         self._share.close()
+        if self._ticket is not None:
+            self._router.abandon(self._ticket)
+            self._ticket = None
         if self._routed is not None:
+            if self._usage is not None and (usage := self._usage.estimate()) != NOTHING:
+                self._router.used(self._routed, usage)
+            self._usage = None
             self._router.release(self._routed)
         if self._limits.clients is not None and self._client is not None:
             self._limits.clients.leave(self._client)
@@ -104,7 +191,9 @@ class ExtProcSession:
                 return state.refuse(self._refused(refusals.too_many_requests(clients.limit)))
         return outputs
 
-    def _route(self, state: ExtProcState, request: RouteRequest) -> Generator[None, None, list[Output]]:
+    def _route(
+        self, state: ExtProcState, request: RouteRequest
+    ) -> Generator[bytes | Ticket[Routed] | None, None, list[Output]]:
         outline: Outline | None = None
         if request.body is not None and is_large(request.body):
             body = request.body if isinstance(request.body, Body) else Body([request.body])
@@ -113,15 +202,74 @@ class ExtProcSession:
             for at, piece in enumerate(body.pieces(), 1):
                 outline.feed(piece)
                 if at % _SLICE_PIECES == 0:
-                    yield
+                    yield None
             outline.finish(body)
-            yield
+            yield None
         result = self._router.route(request, outline)
+        if isinstance(result, Ticket):
+            result = yield from self._wait(state, result)
         if isinstance(result, RoutedRequest):
-            self._routed = result
-            return state.answer(result.destination, result.body)
+            if self._observed:  # it goes where the proxy pleases: nothing is reserved or predicted for our choice
+                if result.exchange is not None:
+                    result.exchange.observed = True
+                self._router.release(result)
+            else:
+                self._routed = result
+            outputs = state.answer(result.destination, result.body)
+            if result.exchange is not None and result.exchange.added:
+                added = tuple(result.exchange.added)
+                outputs = [_adding(output, added) for output in outputs]
+            return outputs
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
+
+    def _wait(self, state: ExtProcState, ticket: Ticket[Routed]) -> Generator[bytes | Ticket[Routed], None, Routed]:
+        """Until it is the request's turn. Its body counts among those that wait for their decision."""
+        if self._observed:  # it has gone on long ago
+            self._router.abandon(ticket)
+            return refusals.only_shown()
+        self._ticket = ticket
+        if state.timed and not ticket.done:
+            yield override_timeout(ticket.limit_s)
+        while not ticket.done:
+            yield ticket
+        self._ticket = None
+        return self._router.resume(ticket)
 
     def _refused(self, why: Refusal) -> Refusal:
         self._router.metrics.refusals.labels(why.code).inc()
         return why
+
+
+def _renamed(renamer: ModelRenamer, message: Message, outputs: list[Output]) -> Iterator[Output]:
+    """The replies, with the model's name put back in those to the response's body."""
+    if message.kind is Kind.RESPONSE_TRAILERS and (rest := renamer.feed(b"", end=True)):
+        yield Reply(Kind.RESPONSE_BODY, chunk=rest)
+    for output in outputs:
+        if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_BODY:
+            yield output
+        elif output.chunk is None:
+            body = renamer.feed(message.data, end=True)
+            yield msgspec.structs.replace(output, body=body, content_length=len(body))
+        elif (data := renamer.feed(output.chunk, end=output.end_of_stream)) or output.end_of_stream:
+            pieces = Body([data]).pieces() or [data]
+            for at, piece in enumerate(pieces, 1):
+                yield Reply(Kind.RESPONSE_BODY, chunk=piece, end_of_stream=output.end_of_stream and at == len(pieces))
+
+
+def _with_headers(output: Output, told: tuple[tuple[str, bytes], ...]) -> Output:
+    if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_HEADERS:
+        return output
+    return msgspec.structs.replace(output, headers=told)
+
+
+def _telling(output: Output, served: str | None) -> Output:
+    if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_HEADERS:
+        return output
+    return msgspec.structs.replace(output, served=served or _NOT_TOLD)
+
+
+def _adding(output: Output, added: tuple[tuple[str, str], ...]) -> Output:
+    """Request headers go on with the destination."""
+    if not isinstance(output, Reply) or output.destination is None:
+        return output
+    return msgspec.structs.replace(output, added=added)

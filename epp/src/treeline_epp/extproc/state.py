@@ -13,11 +13,14 @@ request body mode        decided at                                        desti
 `BUFFERED`             the one body message                              the body reply; headers are answered at once
 `FULL_DUPLEX`          the end of the body, or the trailers              the headers reply, withheld until then
 any, no body             the headers                                       the headers reply
+any, no headers          the body or its first chunk, else the trailers    the reply to that
 =======================  ================================================  ==========================================
 
 In full duplex the collected body is then returned in chunks that stay below the proxy's limit. A proxy may
 deliver the end of a long body twice: whatever follows the first end of stream is ignored. A stream may start at the
-response headers (a reply made by the proxy itself).
+response (a reply made by the proxy itself). Which messages come is the proxy's configuration, of which it tells the
+body modes alone: headers of either half may be left out, or come after the body, and trailers may be made up after a
+body that has ended. Headers and trailers come once.
 """
 
 from __future__ import annotations
@@ -27,9 +30,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from treeline_epp.requests.body import Body, Buffer
-from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.requests.body import CHUNK_BYTES, Body, Buffer
+from treeline_epp.requests.messages import Immediate, RouteRequest, path_of
 from treeline_epp.requests.refusals import Refusal, body_too_large
+from treeline_epp.requests.subset import narrowed
 
 WHOLE_BYTES = 256 * 1024
 """Bodies up to this size are handed out as they are, larger ones as a `Body`, which is never read as a whole."""
@@ -90,36 +94,59 @@ _IDLE, _COLLECTING, _DECIDING = RequestPhase.IDLE, RequestPhase.COLLECTING, Requ
 _FORWARDING, _DONE, _ABANDONED = RequestPhase.FORWARDING, RequestPhase.DONE, RequestPhase.ABANDONED
 
 REQUEST_TRANSITIONS: dict[RequestPhase, dict[Kind, RequestPhase]] = {
-    _IDLE: {Kind.REQUEST_HEADERS: _COLLECTING, Kind.RESPONSE_HEADERS: _ABANDONED},
+    _IDLE: {
+        Kind.REQUEST_HEADERS: _COLLECTING,
+        Kind.REQUEST_BODY: _COLLECTING,
+        Kind.REQUEST_TRAILERS: _COLLECTING,
+        Kind.RESPONSE_HEADERS: _ABANDONED,
+    },
     _COLLECTING: {
+        Kind.REQUEST_HEADERS: _COLLECTING,
         Kind.REQUEST_BODY: _COLLECTING,
         Kind.REQUEST_TRAILERS: _COLLECTING,
         Kind.RESPONSE_HEADERS: _ABANDONED,
     },
     _DECIDING: {},  # only answer() and refuse() lead on
     _FORWARDING: {
+        Kind.REQUEST_HEADERS: _FORWARDING,
         Kind.REQUEST_BODY: _FORWARDING,
         Kind.REQUEST_TRAILERS: _DONE,
         Kind.RESPONSE_HEADERS: _FORWARDING,
     },
-    _DONE: {Kind.REQUEST_BODY: _DONE, Kind.REQUEST_TRAILERS: _DONE, Kind.RESPONSE_HEADERS: _DONE},
-    _ABANDONED: {Kind.REQUEST_BODY: _ABANDONED, Kind.REQUEST_TRAILERS: _DONE},
+    _DONE: {
+        Kind.REQUEST_HEADERS: _DONE,
+        Kind.REQUEST_BODY: _DONE,
+        Kind.REQUEST_TRAILERS: _DONE,
+        Kind.RESPONSE_HEADERS: _DONE,
+    },
+    _ABANDONED: {Kind.REQUEST_BODY: _ABANDONED, Kind.REQUEST_TRAILERS: _DONE, Kind.RESPONSE_HEADERS: _ABANDONED},
 }
 """Which messages of the proxy are legal in which phase of the request, and where they lead. An end of stream leads on
-further: from COLLECTING to DECIDING, from FORWARDING to DONE."""
+further: from COLLECTING to DECIDING, from FORWARDING to DONE. The first message of the response, whatever its kind,
+counts as RESPONSE_HEADERS here."""
 
 RESPONSE_TRANSITIONS: dict[ResponsePhase, dict[Kind, ResponsePhase]] = {
-    ResponsePhase.WAITING: {Kind.RESPONSE_HEADERS: ResponsePhase.STREAMING},
-    ResponsePhase.STREAMING: {
+    ResponsePhase.WAITING: {
+        Kind.RESPONSE_HEADERS: ResponsePhase.STREAMING,
         Kind.RESPONSE_BODY: ResponsePhase.STREAMING,
         Kind.RESPONSE_TRAILERS: ResponsePhase.DONE,
     },
-    ResponsePhase.DONE: {Kind.RESPONSE_BODY: ResponsePhase.DONE},
+    ResponsePhase.STREAMING: {
+        Kind.RESPONSE_HEADERS: ResponsePhase.STREAMING,
+        Kind.RESPONSE_BODY: ResponsePhase.STREAMING,
+        Kind.RESPONSE_TRAILERS: ResponsePhase.DONE,
+    },
+    ResponsePhase.DONE: {
+        Kind.RESPONSE_HEADERS: ResponsePhase.DONE,
+        Kind.RESPONSE_BODY: ResponsePhase.DONE,
+        Kind.RESPONSE_TRAILERS: ResponsePhase.DONE,
+    },
 }
 """The same for the response. An end of stream leads to DONE."""
 
 
 _OF_REQUEST = frozenset({Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.REQUEST_TRAILERS})
+_BODIES = frozenset({Kind.REQUEST_BODY, Kind.RESPONSE_BODY})
 _DECIDED_AT_HEADERS = frozenset({BodyMode.NONE, BodyMode.STREAMED, BodyMode.GRPC})
 
 
@@ -140,9 +167,11 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of the proxy.
 
     `headers` (lower-case names) on the two headers kinds, `data` on the two body kinds. `subset` is the set of
-    endpoints (`ip:port` or `ip`) to which the proxy limits the choice; `None` when it does not. `pool` is the
-    one that the proxy has chosen, if it has. `served`, on response headers, is the `ip:port` that answered;
-    `None` when the proxy does not tell.
+    endpoints (`ip:port` or `ip`) to which the proxy limits the choice; `None` when it does not. The choice is within
+    those of all messages. `pool` is the one that the proxy has chosen, if it has. `served`, on response headers, is
+    the `ip:port` that answered; `None` when the proxy does not tell. `modes` are the body modes of request and
+    response, where this message tells them (a stream's first does). `observed`: the proxy only shows it, goes on by
+    itself, and may not be answered.
     """
 
     kind: Kind
@@ -152,6 +181,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     subset: frozenset[str] | None = None
     pool: str | None = None
     served: str | None = None
+    modes: tuple[BodyMode, BodyMode] | None = None
+    observed: bool = False
 
 
 class Reply(msgspec.Struct, frozen=True, gc=False):
@@ -159,7 +190,9 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
     `destination` is the value for the destination header and for dynamic metadata. `chunk` is a body chunk in full
     duplex (`None`: the body is left as it is), `end_of_stream` belongs to it. `body` replaces a buffered body.
-    `content_length` is set where the proxy dropped the header, or it has changed, and the length is known.
+    `content_length` is set where the proxy dropped the header, or it has changed, and the length is known. `served` is
+    told to the client in a header of conformance tests, `headers` are besides, on response headers. `added` are request
+    headers that go on beside the destination.
     """
 
     kind: Kind
@@ -168,6 +201,9 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     end_of_stream: bool = False
     body: bytes | Body | None = None
     content_length: int | None = None
+    served: str | None = None
+    headers: tuple[tuple[str, bytes], ...] = ()
+    added: tuple[tuple[str, str], ...] = ()
 
 
 Output = Reply | Immediate | RouteRequest
@@ -200,6 +236,8 @@ class ExtProcState:
         self._body = Body()
         self._has_body = False
         self._waiting = Kind.REQUEST_HEADERS
+        self._seen: set[Kind] = set()  # headers and trailers
+        self._destination: str | None = None
         self._ended = False  # the request's headers or body had end of stream
         self._trailers_pending = False
 
@@ -207,6 +245,11 @@ class ExtProcState:
     def closed(self) -> bool:
         """An immediate response was sent, or the protocol was broken."""
         return self.request_phase is RequestPhase.CLOSED
+
+    @property
+    def may_rename(self) -> bool:
+        """The response's body may be given back with another length: it has none yet, or is replaced as a whole."""
+        return self._response_mode in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
 
     @property
     def finished(self) -> bool:
@@ -217,6 +260,11 @@ class ExtProcState:
         answered = self.response_phase is not ResponsePhase.WAITING and self._response_mode is BodyMode.NONE
         return self.closed or (answered and self.request_phase in (_DONE, _ABANDONED))
 
+    @property
+    def timed(self) -> bool:
+        """Does the proxy wait for the decision no longer than it is configured to? It does so but in full duplex."""
+        return self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED
+
     def receive(self, message: Message) -> list[Output]:
         """What to do about the next message of the proxy. Raises `OutOfOrder`."""
         if self.request_phase is RequestPhase.CLOSED:
@@ -224,12 +272,12 @@ class ExtProcState:
         request, response = self.request_phase, self.response_phase
         self._advance(message.kind)
         if message.subset is not None:
-            self._subset = message.subset
+            self._subset = narrowed(self._subset, message.subset)
         if message.pool is not None:
             self._pool = message.pool
         match message.kind:
             case Kind.REQUEST_HEADERS:
-                return self._on_request_headers(message)
+                return self._on_request_headers(request, message)
             case Kind.REQUEST_BODY:
                 return self._on_request_body(request, message)
             case Kind.REQUEST_TRAILERS:
@@ -237,7 +285,8 @@ class ExtProcState:
             case _:
                 if message.end_of_stream:
                     self.response_phase = ResponsePhase.DONE
-                return self._on_response(response, message)
+                given_back = self._give_back() if self.request_phase is _ABANDONED and request is _COLLECTING else []
+                return given_back + self._on_response(response, message)
 
     def answer(self, destination: str, body: bytes | Body | None = None) -> list[Output]:
         """The endpoint list (`ip:port,ip:port`) was chosen: the replies that the proxy has been waiting for.
@@ -247,29 +296,34 @@ class ExtProcState:
         if self.request_phase is not _DECIDING:
             raise RuntimeError(f"answer() without a RouteRequest: the stream is {self.request_phase.value}")
         self.request_phase = _DONE if self._ended or self._trailers_pending else _FORWARDING
+        self._destination = destination
         collected, self._body = self._body, Body()  # an answer may take minutes; the body is not kept for it
-        if self._waiting is not Kind.REQUEST_HEADERS:
-            if body is None:
-                return [Reply(self._waiting, destination=destination)]
-            length = len(body) if "content-length" in self._headers else None
-            return [Reply(self._waiting, destination=destination, body=body, content_length=length)]
-        if not self._has_body:
-            replies: list[Output] = [Reply(Kind.REQUEST_HEADERS, destination=destination)]
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED and self._has_body:
+            replies = self._duplex_answer(destination, collected if body is None else body)
+        elif self._waiting is Kind.REQUEST_BODY:
+            if self._request_mode in _DECIDED_AT_HEADERS:
+                body = None  # headers that were not shown have gone on, with the length of this one
+            length = len(body) if body is not None and "content-length" in self._headers else None
+            replies = [Reply(Kind.REQUEST_BODY, destination=destination, body=body, content_length=length)]
         else:
-            if body is None:
-                body = collected
-            elif isinstance(body, bytes):
-                body = Body([body])
-            length = None if self._trailers_pending else len(body)
-            replies = [Reply(Kind.REQUEST_HEADERS, destination=destination, content_length=length)]
-            replies += _in_chunks(Kind.REQUEST_BODY, body.pieces(), end_of_stream=not self._trailers_pending)
-        if self._trailers_pending:
+            replies = [Reply(self._waiting, destination=destination)]
+        if self._trailers_pending and self._waiting is not Kind.REQUEST_TRAILERS:
             replies.append(Reply(Kind.REQUEST_TRAILERS))
         return replies
 
+    def _duplex_answer(self, destination: str, body: bytes | Body) -> list[Output]:
+        """The headers with the destination, then the body; without headers the first chunk has it."""
+        pieces = (Body([body]) if isinstance(body, bytes) else body).pieces()
+        chunks = _in_chunks(Kind.REQUEST_BODY, pieces, end_of_stream=not self._trailers_pending)
+        if self._waiting is not Kind.REQUEST_HEADERS:
+            return [msgspec.structs.replace(next(chunks), destination=destination), *chunks]
+        length = None if self._trailers_pending else len(body)
+        return [Reply(Kind.REQUEST_HEADERS, destination=destination, content_length=length), *chunks]
+
     def refuse(self, refusal: Refusal) -> list[Output]:
         """No endpoint: the proxy is to tell the client why."""
-        return self.respond(Immediate(refusal.status, refusal.body(), refusal.headers(), f"treeline_{refusal.code}"))
+        body = refusal.body(path_of(self._headers))
+        return self.respond(Immediate(refusal.status, body, refusal.headers(), f"treeline_{refusal.code}"))
 
     def respond(self, response: Immediate) -> list[Output]:
         """The proxy is to answer the client. Legal in any phase; afterwards the stream is closed."""
@@ -286,12 +340,14 @@ class ExtProcState:
             request = REQUEST_TRANSITIONS[self.request_phase].get(kind)
         else:
             response = RESPONSE_TRANSITIONS[self.response_phase].get(kind)
-            if kind is Kind.RESPONSE_HEADERS:
-                request = REQUEST_TRANSITIONS[self.request_phase].get(kind)
-        if request is None or response is None:
+            if self.response_phase is ResponsePhase.WAITING:
+                request = REQUEST_TRANSITIONS[self.request_phase].get(Kind.RESPONSE_HEADERS)
+        if request is None or response is None or kind in self._seen:
             where = f"{self.request_phase.value}/{self.response_phase.value}"
             self._close()
             raise OutOfOrder(f"{kind.value} is not expected while the stream is {where}")
+        if kind not in _BODIES:
+            self._seen.add(kind)
         self.request_phase, self.response_phase = request, response
 
     def _close(self) -> None:
@@ -301,15 +357,17 @@ class ExtProcState:
     def _decide(self, waiting: Kind, body: bytes | Body | None) -> list[Output]:
         self.request_phase = _DECIDING
         self._waiting = waiting
-        return [RouteRequest(self._headers, body, self._subset, self._pool)]
+        return [RouteRequest(self._headers, body, self._subset, self._pool, self._response_mode is not BodyMode.NONE)]
 
     def _collected(self) -> bytes | Body:
         return self._body if len(self._body) > WHOLE_BYTES else self._body.joined()
 
     # --- one handler for each kind ------------------------------------------------------------------------------------
 
-    def _on_request_headers(self, message: Message) -> list[Output]:
+    def _on_request_headers(self, before: RequestPhase, message: Message) -> list[Output]:
         self._headers = message.headers
+        if before is not _IDLE:  # after the body, or the beginning of one in full duplex
+            return [] if before is _COLLECTING else [Reply(Kind.REQUEST_HEADERS, destination=self._destination)]
         self._ended = message.end_of_stream
         if message.end_of_stream:
             return self._decide(Kind.REQUEST_HEADERS, b"")
@@ -323,11 +381,8 @@ class ExtProcState:
 
     def _on_request_body(self, before: RequestPhase, message: Message) -> list[Output]:
         duplex = self._request_mode is BodyMode.FULL_DUPLEX_STREAMED
-        if before is not _COLLECTING:
-            if message.end_of_stream and before is _FORWARDING:
-                self.request_phase = _DONE
-            # After the end, or after the response, a proxy in full duplex expects nothing; in other modes it waits.
-            return [] if duplex else [Reply(Kind.REQUEST_BODY)]
+        if before is not _COLLECTING and before is not _IDLE:
+            return self._on_later_request_body(before, message)
         if len(self._body) + len(message.data) > self._body_limit:
             return self.refuse(body_too_large(self._body_limit))
         self._ended = message.end_of_stream
@@ -336,30 +391,58 @@ class ExtProcState:
         if not duplex:  # one message holds all of it or, partially buffered, as much as we are going to see
             whole = message.end_of_stream or self._request_mode is BodyMode.BUFFERED
             return self._decide(Kind.REQUEST_BODY, self._collected() if whole else None)
-        return self._decide(Kind.REQUEST_HEADERS, self._collected()) if message.end_of_stream else []
+        return self._decide(self._first_waiting(), self._collected()) if message.end_of_stream else []
+
+    def _on_later_request_body(self, before: RequestPhase, message: Message) -> list[Output]:
+        """After the decision or the end, or after the response."""
+        ended, self._ended = self._ended, self._ended or message.end_of_stream
+        if message.end_of_stream and before is _FORWARDING:
+            self.request_phase = _DONE
+        if self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED:
+            return [Reply(Kind.REQUEST_BODY)]
+        if before is _ABANDONED and Kind.REQUEST_HEADERS not in self._seen and not ended:
+            return _echoed(message)  # the headers went on without us, and whoever answered waits for the rest
+        return []  # in full duplex a proxy expects nothing
 
     def _on_request_trailers(self, before: RequestPhase) -> list[Output]:
-        if before is not _COLLECTING:
+        if before is not _COLLECTING and before is not _IDLE:
             return [Reply(Kind.REQUEST_TRAILERS)]
-        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED:
+        if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED and before is _COLLECTING:
             self._trailers_pending = True
-            return self._decide(Kind.REQUEST_HEADERS, self._collected())
-        # The headers were answered long ago, so only dynamic metadata can carry the destination now.
+            return self._decide(self._first_waiting(), self._collected())
+        # The headers have gone on long ago, so only dynamic metadata can carry the destination now.
         self._ended = True
-        return self._decide(Kind.REQUEST_TRAILERS, b"")
+        return self._decide(Kind.REQUEST_TRAILERS, b"" if before is _COLLECTING else None)
+
+    def _first_waiting(self) -> Kind:
+        """In full duplex: what the proxy has been waiting for the longest."""
+        return Kind.REQUEST_HEADERS if Kind.REQUEST_HEADERS in self._seen else Kind.REQUEST_BODY
+
+    def _give_back(self) -> list[Output]:
+        """The response has come before the end of the body: what was kept of one whose headers had gone on."""
+        collected, self._body = self._body, Body()
+        if self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED or Kind.REQUEST_HEADERS in self._seen:
+            return []
+        return list(_in_chunks(Kind.REQUEST_BODY, collected.pieces(), end_of_stream=False))
 
     def _on_response(self, before: ResponsePhase, message: Message) -> list[Output]:
         if message.kind is not Kind.RESPONSE_BODY or self._response_mode is not BodyMode.FULL_DUPLEX_STREAMED:
             return [Reply(message.kind)]
         if before is ResponsePhase.DONE:
             return []
-        pieces = Body([message.data]).pieces()
-        return list(_in_chunks(Kind.RESPONSE_BODY, pieces, end_of_stream=message.end_of_stream))
+        return _echoed(message)
 
 
 def _announced_length(headers: Mapping[str, str]) -> int:
     text = headers.get("content-length", "")
     return int(text) if text.isdecimal() and len(text) < 19 else 0
+
+
+def _echoed(message: Message) -> list[Output]:
+    if len(message.data) <= CHUNK_BYTES:
+        return [Reply(message.kind, chunk=message.data, end_of_stream=message.end_of_stream)]
+    pieces = Body([message.data]).pieces()
+    return list(_in_chunks(message.kind, pieces, end_of_stream=message.end_of_stream))
 
 
 def _in_chunks(kind: Kind, pieces: Sequence[Buffer], *, end_of_stream: bool) -> Iterator[Reply]:

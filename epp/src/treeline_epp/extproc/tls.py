@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import logging
+import ssl
+import tempfile
 from pathlib import Path
 
 import grpc
@@ -60,17 +62,50 @@ def self_signed() -> tuple[bytes, bytes]:
     return private, certificate.public_bytes(pem)
 
 
+class Certificate:
+    """The same for a server that speaks TLS by Python's `ssl`, with ALPN `h2`."""
+
+    def __init__(self, folder: Path | None, *, clients: bool = False) -> None:
+        self._folder = folder
+        self._files = None if folder is None else _Files(folder, clients=clients)
+
+    def context(self) -> ssl.SSLContext:
+        """Raises `TlsError`."""
+        if self._files is None:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                for file, content in zip(("tls.key", "tls.crt"), self_signed(), strict=True):
+                    (folder / file).write_bytes(content)
+                return _Files(folder, clients=False).context()
+        try:
+            self._files.read()
+            return self._files.context()
+        except (OSError, ValueError) as error:
+            raise TlsError(f"--cert-path {self._folder}: {error}") from error
+
+    def changed(self) -> ssl.SSLContext | None:
+        """Asked now and then: what the files hold, where that has changed and can be used."""
+        if self._files is None or self._files.changed() is None:
+            return None
+        try:
+            return self._files.context()
+        except (OSError, ValueError) as error:  # changed again meanwhile
+            log.error("the new certificate cannot be used, the old one stays: %s", error)
+            return None
+
+
 class _Files:
     """`tls.key` and `tls.crt` of a folder, as a mounted Secret has them, and `ca.crt` where clients need one."""
 
     def __init__(self, folder: Path, *, clients: bool) -> None:
         names = ("tls.key", "tls.crt", "ca.crt") if clients else ("tls.key", "tls.crt")
         self._paths = [folder / name for name in names]
-        self._seen: tuple[int, ...] = ()
+        self._seen: tuple[tuple[int, ...], ...] = ()
+        self._said = ""
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Raises OSError, or ValueError where a file is no certificate or key, or the two do not belong together."""
-        self._seen = self._times()
+        self._seen = self._state()
         key, chain, *authorities = (path.read_bytes() for path in self._paths)
         certificate = x509.load_pem_x509_certificate(chain)
         if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
@@ -79,17 +114,34 @@ class _Files:
             x509.load_pem_x509_certificates(authority)
         return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
 
+    def context(self) -> ssl.SSLContext:
+        """Raises OSError (`ssl.SSLError` is one)."""
+        key, chain, *authorities = self._paths
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2"])
+        context.load_cert_chain(chain, key)
+        for path in authorities:
+            context.load_verify_locations(path)
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Asked at every handshake: the new pair where the files have changed and can be used."""
         try:
-            if self._times() == self._seen:
+            if self._state() == self._seen:
                 return None
             found = self.read()
         except (OSError, ValueError) as error:
-            log.error("the new certificate cannot be used, the old one stays: %s", error)
+            if str(error) != self._said:  # it is asked for every second, and at every handshake
+                self._said = str(error)
+                log.error("the new certificate cannot be used, the old one stays: %s", error)
             return None
+        self._said = ""
         log.info("a new certificate is in use")
         return found
 
-    def _times(self) -> tuple[int, ...]:
-        return tuple(path.stat().st_mtime_ns for path in self._paths)
+    def _state(self) -> tuple[tuple[int, ...], ...]:
+        """By which a change is noticed; what copies files may keep their times."""
+        found = [path.stat() for path in self._paths]
+        return tuple((file.st_mtime_ns, file.st_ctime_ns, file.st_ino, file.st_size) for file in found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from treeline_wire.chat import ChatTemplate, TemplateError
+from treeline_wire.chat import TemplateError
 from treeline_wire.keys import KeySelfTestError, PrefixKeys, escape
 from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.keyers.base import TokenLengths
+from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
 from treeline_epp.keyers.rendering import RENDER_SECONDS, BoundedRenderer
 from treeline_epp.keyers.token_keys import TokenKeys
@@ -34,9 +35,9 @@ class PromptKeyer(TokenLengths):
         except (KeySelfTestError, ValueError) as error:
             self._use_tokens(bundle, error)
         long_run("é")  # makes its tables, which no request should wait for
-        template: ChatTemplate | None = None
+        template: LearntTemplate | None = None
         try:
-            template = ChatTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
+            template = LearntTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
         except TemplateError as error:
             self.problem = f"chat requests have no prefix key with tokenizer {bundle.fingerprint}: {error}"
         if template is not None and template.not_inline is not None:

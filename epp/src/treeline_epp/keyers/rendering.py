@@ -18,6 +18,8 @@ from treeline_wire.chat import ChatTemplate, NeedsWorkerError
 from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 
+from treeline_epp.keyers.learnt_chats import LearntTemplate
+
 MAX_MESSAGES: Final = 256
 """Messages that a template is given; rendering costs by each."""
 RENDER_SECONDS: Final = 0.003
@@ -73,6 +75,16 @@ class BoundedRenderer:
             for engine in ("vllm", "sglang"):
                 dialect_of(engine).takes_lists(template.source(with_tools))
         self._inline_system: dict[bool, bool] = {}
+
+    @property
+    def joined(self) -> int:
+        """How many chats were joined instead of rendered, ever."""
+        return self._template.joined if isinstance(self._template, LearntTemplate) else 0
+
+    @property
+    def differed(self) -> bool:
+        """Whether joining and rendering were found to differ, and so all chats are rendered."""
+        return isinstance(self._template, LearntTemplate) and self._template.differed
 
     def most(self, messages: Sequence[Any]) -> int:
         """How many messages of this chat a rendering is given."""

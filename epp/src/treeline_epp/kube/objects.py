@@ -85,12 +85,18 @@ class _Engine(msgspec.Struct):
     type: str = "treeline"
 
 
+class _EndpointPicker(msgspec.Struct, rename="camel"):
+    policy: str = ""
+    policy_parameters: dict[str, str | int | float | bool] | None = None
+
+
 class OwnPoolSpec(msgspec.Struct):
     """`spec` of an InferencePool of treeline.dev/v1alpha1."""
 
     model: _ModelSource = msgspec.field(default_factory=_ModelSource)
     engine: _Engine = msgspec.field(default_factory=_Engine)
     gateway: _GatewayRef = msgspec.field(default_factory=_GatewayRef)
+    endpoint_picker: _EndpointPicker = msgspec.field(name="endpointPicker", default_factory=_EndpointPicker)
 
 
 class _LabelSelector(msgspec.Struct, rename="camel"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -23,7 +24,7 @@ class Pool(msgspec.Struct, frozen=True):
     `ranks`: every port is an endpoint of its own, named `<pod>-rank-<i>`, as other endpoint pickers name them.
     `models` are the names that it is configured to serve; empty where the object does not say. `trust_ready`: that a
     pod is Ready is enough, its engine may be one that answers none of our questions. `engine` is the type of its
-    engines, empty where the object does not say.
+    engines, empty where the object does not say; `policy` is the one that it chooses, as `--policy` takes it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Pool(msgspec.Struct, frozen=True):
     trust_ready: bool = False
     created: str = ""
     engine: str = ""
+    policy: str = ""
 
     def matches(self, pod_labels: Mapping[str, str]) -> bool:
         """Are these the labels of one of its pods? An empty selector has none."""
@@ -54,6 +56,7 @@ def own_pool(data: msgspec.Raw) -> Pool:
         gateway=spec.gateway.name,
         created=meta.creation_timestamp or "",
         engine=spec.engine.type,
+        policy=_policy(spec.endpoint_picker.policy, spec.endpoint_picker.policy_parameters or {}),
     )
 
 
@@ -79,6 +82,13 @@ def selected_pods(selector: Mapping[str, str], ports: Iterable[int]) -> Pool:
 def in_order(pools: Iterable[Pool]) -> list[Pool]:
     """The oldest first, since a name that two pools serve is the older one's."""
     return sorted(pools, key=lambda pool: (pool.created, pool.name))
+
+
+def _policy(name: str, parameters: Mapping[str, object]) -> str:
+    """Our API has a policy's parameters in camelCase."""
+    names = {key: re.sub("[A-Z]", lambda found: "_" + found[0].lower(), key) for key in parameters}
+    given = ",".join(f"{names[key]}={value}" for key, value in parameters.items())
+    return f"{name}:{given}" if name and given else name
 
 
 def _foreign(name: str, selector: Mapping[str, str], ports: tuple[int, ...]) -> Pool:

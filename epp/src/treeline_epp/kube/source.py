@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -20,9 +20,11 @@ from treeline_kube.objects import Objects
 from treeline_kube.reflector import Health, Reflector
 from treeline_kube.resources import Collection, Resource, selector_text
 from treeline_wire import labels
+from treeline_wire.gateway_rules import ModelRewrite, Objective
 from treeline_wire.models import ModelRule
 
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.kube.gateway_rules import VERSION, PoolRef, read_objective, read_rewrite
 from treeline_epp.kube.models import read_model
 from treeline_epp.kube.pods import Pod, endpoints, read_pod
 from treeline_epp.kube.pools import (
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PODS = Resource("v1", "Pod", "pods")
+_RULES = ("inferenceobjectives", "inferencemodelrewrites")
 _PACE_S = 0.02
 _SHARE = 9.0
 """Pause between two computations, as a multiple of what the last one took."""
@@ -68,7 +71,8 @@ class Followed(Generic[T]):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """What a picker is for: all our pools of a gateway, one pool of any group, or pods of a selector (with ports)."""
+    """What a picker is for: all our pools of a gateway, one pool of any group, or pods of a selector (with ports).
+    `rules_group` is the API group of objectives and rewrites; empty: they are not looked for."""
 
     namespace: str
     gateway: str = ""
@@ -76,6 +80,7 @@ class Scope(msgspec.Struct, frozen=True):
     group: str = OWN_GROUP
     selector: Mapping[str, str] = {}
     ports: tuple[int, ...] = ()
+    rules_group: str = ""
 
     def has(self, pool: Pool) -> bool:
         """Is it one of our pools?"""
@@ -85,14 +90,32 @@ class Scope(msgspec.Struct, frozen=True):
 OnModels = Callable[[Mapping[str, Sequence[str]], Sequence[ModelRule]], None]
 """Called with the pools' configured models (oldest pool first) and the rules, whenever either has changed."""
 
+OnPolicies = Callable[[Mapping[str, str]], None]
+"""Called with the policies that pools choose, by the pools' names, whenever the pools have changed."""
+
+OnRules = Callable[[Sequence[Objective], Sequence[ModelRewrite]], None]
+"""Called with those of our pools, whenever one of them or the pools have changed."""
+
 
 class KubernetesSource:
     """Use it as a context; then iterate over `specs`."""
 
-    def __init__(self, scope: Scope, client: Client, on_models: OnModels) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        client: Client,
+        on_models: OnModels,
+        on_rules: OnRules = lambda _objectives, _rewrites: None,
+        on_policies: OnPolicies = lambda _chosen: None,
+    ) -> None:
         self.scope = scope
         self._client = client
         self._on_models = on_models
+        self._on_rules = on_rules
+        self._on_policies = on_policies
+        self._objectives: Followed[tuple[PoolRef, Objective] | None] | None = None
+        self._rewrites: Followed[tuple[PoolRef, ModelRewrite] | None] | None = None
+        self._rules_of: tuple[object, ...] | None = None
         self._changed = asyncio.Event()
         self._pools: Followed[Pool] | None = None
         self._models: Followed[ModelRule | None] | None = None
@@ -115,6 +138,12 @@ class KubernetesSource:
         if scope.group != UPSTREAM_GROUP:
             models = Resource(version, "InferenceModel", "inferencemodels")
             self._models = self._follow(models, read_model, optional=True)
+        if scope.rules_group:
+            version = f"{scope.rules_group}/{VERSION}"
+            objectives = Resource(version, "InferenceObjective", _RULES[0])
+            self._objectives = self._follow(objectives, read_objective, optional=True)
+            rewrites = Resource(version, "InferenceModelRewrite", _RULES[1])
+            self._rewrites = self._follow(rewrites, read_rewrite, optional=True)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -164,11 +193,30 @@ class KubernetesSource:
             known = () if models is None else models.values()
             rules = tuple(rule for rule in known if rule is not None)
             self._on_models({pool.name: pool.models for pool in pools}, rules)
+            self._on_policies({pool.name: pool.policy for pool in pools if pool.policy})
+        if not self._set_rules(pools):
+            return None
         pods = self._pods
         if self._specs_of != (pools, pods, pods.objects.revision):
             self._specs_of = (pools, pods, pods.objects.revision)
             self._specs = endpoints(pools, pods.values())
         return self._specs
+
+    def _set_rules(self, pools: Sequence[Pool]) -> bool:
+        """Objectives and rewrites of our pools; False while they have not been looked for."""
+        objectives, rewrites = self._objectives, self._rewrites
+        if objectives is None or rewrites is None:
+            return True
+        if not (objectives.reflector.usable and rewrites.reflector.usable):
+            return False
+        of = ([pool.name for pool in pools], objectives.objects.revision, rewrites.objects.revision)
+        if self._rules_of != of:
+            self._rules_of = of
+            ours = {(self.scope.group, pool.name): pool.name for pool in pools}
+            if self.scope.group == OWN_GROUP:  # who asks through a Gateway may know a pool by its mirror alone
+                ours |= {(UPSTREAM_GROUP, pool.name + labels.MIRROR_SUFFIX): pool.name for pool in pools}
+            self._on_rules(list(_of(ours, objectives.values())), list(_of(ours, rewrites.values())))
+        return True
 
     def _current_pools(self) -> list[Pool] | None:
         """Our pools, oldest first. `None` before they were listed, or before the one that was named exists."""
@@ -263,15 +311,27 @@ class KubernetesSource:
         yield "counter", "kube_pass_seconds", "Time that took.", {}, self.pass_seconds
 
     def _followed(self) -> list[Followed[Any]]:
-        return [one for one in (self._pools, self._models, self._pods) if one is not None]
+        every = (self._pools, self._models, self._objectives, self._rewrites, self._pods)
+        return [one for one in every if one is not None]
+
+
+R = TypeVar("R", Objective, ModelRewrite)
+
+
+def _of(pools: Mapping[tuple[str, str], str], found: Iterable[tuple[PoolRef, R] | None]) -> Iterator[R]:
+    """Those that name one of these pools, by its group and name, each with the name that we know it by."""
+    for one in found:
+        if one is not None and (pool := pools.get((one[0].group, one[0].name))) is not None:
+            yield msgspec.structs.replace(one[1], pool=pool)
 
 
 def _advice(collection: Collection) -> dict[str, str]:
     """What whoever has just started the picker can do about an error."""
     label, namespace = collection.resource.label, collection.namespace
+    flag = "--rules-group" if collection.resource.plural in _RULES else "--pool-group"
     return {
         "unreachable": "is that the API server's address (--kubeconfig, --context), and can it be reached from here?",
         "unauthorized": "log in again, or choose other credentials with --kubeconfig or --context",
         "forbidden": f"grant `list` and `watch` of {label} in namespace {namespace}",
-        "not_found": "its CustomResourceDefinition is not installed; --pool-group says which API group is meant",
+        "not_found": f"its CustomResourceDefinition is not installed; {flag} says which API group is meant",
     }

@@ -52,13 +52,14 @@ class Decision:
     """Where a request goes, and why.
 
     `ranked` are the endpoints that came out best, the chosen one first. `fallbacks` come after it in the destination
-    list; no address occurs twice.
+    list; no address occurs twice. `tell`: a header that its policy has for the client, should the chosen one answer.
     """
 
     request: PickRequest
     ranked: tuple[Scored, ...]
     fallbacks: tuple[EndpointSpec, ...]
     policy: str
+    tell: tuple[str, str] | None = None
 
     @property
     def best(self) -> Scored:
@@ -85,6 +86,7 @@ class Decision:
         return {
             "request_id": self.request.request_id,
             "model": self.request.model,
+            "priority": self.request.priority,
             "endpoint": self.endpoint.name,
             "fallbacks": [spec.name for spec in self.fallbacks],
             "policy": self.policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from treeline_epp.endpoints.breaker import Breaker
@@ -9,6 +10,12 @@ from treeline_epp.endpoints.load import EndpointLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import NO_HIT, Hit, Match, Pod
 from treeline_epp.picking.audit import Audit
+
+
+def identity_of(name: str) -> float:
+    """A number below 2⁵², which a float64 holds exactly."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 12)
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +29,8 @@ class Endpoint:
     audited.
 
     `keyed_prompts` counts the answered requests whose prompts had keys, `new_tokens` those of their tokens that it was
-    not known to hold.
+    not known to hold. `identity` is a number below 2⁵² made of its name, the same in every picker. `unanswered` are the
+    open leases: requests whose answer has not begun.
     """
 
     spec: EndpointSpec
@@ -34,6 +42,11 @@ class Endpoint:
     draining: bool = False
     keyed_prompts: int = 0
     new_tokens: int = 0
+    unanswered: int = 0
+    identity: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = identity_of(self.spec.name)
 
     @property
     def pod(self) -> Pod:

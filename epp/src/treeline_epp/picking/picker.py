@@ -6,25 +6,31 @@ readiness and publishers' events, and call `on_tick`.
 
 from __future__ import annotations
 
-import random
+import copy
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
+from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.audit import AuditResult
-from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.candidates import candidates_of
+from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickError, Saturated
+from treeline_epp.picking.elsewhere import Elsewhere
 from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import rows_left
 from treeline_epp.picking.lease import Lease
-from treeline_epp.picking.policies import Candidates, create_policy
+from treeline_epp.picking.policies import Policy
+from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.saturation import Saturation
 from treeline_epp.picking.score import Candidate, Scored, score, waits_and_costs
-from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Table
+from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Floats, Mask, Table
 from treeline_epp.picking.work import Work
 
 CAPACITY_SLACK = 1.1
@@ -35,13 +41,16 @@ _EXPLAINED = 2
 
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """`max_ttft_s`: an endpoint is saturated when a request would wait longer than this for its turn; its own prefill,
-    however long, is no queue. `fallbacks`: destinations after the first. `seed` makes ties reproducible."""
+    """`policy`: that of pools which choose none, `NAME[:key=value,…]`. `max_ttft_s`: an endpoint is saturated when a
+    request would wait longer than this for its turn; its own prefill, however long, is no queue. `fallbacks`:
+    destinations after the first. `seed` makes ties reproducible. `saturation`: when no request goes to an endpoint;
+    None: only sheddable ones are kept from it."""
 
-    policy: str = "treeline"
+    policy: str = "predicted_ttft"
     max_ttft_s: float = 30.0
     fallbacks: int = 1
     seed: int = 0
+    saturation: Saturation | None = None
 
 
 def _scope(spec: EndpointSpec) -> str:
@@ -60,9 +69,11 @@ class Picker:
         self.config = config or PickerConfig()
         self.index = index or Index()
         self.endpoints: dict[str, Endpoint] = {}
+        self.elsewhere: Elsewhere | None = None
+        """Where there are other pickers: what they are told, and what is known of them."""
         self._table = Table()
         self._reserved: set[Endpoint] = set()
-        self._policy = create_policy(self.config.policy, random.Random(self.config.seed))
+        self.policies = PoolPolicies(self.config.policy, self.config.seed)
 
     # Endpoints
 
@@ -139,29 +150,67 @@ class Picker:
     def pick(self, request: PickRequest, now: float) -> Decision:
         """RouteRequest. Changes nothing but the policy's own state; call `reserve` next.
 
-        Raises NoEndpoints (503), or Saturated (429) for a sheddable request: others go to the best of full endpoints.
+        Raises NoEndpoints (503), or Saturated (429): where `config.saturation` says so, else for a sheddable request
+        alone, while others go to the best of full endpoints.
         """
+        policy = self.policies.of(request.pool)
+        ranked, identity = self._ranked(request, policy, _EXPLAINED + self.config.fallbacks, now)
+        return Decision(request, ranked, self._fallbacks(ranked), policy.name, policy.tell(request, identity))
+
+    def explain(self, request: PickRequest, now: float) -> Explanation:
+        """What `pick` would decide, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
+        self._refresh()
+        dropped = dropped_by(request, self._table, now)
+        ranked: tuple[Scored, ...] = ()
+        refusal, policy = "", copy.deepcopy(self.policies.of(request.pool))
+        try:
+            ranked, _ = self._ranked(request, policy, len(self.endpoints), now)
+        except PickError as error:
+            refusal = str(error)
+        return explanation(self.policies.name_of(request.pool), self._table, dropped, ranked, refusal)
+
+    def _ranked(self, request: PickRequest, policy: Policy, count: int, now: float) -> tuple[tuple[Scored, ...], float]:
+        """The best `count`, scored, and the identity of the first."""
         self._refresh()
         rows = rows_left(request, self._table, now)
         columns = self._table.take(rows)
         matches = self._match(request, now)
         work = Work.of(request, matches.values())
         cached, uncached = work.at_rows(self.index, matches, rows, self._table)
-        fastest = float(columns[OWN_RATE].max())
-        rates = prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
+        rates = self._rates(columns, now)
         wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now)
+        room = self._room(columns, wait_s, now)
+        if room is not None:
+            rows, rates, cached, cost_s = rows[room], rates[room], cached[room], cost_s[room]
         limit, soonest = self.config.max_ttft_s, float(wait_s.min())
         if request.sheddable and soonest > limit:
             raise Saturated(
                 f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable",
                 soonest - limit,
             )
-        candidates = Candidates(cost_s, cached, lambda at: self._table.at_row(rows[at]).spec.name)
-        order = self._policy.rank(request, candidates, _EXPLAINED + self.config.fallbacks)
+        candidates = candidates_of(self._table, self.endpoints, rows, columns, (cached, uncached), cost_s, now)
+        order = policy.rank(request, candidates, count)
         ranked = [score(self._candidate(int(rows[at]), matches, work, float(rates[at])), now) for at in order]
-        return Decision(request, tuple(ranked), self._fallbacks(ranked), self._policy.name)
+        return tuple(ranked), float(candidates.identity[order[0]])
 
-    def has_ready(self, pool: str, model: str) -> bool:
+    def check_room(self, request: PickRequest, now: float) -> None:
+        """Raises NoEndpoints, or Saturated where `config.saturation` says so: whoever waits for room asks it often.
+
+        O(endpoints) at memory speed; its prompt is not looked at.
+        """
+        self._refresh()
+        columns = self._table.take(rows_left(request, self._table, now))
+        wait_s, _ = waits_and_costs(columns, self._rates(columns, now), 0.0, 0, now)
+        self._room(columns, wait_s, now)
+
+    def uncached_tokens(self, request: PickRequest, now: float) -> int:
+        """Of its prompt, what the endpoint that holds most of it would compute. O(prompt bytes)."""
+        self._refresh()
+        matches = self._match(request, now).values()
+        longest = max((match.longest for match in matches), key=lambda hit: hit.tokens, default=NO_HIT)
+        return Work.of(request, matches).at(longest)[1]
+
+    def has_ready(self, pool: str, model: str | None) -> bool:
         """Could a request for this model be served by this pool now? O(endpoints) at memory speed."""
         self._refresh()
         serving = self._table.serving(PickRequest("", model=model, pool=pool))
@@ -189,9 +238,12 @@ class Picker:
         )
         if request.key:
             lease.predicted_until = self.index.predict(pod, request.namespace, request.key, best.candidate.hit, now)
+        endpoint.unanswered += 1
         endpoint.breaker.on_pick(now)
         self._reserved.add(endpoint)
         self._touch(endpoint)
+        if self.elsewhere is not None:
+            self.elsewhere.opened(lease, now)
         return lease
 
     def close(
@@ -215,6 +267,7 @@ class Picker:
             return False
         lease.closed = True
         endpoint = lease.endpoint
+        endpoint.unanswered -= 1
         load = endpoint.load
         answered = outcome is Outcome.HEADERS
         other = served if served != endpoint.spec.address else None
@@ -223,6 +276,8 @@ class Picker:
         else:
             load.reservations.close(lease.reservation)
         self._touch(endpoint)
+        if self.elsewhere is not None:
+            self.elsewhere.closed(lease, Outcome.CANCELLED if other else outcome, began=ttft_s is not None)
         if other or not answered:
             self._withdraw(lease)
         if other:
@@ -244,6 +299,33 @@ class Picker:
                     load.train(max(0, prompt_tokens - cached_tokens), lease.queued_tokens, ttft_s, now)
                 self._audit(lease, cached_tokens, now)
         return True
+
+    def open_elsewhere(
+        self, endpoint: Endpoint, tokens: int, prefill_s: float, age_s: float, now: float
+    ) -> Reservation | None:
+        """Another picker has sent a request there: so many tokens to prefill, which should take `prefill_s` of which
+        `age_s` are over. None where it would have ended by now. O(1)."""
+        reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
+        reservation.expires_at -= age_s
+        reservation.done_at -= age_s
+        if reservation.expires_at <= now:
+            endpoint.load.reservations.close(reservation)
+            return None
+        self._reserved.add(endpoint)
+        self._touch(endpoint)
+        return reservation
+
+    def close_elsewhere(
+        self, endpoint: Endpoint, reservation: Reservation, outcome: Outcome, now: float, *, began: bool
+    ) -> None:
+        """What became of it. Whether an endpoint answers errors each picker judges by its own requests. O(1)."""
+        if outcome is Outcome.HEADERS:
+            endpoint.load.on_answered(reservation, now, began=began)
+        else:
+            endpoint.load.reservations.close(reservation)
+        if outcome is Outcome.OVERLOADED:
+            endpoint.load.on_overloaded(now)
+        self._touch(endpoint)
 
     def _withdraw(self, lease: Lease) -> None:
         """The endpoint did not do this prefill: it will not hold the prompt."""
@@ -289,6 +371,21 @@ class Picker:
 
     # Inside
 
+    def _rates(self, columns: Floats, now: float) -> Floats:
+        fastest = float(columns[OWN_RATE].max())
+        return prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
+
+    def _room(self, columns: Floats, wait_s: Floats, now: float) -> Mask | None:
+        """The endpoints to choose from; None for all. Raises Saturated."""
+        saturation = self.config.saturation
+        if saturation is None:
+            return None
+        room = saturation.room(columns, wait_s, now)
+        if not room.any():
+            why = "every endpoint that may serve this request has as much to do as it may"
+            raise Saturated(why, float(wait_s.min()))
+        return room if saturation.hard else None
+
     def _refresh(self) -> None:
         changed = self.index.changed
         for pod in changed:
@@ -302,7 +399,11 @@ class Picker:
         if not request.key:
             return {}
         scopes = {_scope(spec) for spec in self._table.kinds(request)}
-        return {scope: self.index.match(scope, request.namespace, request.key, now) for scope in scopes}
+        matches = {scope: self.index.match(scope, request.namespace, request.key, now) for scope in scopes}
+        if (elsewhere := self.elsewhere) is None:
+            return matches
+        key, namespace = request.key, request.namespace
+        return {scope: elsewhere.foreseen(match, scope, namespace, key, now) for scope, match in matches.items()}
 
     def _candidate(self, row: int, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
         endpoint = self._table.at_row(row)

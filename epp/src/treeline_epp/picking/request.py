@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,11 @@ class PickRequest:
     `prompt_tokens_estimate` counts the whole prompt; `key_tokens_estimate` what the key covers, where that is only the
     beginning of the prompt (else None). `max_output_tokens` is the longest output that the request allows,
     None where it does not say. `subset` limits the choice to these addresses: `ip:port`, or a bare IP for all its
-    ports. `pool` limits it to one pool. `sheddable`: refuse it rather than let it queue for long.
+    ports. `pool` limits it to one pool. `priority` is that of its objective, the higher the more urgent; `sheddable`:
+    refuse it rather than let it queue for long. `listed`: its model is one that somebody said is served; else it is any
+    name, which engines may take or which nobody knows yet. `fallback_pools` may take it, under other names
+    perhaps, while its pool has no endpoint. `headers` are those of the request (lower-case names), None where they are
+    not shown.
     """
 
     request_id: str
@@ -25,4 +30,8 @@ class PickRequest:
     max_output_tokens: int | None = None
     subset: frozenset[str] | None = None
     pool: str | None = None
+    priority: int = 0
     sheddable: bool = False
+    listed: bool = True
+    fallback_pools: tuple[str, ...] = ()
+    headers: Mapping[str, str] | None = field(default=None, compare=False, repr=False)

@@ -40,9 +40,14 @@ Mask = npt.NDArray[np.bool_]
     SILENT_AFTER,
     CLOSED_UNTIL,
     ELIGIBLE,
-) = range(18)
-"""The columns. Tokens and requests before a new one, if the report counts (FRESH) and if it does not (STALE)."""
-_COLUMNS = 18
+    FRESH_IN_FLIGHT,
+    RESERVED_REQUESTS,
+    IDENTITY,
+    UNANSWERED,
+) = range(22)
+"""The columns. Tokens and requests before a new one, if the report counts (FRESH) and if it does not (STALE).
+IN_FLIGHT: all requests that an endpoint has, if the report counts; RESERVED_REQUESTS are ours alone."""
+_COLUMNS = 22
 _NEVER = float("-inf")
 
 
@@ -179,9 +184,11 @@ def _values(endpoint: Endpoint) -> tuple[float, ...]:
     report, reserved = load.report, load.reservations
     held = endpoint.held_tokens
     at, tokens, requests, running, most, step, total = _NEVER, 0, 0, 0, 0, 0.0, 0
+    ours = in_flight = len(reserved)
     if report is not None:
         at, running, most, step = report.at, report.running, report.max_running, report.decode_step_s
         tokens, requests = reserved.newer_than(report.knows_until)
+        in_flight = max(report.in_flight + requests, ours)
         tokens, requests = tokens + report.queued_tokens, requests + report.waiting
         total, held = report.tokens_total, max(report.tokens_held, held)
     return (
@@ -203,4 +210,8 @@ def _values(endpoint: Endpoint) -> tuple[float, ...]:
         STALE_AFTER_S if load.beats else float("inf"),
         endpoint.breaker.closed_until,
         endpoint.eligible,
+        in_flight,
+        ours,
+        endpoint.identity,
+        endpoint.unanswered,
     )

@@ -19,6 +19,11 @@ class Immediate(msgspec.Struct, frozen=True, gc=False):
     details: str
 
 
+def path_of(headers: Mapping[str, str]) -> str:
+    """The path of a request, without its query."""
+    return headers.get(":path", "").partition("?")[0]
+
+
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Everything there is to decide on. `body` is `None` when the proxy will not show it, or not all of it; it is a
     `Body` where it has more than WHOLE_BYTES."""
@@ -27,6 +32,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     body: bytes | Body | None
     subset: frozenset[str] | None
     pool: str | None = None
+    shows_response: bool = False
+    """The proxy will show the response's body."""
 
     @property
     def id(self) -> str:
@@ -35,5 +42,4 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def path(self) -> str:
-        """The path, without its query."""
-        return self.headers.get(":path", "").partition("?")[0]
+        return path_of(self.headers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from treeline_wire.models import ModelRule
@@ -48,10 +48,17 @@ class ModelRegistry:
         self._tables: dict[str | None, ModelTable] = {}
         self._outdated = False
         self._started = int(time.time())
+        self.version = 0
+        """Another one whenever anything was told: what was read of a request before may be wrong now."""
 
     def keyer(self, fingerprint: str) -> PromptKeyer | None:
         """The keyer of a tokenizer that was added before."""
         return self._keyers.get(fingerprint)
+
+    @property
+    def keyers(self) -> Collection[PromptKeyer]:
+        """All that are in use."""
+        return self._keyers.values()
 
     def add_keyer(self, bundle: TokenizerBundle) -> PromptKeyer:
         """The keyer for a bundle; made only if its fingerprint is new."""
@@ -84,7 +91,7 @@ class ModelRegistry:
         self._adapters[name] = self._maps.setdefault(_spelled(adapters), adapters)
         if len(self._lists) + len(self._maps) > 4 * len(self._endpoints):  # where no request comes, for long
             self._forget_unused()
-        self._outdated = True
+        self._change()
         old = before[2] if before is not None else None
         # A tokenizer that was replaced takes much memory.
         if old not in (None, fingerprint) and all(used != old for _, _, used, _ in self._endpoints.values()):
@@ -94,14 +101,14 @@ class ModelRegistry:
         """The endpoint has gone; its models go with the last endpoint that serves them."""
         self._adapters.pop(name, None)
         if self._endpoints.pop(name, None) is not None:
-            self._outdated = True
+            self._change()
 
     def set_pools(self, pools: Mapping[str, Sequence[str]], rules: Iterable[ModelRule]) -> None:
         """What is configured: the pools, oldest first, with the names they serve unless their engines say otherwise,
         and the rules that give models other names."""
         self._configured = pools
         self._rules = tuple(rules)
-        self._outdated = True
+        self._change()
         self._table(None)  # in discovery's time, which is rationed, and not in that of the next request
 
     def configured(self, pool: str) -> Sequence[str]:
@@ -117,7 +124,7 @@ class ModelRegistry:
             willing = [name for name in self._served if name in self._open_pools and pool in (None, name)]
             if not willing or (model is None and len(self._served) > 1 and pool is None):
                 raise
-            return ModelTarget(willing[0], model or "")
+            return ModelTarget(willing[0], model or "", listed=False)
 
     def name_at(self, pool: str, target: str) -> str:
         """What a model is called in a pool to which a request for it falls back."""
@@ -177,6 +184,10 @@ class ModelRegistry:
 
     def _card(self, model: str) -> dict[str, object]:
         return {"id": model, "object": "model", "created": self._started, "owned_by": "treeline"}
+
+    def _change(self) -> None:
+        self._outdated = True
+        self.version += 1
 
     def _refresh(self) -> None:
         """Make what is derived agree with the endpoints: when it is asked for, since they come by the thousand."""

@@ -27,12 +27,14 @@ class ModelTarget(msgspec.Struct, frozen=True):
     """Where a request for a model goes: the pool, and the model name that the pool's engines know.
 
     `fallback_pools` may take it, in this order, when the pool has no endpoint; `ModelTable.name_at` has the name there.
+    `listed`: somebody has said that it is served; else engines of the pool take any name.
     """
 
     pool: str
     target: str
     criticality: Criticality = "Standard"
     fallback_pools: tuple[str, ...] = ()
+    listed: bool = True
 
 
 class ModelTable:

@@ -11,11 +11,13 @@ The event loop waits meanwhile, so the work is bounded: of a large body, or one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from treeline_wire.json_values import count_values
+from treeline_wire.models import Criticality
 from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.keyers.base import Keyer
@@ -23,6 +25,7 @@ from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
 from treeline_epp.requests.chats import chat
 from treeline_epp.requests.doors import Door, door_of
+from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
@@ -38,13 +41,15 @@ _decode = msgspec.json.Decoder().decode
 class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
     """A request that can be routed. `keyer` made its key, and learns from the runtime's count of tokens.
     `rewrite` is the model's name in the pool, where it is another one than the body says; `members` are those that
-    the body must have besides, with these values alone. `outline` is the body's, if it was read by that."""
+    the body must have besides, with these values alone. `outline` is the body's, if it was read by that. `asked` is the
+    model's name in the body, where a pool serves it."""
 
     pick: PickRequest
     keyer: Keyer | None = None
     rewrite: str | None = None
     members: Mapping[str, str | None] | None = None
     outline: Outline | None = None
+    asked: str | None = None
 
 
 Ready = Callable[[str, str], bool]
@@ -59,16 +64,17 @@ def parse(
     draw: float = 0.0,
     ready: Ready = lambda _pool, _model: True,
     isolation: Isolation = NO_ISOLATION,
+    rules: GatewayRules = NO_RULES,
 ) -> ParsedRequest | Refusal | Immediate:
     """Read one request. `Immediate` is an answer that needs no endpoint (the list of models).
 
     `outline`, finished, is that of a body which is large (see `is_large`) and then is a `Body`.
     `draw` in [0, 1) chooses among a model's weighted targets; `ready` is asked when it has pools to fall back on;
-    `isolation` knows whose cache the request uses.
+    `isolation` knows whose cache the request uses; `rules` its priority, and what its model is rewritten to.
     """
     path = request.path.rstrip("/")
     method = request.headers.get(":method")
-    door = door_of(path)
+    door = door_of(path) if request.headers else _door_of(request.body, outline)
     if method == "GET" and (answer := _models(path, registry)) is not None:
         return answer
     if not request.body:
@@ -78,9 +84,11 @@ def parse(
         # No body (a probe, a page), or a proxy that does not show it: any ready endpoint.
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
-        return ParsedRequest(PickRequest(request.id, subset=request.subset, pool=request.pool))
-    reading = _Reading(request, path, registry, outline, draw, ready, isolation)
-    if door is None or (not door.salted and reading.must_salt()):
+        priority = rules.priority(request.headers, request.pool)
+        pick = PickRequest(request.id, subset=request.subset, pool=request.pool, headers=request.headers)
+        return ParsedRequest(replace(pick, priority=priority, sheddable=priority < 0))
+    reading = _Reading(request, path, registry, outline, draw, ready, isolation, rules)
+    if door is None or method not in (None, "POST") or (not door.salted and reading.must_salt()):
         return reading.other(request.body)
     return reading.with_prompt(request.body, door)
 
@@ -95,6 +103,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
     draw: float
     ready: Ready
     isolation: Isolation
+    rules: GatewayRules
 
     def with_prompt(self, body: bytes | Body, door: Door) -> ParsedRequest | Refusal:
         """A request with a prompt, at one of the doors for those."""
@@ -109,8 +118,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         if not self.registry.empty:
             try:
                 target = self._resolve(model)
-            except ModelNotFound:
-                return _unknown(model)
+            except ModelNotFound as error:
+                return _unknown(error.name)
         keyer = self.registry.keyer_of(target.pool) if target is not None else None
         cache = self._cache(read, target)
         if isinstance(cache, Refusal):
@@ -128,7 +137,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         most = _max_output_tokens(self.path, read.members)
         pick = self._pick(model, target, prompt, cache.namespace, most)
         learner = keyer if prompt.key is not None else None
-        return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, self.outline)
+        asked = None if target is None else model or target.target
+        return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, self.outline, asked)
 
     def other(self, body: bytes | Body) -> ParsedRequest | Refusal:
         """A path that has no prompt that we know: its model still picks the pool, if it names one that is served.
@@ -147,26 +157,39 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             target = None if model is None and not vectors else self._resolve(model)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             pass
-        except ModelNotFound:
+        except ModelNotFound as error:
             if vectors:
-                return _unknown(model)
+                return _unknown(error.name)
             model = None
         most = 0 if vectors else None
         pick = self._pick(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN), max_output_tokens=most)
-        return ParsedRequest(pick, rewrite=_rewrite(model, target), outline=self.outline)
+        asked = None if target is None else model or target.target
+        return ParsedRequest(pick, rewrite=_rewrite(model, target), outline=self.outline, asked=asked)
 
     def must_salt(self) -> bool:
         return self.isolation.must_salt(self.request.headers, self.registry)
 
     def _resolve(self, model: str | None) -> ModelTarget:
         """How the model becomes a pool and a name there. Raises `ModelNotFound`."""
-        target = self.registry.resolve(model, self.draw, self.request.pool)
+        if model is None:
+            target = self.registry.resolve(model, self.draw, self.request.pool)
+        else:
+            asked = self.rules.asked(model, self.request.headers, self.draw, self.request.pool, self._home)
+            target = self.registry.resolve(asked.model, asked.draw, asked.pool)
         if target.fallback_pools and not self.ready(target.pool, target.target):
             for pool in target.fallback_pools:
                 name = self.registry.name_at(pool, target.target)
                 if self.ready(pool, name):
                     return msgspec.structs.replace(target, pool=pool, target=name)
         return target
+
+    def _home(self, model: str) -> str | None:
+        """The pool that a model is of; one that nobody serves is the only pool's, if there is but one."""
+        try:
+            return self.registry.resolve(model).pool
+        except ModelNotFound:
+            pools = self.registry.models_by_pool()
+            return next(iter(pools)) if len(pools) == 1 else None
 
     def _cache(self, read: Summary, target: ModelTarget | None) -> Cache | Refusal | None:
         """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""
@@ -189,6 +212,10 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         namespace: str | None = None,
         max_output_tokens: int | None = None,
     ) -> PickRequest:
+        pool = self.request.pool if target is None else target.pool
+        priority = self.rules.priority(self.request.headers, pool)
+        if not priority and target is not None:
+            priority = _PRIORITY[target.criticality]
         return PickRequest(
             self.request.id,
             model=model if target is None else target.target or None,
@@ -198,9 +225,26 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             key_tokens_estimate=prompt.key_tokens,
             max_output_tokens=max_output_tokens,
             subset=self.request.subset,
-            pool=self.request.pool if target is None else target.pool,
-            sheddable=target is not None and target.criticality == "Sheddable",
+            pool=pool,
+            listed=model is None if target is None else target.listed,
+            fallback_pools=() if target is None else target.fallback_pools,
+            priority=priority,
+            sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
+            headers=self.request.headers,
         )
+
+
+def _door_of(body: bytes | Body | None, outline: Outline | None) -> Door | None:
+    """Where the proxy shows no headers: a door whose prompt the body has, if it is to be read at all."""
+    if isinstance(body, Body):
+        names = frozenset(outline.spans) if outline is not None and outline.problem is None else frozenset[str]()
+    else:
+        try:
+            names = frozenset(_decode_object(body or b""))
+        except NotReadable:
+            return None
+    path = next((path for member, path in _BY_PROMPT.items() if member in names), None)
+    return None if path is None else door_of(path)
 
 
 def is_large(body: bytes | Body | None) -> bool:
@@ -248,22 +292,12 @@ def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
     return target.target
 
 
-def parse_subset(value: object) -> frozenset[str] | None:
-    """A subset hint in any spelling in use: a list, a comma list in one string, comma lists inside a list.
-
-    `None` when there is no hint (anything but strings is no hint). An empty hint is an empty set: nothing may be
-    picked.
-    """
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        return None
-    return frozenset(part.strip() for item in value for part in item.split(",") if part.strip())
-
-
+_PRIORITY: Mapping[Criticality, int] = {"Critical": 1, "Standard": 0, "Sheddable": -1}
+"""Of requests for an InferenceModel whose objective has none: what came after it has numbers only."""
 _GENERATE = "/generate"
+_BY_PROMPT = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "text": "/generate"}
 _VECTORS = ("/embeddings", "/pooling", "/classify", "/score", "/rerank")
-_WITHOUT_CACHE = ("/tokenize", "/detokenize")
+_WITHOUT_CACHE = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
 
 
 def _models(path: str, registry: ModelRegistry) -> Immediate | Refusal | None:

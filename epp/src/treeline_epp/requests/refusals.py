@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 
 import msgspec
+from treeline_wire.anthropic_errors import anthropic_error_body, is_anthropics
 from treeline_wire.openai_errors import error_body
 
+from treeline_epp.flow.quotas import QuotaExceeded
+from treeline_epp.flow.refused import FlowRefused
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
@@ -20,10 +23,10 @@ _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailabl
 
 
 class Refusal(msgspec.Struct, frozen=True, gc=False):
-    """An HTTP answer instead of a destination, in OpenAI's error shape.
+    """An HTTP answer instead of a destination, in the error shape of the API that was asked.
 
     `status` is an HTTP status, `code` OpenAI's error code (also the label of the refusals metric), `reason` the
-    machine-readable dropped reason, `retry_after_s` whole seconds.
+    machine-readable dropped reason, `retry_after_s` whole seconds, `told` are headers besides.
     """
 
     status: int
@@ -32,6 +35,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
     param: str | None = None
     reason: str | None = None
     retry_after_s: int | None = None
+    told: tuple[tuple[str, bytes], ...] = ()
 
     def headers(self) -> list[tuple[str, bytes]]:
         """Response headers beside the body's own."""
@@ -40,10 +44,12 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
             out.append((DROPPED_REASON, self.reason.encode()))
         if self.retry_after_s is not None:
             out.append(("retry-after", str(self.retry_after_s).encode()))
-        return out
+        return [*out, *self.told]
 
-    def body(self) -> bytes:
-        """The JSON body."""
+    def body(self, path: str = "") -> bytes:
+        """The JSON body. `path`: what was asked, without its query; "" = not known."""
+        if is_anthropics(path):
+            return msgspec.json.encode(anthropic_error_body(self.status, self.message))
         kind = _TYPES.get(self.status, "invalid_request_error")
         return msgspec.json.encode(error_body(self.message, kind, param=self.param, code=self.code))
 
@@ -88,12 +94,26 @@ def no_room(limit: int) -> Refusal:
     return Refusal(503, message, "too_many_bodies", reason="rejected-too-many-bodies", retry_after_s=1)
 
 
+def only_shown() -> Refusal:
+    """503, which nobody gets: there is no room for a request, and the proxy, which only shows it, has not waited."""
+    return Refusal(503, "The request has gone on without a decision.", "only_shown")
+
+
+def client_gone() -> Refusal:
+    """503, which nobody gets: whoever waited for a decision has gone."""
+    return Refusal(503, "The client has gone.", "client_gone", reason="rejected-context-cancelled")
+
+
 def of_pick(error: PickError) -> Refusal:
     """The picker's own way to say no: 429 with a hint when to come back, 503 when nothing is ready, else 500."""
     match error:
         case Saturated():
             wait = max(1, math.ceil(error.retry_after_s))
             return Refusal(error.status, str(error), "saturated", reason=error.reason, retry_after_s=wait)
+        case FlowRefused():
+            wait = max(1, math.ceil(error.retry_after_s))
+            told = error.told if isinstance(error, QuotaExceeded) else ()
+            return Refusal(error.status, str(error), error.code, reason=error.reason, retry_after_s=wait, told=told)
         case NoEndpoints():
             return Refusal(error.status, str(error), "no_endpoints", reason=error.reason, retry_after_s=1)
         case _:

@@ -7,7 +7,6 @@ seldom, and gets its time. It answers 503 while the engine starts, while it does
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -83,9 +82,8 @@ class SGLangAdapter(OpenAIAdapter):
 
     async def known(self, http: EngineHttp, told: KvPorts | None, into: type[Info]) -> tuple[EngineInfo, Info | None]:
         """The same, and `/server_info` itself. Raises `EngineError`."""
-        served, (about, unusable) = await asyncio.gather(
-            self.models(http), self._told_of_events(http, "/server_info", into)
-        )
+        served = await self.models(http)  # one after the other, on one connection
+        about, unusable = await self._told_of_events(http, "/server_info", into)
         events = None if about is None else _configured(about) if about.kv_events is msgspec.UNSET else about.kv_events
         sources = () if events is None else _sources(http, events)
         configured = about is not None and about.kv_events_config is not None

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import msgspec
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports
 from treeline_epp.endpoints.adapters.sglang import ServerInfo, SGLangAdapter
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.http_answer import HttpError
 from treeline_epp.endpoints.spec import KvPorts
 
 _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES = 30.0, 256 << 20
@@ -61,5 +61,5 @@ class TreelineAdapter(SGLangAdapter):
             if status != 200:
                 raise EngineError(f"{http.base}{path} is answered {status}")
             return await asyncio.to_thread(TokenizerBundle.from_json, content)
-        except (httpx.HTTPError, BundleError) as error:
+        except (HttpError, BundleError) as error:
             raise EngineError(f"{http.base}{path}: {error!r}") from error

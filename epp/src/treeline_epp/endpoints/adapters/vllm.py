@@ -5,7 +5,6 @@ stops listening.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Annotated
 
@@ -55,9 +54,8 @@ class VllmAdapter(OpenAIAdapter):
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Its models and publishers. Raises `EngineError`."""
-        served, (ranks, unusable) = await asyncio.gather(
-            self.models(http), self._told_of_events(http, "/kv_event_sources", _Sources)
-        )
+        served = await self.models(http)  # one after the other, on one connection
+        ranks, unusable = await self._told_of_events(http, "/kv_event_sources", _Sources)
         known = self._info(http, served, told, unusable or (_OLD if ranks is None else _SILENT))
         publishers = {int(rank): one for rank, one in (ranks or {}).items()}
         found = [source for rank in sorted(publishers) if (source := _source(http, rank, publishers[rank]))]

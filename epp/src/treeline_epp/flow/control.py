@@ -1,0 +1,319 @@
+"""Flow control: requests that find no room wait here, and go on in their order.
+
+Sans-IO: the clock is given, and a driver calls `pump` every few milliseconds while something waits (`pump.py`). A
+request comes to `admit`. Where nothing waits before it, it is decided at once, at no cost; only where that finds no
+room (`Saturated`), or no endpoint at all (`NoEndpoints`), does it become a `Ticket`. Each ticket is finished exactly
+once: by its turn, the end of its time, the end of the picker, or because nobody wants it any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import takewhile
+from typing import Generic, NamedTuple, Protocol
+
+from treeline_epp.flow.fair_queue import FairQueue
+from treeline_epp.flow.refused import NotAtOnce, QueueFull, ShuttingDown, WaitedTooLong
+from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.flow.ticket import R, Target, Ticket
+from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.request import PickRequest
+
+OUTCOMES = ("dispatched", "refused", "expired", "cancelled", "shutting_down", "failed", "displaced", "queue_full")
+"""How a ticket ends; `displaced`: by a flow that had less waiting; `queue_full`: there was none, for want of room."""
+
+MOST_AT_ONCE = 16
+"""Decisions between two turns of others: some milliseconds."""
+MOST_LOOKS = 64
+"""For room, between two turns of others, where requests wait for many models: some milliseconds with many endpoints."""
+_MOST_POOLS = 1000
+_RETRY_S = 1.0
+"""What a refused client is told to wait: queues move within a second, or their time is over."""
+
+
+class Room(Protocol):
+    """What flow control asks the picker."""
+
+    def check_room(self, request: PickRequest, now: float) -> None:
+        """Raises what `pick` would, `Saturated` or `NoEndpoints`, without a look at the prompt."""
+        ...
+
+    def uncached_tokens(self, request: PickRequest, now: float) -> int:
+        """Of its prompt, what the endpoint that holds most of it would compute."""
+        ...
+
+
+class Held(NamedTuple):
+    """What waits for one pool; `uncached_tokens` are of their prompts, `oldest_s` is how long the first has waited."""
+
+    requests: int
+    bytes: int
+    uncached_tokens: int
+    oldest_s: float
+
+
+class Queue(FairQueue):
+    """What waits for one pool, and for each target why: what the last look said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.why: dict[Target, PickError] = {}
+        self.blocked: dict[Target, PickError] = {}
+        """What this round of looks has found so far."""
+
+    def note(self, *, whole: bool) -> None:
+        """What was found; `whole`: of all that wait, for the next round to begin."""
+        self.why = self.blocked if whole else self.why | self.blocked
+
+    def begin(self) -> None:
+        """A round of looks."""
+        self.blocked = {}
+        self.rewind()
+
+    def saturated(self) -> bool:
+        """Does somebody wait for room, and not for an endpoint?"""
+        return any(isinstance(self.why.get(target), Saturated) for target in self.targets())
+
+
+class FlowControl(Generic[R]):
+    """The requests that wait, of all pools. `cost` says what a decision takes, in tokens of prompt and output;
+    `dispatched` is told how long each waited whose turn has come."""
+
+    def __init__(
+        self,
+        settings: FlowSettings,
+        room: Room,
+        clock: Callable[[], float],
+        cost: Callable[[R], float],
+        dispatched: Callable[[float], None] = lambda _waited_s: None,
+    ) -> None:
+        self.settings = settings
+        self.woken: Callable[[], None] = lambda: None
+        """Called when something waits."""
+        self.outcomes: Counter[str] = Counter()
+        """How tickets ended."""
+        self._room = room
+        self._clock = clock
+        self._cost = cost
+        self._dispatched = dispatched
+        self._queues: dict[str | None, Queue] = {}
+        self._by_limit: dict[float, OrderedDict[Ticket[R], None]] = {}
+        """All that wait, by how long they may, the oldest first: times of one limit end in the order they began in."""
+        self._pools: set[str] = set()
+        """Those for which something has waited: what is told of them goes back to 0, and does not end."""
+        self._closed = False
+
+    @property
+    def waiting(self) -> bool:
+        """Does anything wait?"""
+        return bool(self._queues)
+
+    def admit(
+        self, asked: PickRequest, flow: str, size: int, decide: Callable[[], R], *, may_wait: bool = True
+    ) -> R | Ticket[R]:
+        """What `decide` says if the request may go on at once, else its ticket; `decide` is then called at its turn,
+        which may have come when this returns.
+
+        `flow` is whose request it is, `size` its body in bytes. Raises what `decide` raises, and `FlowRefused`.
+        """
+        queue = self._queues.get(asked.pool)
+        if queue is not None and asked.sheddable and queue.saturated():
+            raise Saturated("requests wait for this pool that are more urgent", _RETRY_S)
+        why: PickError | None = None
+        try:
+            if queue is None or not queue.waits(asked.priority):
+                return decide()
+            self._room.check_room(asked, self._clock())
+        except (Saturated, NoEndpoints) as error:
+            if self._may_not_wait(asked, error):
+                raise
+            why = error
+        if not may_wait:
+            raise NotAtOnce()
+        if self._closed:
+            raise ShuttingDown()
+        ticket = self._hold(asked, flow, size, decide, why)
+        if why is None:  # there is room: for it, if those who wait before it wait for other endpoints
+            self.pump()
+        return ticket
+
+    def pump(self) -> bool:
+        """Let go on whom there is room for, and end what has waited too long; whether there is more to do at once.
+
+        At most MOST_AT_ONCE go on, and MOST_LOOKS are looked after, so that others get a turn; where more targets than
+        that have no room, the next call goes on with those behind.
+        """
+        now, left, looks = self._clock(), MOST_AT_ONCE, MOST_LOOKS
+        for pool, queue in list(self._queues.items()):
+            while left and looks and (ticket := queue.head(queue.blocked)) is not None:
+                left -= self._try(queue, ticket, queue.blocked, now)
+                looks -= 1
+            queue.note(whole=bool(left and looks))
+            if looks or not left:
+                queue.begin()
+            del self._queues[pool]
+            if len(queue):  # behind the other pools, whose turn it is if this one has taken it all
+                self._queues[pool] = queue
+            if not left or not looks:
+                break
+        self._expire(now)
+        return not left and self.waiting
+
+    def cancel(self, ticket: Ticket[R]) -> None:
+        """Nobody wants it any more. Nothing where it is done."""
+        if not ticket.done:
+            self._leave(ticket)
+            self._end(ticket, "cancelled")
+
+    def close(self) -> None:
+        """The picker stops: what waits is refused, and so is what comes."""
+        self._closed = True
+        for tickets in list(self._by_limit.values()):
+            for ticket in list(tickets):
+                self._leave(ticket)
+                self._end(ticket, "shutting_down", error=ShuttingDown())
+
+    def held(self) -> dict[str, Held]:
+        """What waits, by pool ("" where requests name none); zeros where it has gone. O(requests that wait)."""
+        now, found = self._clock(), dict.fromkeys(sorted(self._pools), Held(0, 0, 0, 0.0))
+        oldest: dict[str | None, float] = {}
+        for tickets in self._by_limit.values():
+            for ticket in tickets:
+                pool = ticket.asked.pool
+                oldest[pool] = min(oldest.get(pool, now), ticket.since)
+        for pool, queue in self._queues.items():
+            bands = queue.bands.values()
+            tokens = sum(band.uncached_tokens for band in bands)
+            size = sum(band.bytes for band in bands)
+            found[pool or ""] = Held(len(queue), size, tokens, now - oldest.get(pool, now))
+        return found
+
+    def bands(self) -> Iterator[tuple[str, int, int, int]]:
+        """`(pool, priority, requests, flows that wait)` of each that has some."""
+        for pool, queue in self._queues.items():
+            for priority, band in queue.bands.items():
+                yield pool or "", priority, band.requests, band.active
+
+    # Inside
+
+    def _hold(
+        self, asked: PickRequest, flow: str, size: int, decide: Callable[[], R], why: PickError | None
+    ) -> Ticket[R]:
+        settings, empty = self.settings, isinstance(why, NoEndpoints)
+        self._make_room(asked, flow, size, empty=empty)
+        queue = self._queues.get(asked.pool)
+        now = self._clock()
+        limit_s = settings.hold_empty_pool_seconds if empty else settings.flow_ttl_seconds
+        ticket = Ticket(asked, flow, size, decide, since=now, limit_s=limit_s)
+        ticket.uncached_tokens = self._room.uncached_tokens(asked, now)
+        if queue is None:
+            queue = self._queues[asked.pool] = Queue()
+            if len(self._pools) < _MOST_POOLS:
+                self._pools.add(asked.pool or "")
+        if why is not None:
+            queue.why[ticket.target] = why
+        queue.push(ticket)
+        self._by_limit.setdefault(limit_s, OrderedDict())[ticket] = None
+        self.woken()
+        return ticket
+
+    def _may_not_wait(self, asked: PickRequest, why: PickError) -> bool:
+        if isinstance(why, NoEndpoints):  # a proxy that names a subset wants to hear at once that there is none
+            return not self.settings.hold_empty_pool_seconds or asked.subset is not None
+        return asked.sheddable or self.settings.saturation is None
+
+    def _make_room(self, asked: PickRequest, flow: str, size: int, *, empty: bool) -> None:
+        """For one more of this flow, if need be in the place of others. Raises QueueFull."""
+        settings = self.settings
+        while True:
+            queue = self._queues.get(asked.pool)
+            band = None if queue is None else queue.bands.get(asked.priority)
+            requests, waiting = (0, 0) if band is None else (band.requests, band.bytes)
+            by_bytes = waiting + size > settings.flow_max_bytes
+            if not by_bytes and requests < settings.flow_max_requests:
+                return
+            other = None
+            if band is not None and size <= settings.flow_max_bytes:
+                other = band.to_displace(flow, size, by_bytes=by_bytes)
+            full = self._full(by_bytes, requests, empty=empty)
+            if other is None:
+                self.outcomes["queue_full"] += 1
+                raise full
+            self._leave(other)
+            self._end(other, "displaced", error=full)
+
+    def _full(self, by_bytes: bool, requests: int, *, empty: bool) -> QueueFull:
+        message = f"{requests} requests wait for this pool already"
+        if by_bytes:
+            message = "the requests that wait for this pool have as many bytes as they may"
+        return QueueFull(f"Too many requests: {message}.", empty=empty, retry_after_s=_RETRY_S)
+
+    def _try(self, queue: Queue, ticket: Ticket[R], blocked: dict[Target, PickError], now: float) -> bool:
+        """Whether it is done."""
+        try:
+            self._check_room(ticket, now)
+            result = ticket.decide()
+        except (Saturated, NoEndpoints) as error:
+            # Whoever waits for room keeps its place while endpoints are gone: most come back.
+            if isinstance(error, NoEndpoints) or not self._may_not_wait(ticket.asked, error):
+                blocked[ticket.target] = error
+                return False
+            queue.remove(ticket)
+            self._end(ticket, "refused", error=error)
+        except Exception as error:
+            queue.remove(ticket)
+            self._end(ticket, "failed", error=error)
+        else:
+            self._serve(queue, ticket, result, now)
+        return True
+
+    def _check_room(self, ticket: Ticket[R], now: float) -> None:
+        """In its pool, or in one that may take its place. Raises what the picker's does of the last that was asked."""
+        for at, asked in enumerate((ticket.room_for, *ticket.else_room_for)):
+            try:
+                self._room.check_room(asked, now)
+                break
+            except NoEndpoints:
+                if at == len(ticket.else_room_for):
+                    raise
+
+    def _serve(self, queue: Queue, ticket: Ticket[R], result: R, now: float) -> None:
+        queue.serve(ticket, max(1.0, self._cost(result)))
+        self._dispatched(now - ticket.since)
+        self._end(ticket, "dispatched", result)
+
+    def _expire(self, now: float) -> None:
+        for limit_s, tickets in list(self._by_limit.items()):
+            late = list(takewhile(lambda ticket: now - ticket.since >= ticket.limit_s, tickets))
+            for ticket in late:
+                queue = self._queues[ticket.asked.pool]
+                empty = isinstance(queue.why.get(ticket.target), NoEndpoints)
+                self._leave(ticket)
+                self._end(ticket, "expired", error=WaitedTooLong(limit_s, empty=empty))
+
+    def _leave(self, ticket: Ticket[R]) -> None:
+        """Out of its queue, which goes with the last."""
+        queue = self._queues[ticket.asked.pool]
+        queue.remove(ticket)
+        if not len(queue):
+            del self._queues[ticket.asked.pool]
+
+    def _end(self, ticket: Ticket[R], outcome: str, result: R | None = None, error: Exception | None = None) -> None:
+        tickets = self._by_limit[ticket.limit_s]
+        del tickets[ticket]
+        if not tickets:
+            del self._by_limit[ticket.limit_s]
+        self.outcomes[outcome] += 1
+        ticket.finish(result, error)
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        held = {ticket for tickets in self._by_limit.values() for ticket in tickets}
+        assert len(held) == sum(map(len, self._queues.values()))
+        for queue in self._queues.values():
+            assert len(queue), "a queue goes with its last request"
+            queue.check()
+            for band in queue.bands.values():
+                assert band.requests <= self.settings.flow_max_requests
+                assert band.bytes <= self.settings.flow_max_bytes

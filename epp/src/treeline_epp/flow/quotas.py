@@ -1,0 +1,224 @@
+"""Quotas: how many tokens and requests each client may have in a minute and in a day.
+
+Sans-IO: the time is an argument. Each bound is a bucket that holds as much as the bound and fills evenly, so that over
+any time t a client gets at most bound × (1 + t / window). What a request takes is estimated when it comes, as prompt
+and allowed output, and put right when it is known, which may leave a bucket with a debt. One that asks for more than a
+bucket holds goes on when that is full.
+
+What clients are told is in the headers that OpenAI's API has for it:
+https://platform.openai.com/docs/guides/rate-limits
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+
+from treeline_epp.flow.refused import FlowRefused
+
+MOST_CLIENTS = 10_000
+"""Clients without limits of their own that are remembered; beyond them those are forgotten that have not asked for the
+longest time. Those that the table names are all remembered."""
+
+Bound = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one client. None: any number."""
+
+    tokens_per_minute: Bound | None = None
+    tokens_per_day: Bound | None = None
+    requests_per_minute: Bound | None = None
+    requests_per_day: Bound | None = None
+
+
+class QuotaTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits by the client's name; `default` is for each client that has none of its own."""
+
+    clients: dict[str, Limits] = {}
+    default: Limits | None = None
+
+    def of(self, client: str) -> Limits | None:
+        """The limits of a client, if it has any."""
+        return self.clients.get(client, self.default)
+
+
+class QuotaExceeded(FlowRefused):
+    """429: the client had what it may have. `told` are response headers."""
+
+    status = 429
+    reason = "rejected-quota"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after_s: float, told: tuple[tuple[str, bytes], ...]) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.told = told
+
+
+class Bucket:
+    """What a client may still take. `level` was that at the time `at`, and may be below 0."""
+
+    __slots__ = ("_at", "_level", "bound", "window_s")
+
+    def __init__(self, bound: int, window_s: float, now: float) -> None:
+        self.bound = bound
+        self.window_s = window_s
+        self._level = float(bound)
+        self._at = now
+
+    def level(self, now: float) -> float:
+        """What is left."""
+        return min(float(self.bound), self._level + max(0.0, now - self._at) * self.bound / self.window_s)
+
+    def take(self, amount: float, now: float) -> None:
+        """Or give back, where it is below 0."""
+        self._level, self._at = min(float(self.bound), self.level(now) - amount), max(now, self._at)
+
+    def ready_in(self, amount: float, now: float) -> float:
+        """Seconds until so much is left, or all that it holds; 0 where it is."""
+        return max(0.0, min(amount, self.bound) - self.level(now)) * self.window_s / self.bound
+
+    def full_in(self, now: float) -> float:
+        """Seconds until it is as if nothing had been taken."""
+        return (self.bound - self.level(now)) * self.window_s / self.bound
+
+
+class Account:
+    """The buckets of one client."""
+
+    __slots__ = ("limits", "requests", "tokens")
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.limits = limits
+        self.tokens = _buckets(limits.tokens_per_minute, limits.tokens_per_day, now)
+        self.requests = _buckets(limits.requests_per_minute, limits.requests_per_day, now)
+
+    def told(self, now: float) -> tuple[tuple[str, bytes], ...]:
+        """Response headers: of tokens and requests the bound of which the smallest share is left."""
+        return tuple(self._told(now))
+
+    def _told(self, now: float) -> Iterator[tuple[str, bytes]]:
+        for what, buckets in (("requests", self.requests), ("tokens", self.tokens)):
+            if buckets:
+                least = min(buckets, key=lambda bucket: bucket.level(now) / bucket.bound)
+                yield f"x-ratelimit-limit-{what}", b"%d" % least.bound
+                yield f"x-ratelimit-remaining-{what}", b"%d" % max(0, math.floor(least.level(now)))
+                yield f"x-ratelimit-reset-{what}", spelled(least.full_in(now)).encode()
+
+
+class Spend:
+    """What a request was counted as, until it is known what it took."""
+
+    __slots__ = ("account", "tokens")
+
+    def __init__(self, account: Account, tokens: float) -> None:
+        self.account = account
+        self.tokens = tokens
+
+    def took(self, tokens: float, now: float) -> None:
+        """So many tokens, all in all."""
+        for bucket in self.account.tokens:
+            bucket.take(tokens - self.tokens, now)
+        self.tokens = tokens
+
+    def give_back(self, now: float) -> None:
+        """It never went to an endpoint, and counts as no request."""
+        self.took(0.0, now)
+        for bucket in self.account.requests:
+            bucket.take(-1.0, now)
+
+
+class Quotas:
+    """The accounts of all clients. They begin full, and with each picker anew."""
+
+    def __init__(self, table: QuotaTable) -> None:
+        self.exceeded = 0
+        self._table = table
+        self._named: dict[str, Account] = {}
+        self._others: OrderedDict[str, Account] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._named) + len(self._others)
+
+    def set(self, table: QuotaTable) -> None:
+        """Other limits. Accounts whose limits stay as they were keep what was taken of them."""
+        self._table = table
+        before = [*self._others.items(), *self._named.items()]
+        self._named.clear()
+        self._others.clear()
+        for client, account in before:
+            if table.of(client) == account.limits:
+                self._keep(client, account)
+
+    def spend(self, client: str, tokens: float, now: float) -> Spend | None:
+        """Count a request that takes so many tokens; None where nothing bounds the client. O(1).
+
+        Raises QuotaExceeded; then nothing is counted.
+        """
+        limits = self._table.of(client)
+        if limits is None:
+            return None
+        account = self._account(client, limits, now)
+        wait_s, full = max(
+            ((bucket.ready_in(amount, now), bucket) for amount, bucket in _taken(account, tokens)),
+            key=lambda each: each[0],
+            default=(0.0, None),
+        )
+        if wait_s > 0 and full is not None:
+            self.exceeded += 1
+            raise QuotaExceeded(_words(client, full, full in account.tokens), wait_s, account.told(now))
+        for amount, bucket in _taken(account, tokens):
+            bucket.take(amount, now)
+        return Spend(account, tokens)
+
+    def _account(self, client: str, limits: Limits, now: float) -> Account:
+        account = self._named.get(client) or self._others.get(client)
+        if account is None:
+            account = Account(limits, now)
+            self._keep(client, account)
+        elif client in self._others:
+            self._others.move_to_end(client)
+        return account
+
+    def _keep(self, client: str, account: Account) -> None:
+        if client in self._table.clients:
+            self._named[client] = account
+            return
+        self._others[client] = account
+        if len(self._others) > MOST_CLIENTS:
+            self._others.popitem(last=False)
+
+
+def _buckets(per_minute: int | None, per_day: int | None, now: float) -> tuple[Bucket, ...]:
+    bounds = ((per_minute, 60.0), (per_day, 86_400.0))
+    return tuple(Bucket(bound, window_s, now) for bound, window_s in bounds if bound is not None)
+
+
+def _taken(account: Account, tokens: float) -> Iterator[tuple[float, Bucket]]:
+    for bucket in account.requests:
+        yield 1.0, bucket
+    for bucket in account.tokens:
+        yield tokens, bucket
+
+
+def _words(client: str, full: Bucket, of_tokens: bool) -> str:
+    what, window = "tokens" if of_tokens else "requests", "minute" if full.window_s == 60 else "day"
+    return f"Rate limit reached for {client}: {full.bound} {what} per {window}."
+
+
+def spelled(seconds: float) -> str:
+    """A duration as OpenAI's headers have it, rounded up.
+
+    >>> spelled(0), spelled(0.0201), spelled(1.2), spelled(360), spelled(4000)
+    ('0s', '21ms', '2s', '6m0s', '1h6m40s')
+    """
+    if 0 < seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{minutes}m" if hours or minutes else "") + f"{rest}s"

@@ -1,0 +1,101 @@
+"""What operators decide of requests that wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from treeline_wire.settings import setting
+
+from treeline_epp.picking.saturation import POLICIES, Saturation, saturation_of
+
+GROUP = "flow control"
+LONGEST_WAIT_S = 3600.0
+"""As long as the proxies of our gateways let a request wait."""
+
+
+@dataclass(frozen=True)
+class FlowSettings:
+    """Each is a flag of the same name."""
+
+    flow_control: str = setting(
+        "off",
+        group=GROUP,
+        choices=("off", *POLICIES),
+        help="what makes a request wait here and not in an engine. wait: every endpoint that may serve it has more "
+        "work before it than --flow-wait-seconds; requests: every one has --flow-endpoint-requests. Those of higher "
+        "priority go first; within a priority each client gets as many tokens as the others that wait; sheddable ones "
+        "(priority below 0, or InferenceModel's Sheddable) are answered 429 instead. off: the engines' queues hold "
+        "them, in the order in which they came (default %(default)s)",
+    )
+    flow_wait_seconds: float = setting(
+        1.0,
+        group=GROUP,
+        metavar="SECONDS",
+        above=0,
+        help="with --flow-control wait: work that an endpoint may have before it, as the picker predicts; less keeps "
+        "more of the order here, more keeps engines busy whose load is seldom read (default %(default)s)",
+    )
+    flow_endpoint_requests: int = setting(
+        100,
+        group=GROUP,
+        metavar="N",
+        at_least=1,
+        help="with --flow-control requests: requests that an endpoint may have, running and waiting, by its report; at "
+        "least those whose answer has not begun, which is all that is known of one that reports nothing (default "
+        "%(default)s)",
+    )
+    flow_max_requests: int = setting(
+        5000,
+        group=GROUP,
+        metavar="N",
+        at_least=1,
+        help="requests that may wait for one pool at one priority; more are answered 429 (default %(default)s)",
+    )
+    flow_max_bytes: int = setting(
+        256 * 1024 * 1024,
+        group=GROUP,
+        metavar="BYTES",
+        at_least=1,
+        help="bytes of their bodies, counted alike; --max-waiting-body-bytes bounds all of them together (default "
+        "%(default)s)",
+    )
+    flow_ttl_seconds: float = setting(
+        60.0,
+        group=GROUP,
+        metavar="SECONDS",
+        above=0,
+        at_most=LONGEST_WAIT_S,
+        help="how long a request waits for room before it is answered 429 (default %(default)s)",
+    )
+    hold_empty_pool_seconds: float = setting(
+        0.0,
+        group=GROUP,
+        metavar="SECONDS",
+        at_least=0,
+        at_most=LONGEST_WAIT_S,
+        help="how long a request waits for a pool without a ready endpoint, such as one that was scaled to zero, "
+        "before it is answered 503; needs no --flow-control. In body modes other than full duplex the proxy must allow "
+        "it (max_message_timeout of Envoy's ext_proc filter; our own does) (default %(default)s: at once)",
+    )
+
+    quotas_file: Path | None = setting(
+        None,
+        group=GROUP,
+        metavar="FILE",
+        help="YAML or JSON: `clients: {NAME: {tokens_per_minute?, tokens_per_day?, requests_per_minute?, "
+        "requests_per_day?}}`, and `default:` with the same for each client that is not named; what comes beyond is "
+        "answered 429, with Retry-After and OpenAI's x-ratelimit-* headers. A client is an API key's name "
+        "(--trust-edge), or else the fairness id of --trust-request-headers; those of whom nothing is known are one, "
+        "default-flow. Read again when it has changed",
+    )
+
+    @property
+    def saturation(self) -> Saturation | None:
+        """When an endpoint has no room; None where one always has."""
+        return saturation_of(self.flow_control, self.flow_wait_seconds, self.flow_endpoint_requests)
+
+    @property
+    def may_hold(self) -> bool:
+        """Is there anything that a request may wait for?"""
+        return self.flow_control != "off" or self.hold_empty_pool_seconds > 0

@@ -1,0 +1,494 @@
+"""One connection of a client, as RFC 9113 has it: bytes in, events out; what is to be sent is taken with `take`.
+
+Theory of operation. `receive` reads whole frames and keeps the rest. A stream is open from its HEADERS until both sides
+have ended it; closed ones are remembered for a while (`_Closed`), since frames that were on their way are no fault.
+
+Flow control. What a peer sends on a stream is credited again when the caller has read it (`read`), so a stream whose
+messages wait does not fill our memory; the connection's own window is credited at once, so nobody waits for others.
+What we send waits in its stream until the peer's windows have room (`sending.py`); `waiting` tells how much.
+
+A fault of a stream ends the stream, a fault of the connection says GOAWAY and makes `finished` true.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from treeline_epp.http2 import frames
+from treeline_epp.http2.events import Came, Ended, Event, Requested, Roomy
+from treeline_epp.http2.faults import ConnectionFault, unpadded
+from treeline_epp.http2.fields import BadBlock, FieldReader, Fields, Malformed, TooLong, length_of
+from treeline_epp.http2.frames import FIRST_WINDOW, HEAD_BYTES, MOST_WINDOW, NUMBER, PREFACE, Code, Setting
+from treeline_epp.http2.limits import Limits
+from treeline_epp.http2.sending import Answer, Sending, WindowTooLarge
+
+_REMEMBERED = 256
+"""Closed streams."""
+_STREAMS_A_FRAME = 64
+"""Streams whose window changes are as much work as a frame."""
+
+
+class _Stream:
+    """What is known of an open one."""
+
+    __slots__ = ("announced", "answer", "came", "peer_ended", "unread", "window")
+
+    def __init__(self, room: int, window: int, announced: int | None) -> None:
+        self.answer = Answer(room)
+        self.window = window
+        """Bytes that the peer may send."""
+        self.unread = 0
+        """Bytes that were read, and not credited again."""
+        self.peer_ended = False
+        self.announced = announced
+        """`content-length`."""
+        self.came = 0
+
+
+class Connection:
+    """The server's end of a connection."""
+
+    def __init__(self, limits: Limits, known: OrderedDict[bytes, Fields]) -> None:
+        """known: blocks of header fields, shared by all connections."""
+        self.limits = limits
+        self.finished = False
+        """Nothing more is read or can be sent: close when what is there has gone."""
+        self.fault: ConnectionFault | None = None
+        self.settled = False
+        """The peer has acknowledged our settings."""
+        self._streams: dict[int, _Stream] = {}
+        self._closed: OrderedDict[int, bool] = OrderedDict()
+        """The last ones: whether it was we who broke them off."""
+        self._last = 0
+        self._old = self._aging = 0
+        """The last of the streams that were open for an `age`, and of those that were there at the last."""
+        self._leaving = False
+        self._fields = FieldReader(limits.header_bytes, known)
+        self._rest = b""
+        self._greeted = False
+        self._first_frame = True
+        self._block: tuple[int, int, bytearray] | None = None
+        """Stream, flags and beginning of a block that goes on in the next frame."""
+        self._sending = Sending()
+        self._window = limits.connection_window
+        self._credit = self._idle = self._spent_bytes = 0
+        self._handlers: list[Callable[[int, int, memoryview, list[Event]], None]] = [
+            self._on_data, self._on_headers, self._on_priority, self._on_rst_stream, self._on_settings,
+            self._on_push_promise, self._on_ping, self._on_goaway, self._on_window_update, self._on_continuation,
+        ]  # fmt: skip
+        ours = {
+            Setting.HEADER_TABLE_SIZE: 0,
+            Setting.MAX_CONCURRENT_STREAMS: limits.streams,
+            Setting.INITIAL_WINDOW_SIZE: limits.stream_window,
+            Setting.MAX_FRAME_SIZE: limits.frame_bytes,
+            Setting.MAX_HEADER_LIST_SIZE: limits.header_bytes,
+        }
+        self._sending.control(frames.settings(ours))
+        self._sending.control(frames.window_update(0, limits.connection_window - FIRST_WINDOW))
+
+    def __len__(self) -> int:
+        """Open streams."""
+        return len(self._streams)
+
+    # ---- what the peer sends ------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> list[Event]:
+        """What these bytes say. Raises nothing: a fault is in `fault`, and the streams that were open are `Ended`."""
+        events: list[Event] = []
+        if self.finished:
+            return events
+        try:
+            self._receive(data, events)
+        except ConnectionFault as fault:
+            self._fail(fault, events)
+        except WindowTooLarge:
+            self._fail(ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window beyond all numbers"), events)
+        return events
+
+    def _receive(self, data: bytes, events: list[Event]) -> None:
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        at = 0
+        if not self._greeted:
+            if not data.startswith(PREFACE):
+                if PREFACE.startswith(data):
+                    self._rest = data
+                    return
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "this is not HTTP/2")
+            self._greeted, at = True, len(PREFACE)
+        view, size = memoryview(data), len(data)
+        while size - at >= HEAD_BYTES:
+            length = data[at] << 16 | data[at + 1] << 8 | data[at + 2]
+            if length > self.limits.frame_bytes:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
+            end = at + HEAD_BYTES + length
+            if end > size:
+                break
+            kind, flags = data[at + 3], data[at + 4]
+            stream = NUMBER.unpack_from(data, at + 5)[0] & MOST_WINDOW
+            if self._first_frame:
+                if kind != frames.SETTINGS or flags & frames.ACK:
+                    raise ConnectionFault(Code.PROTOCOL_ERROR, "settings come first")
+                self._first_frame = False
+            if self._block is not None and (kind != frames.CONTINUATION or stream != self._block[0]):
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a block of fields is interrupted")
+            if kind < len(self._handlers):
+                self._handlers[kind](flags, stream, view[at + HEAD_BYTES : end], events)
+            at = end
+        self._rest = data[at:]
+
+    def _on_data(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
+        size = len(payload)
+        if stream == 0:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "data of no stream")
+        self._window -= size
+        if self._window < 0:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "more data than the connection has room for")
+        self._credit_connection(size)
+        if flags & frames.PADDED:
+            payload = unpadded(payload)
+        known = self._streams.get(stream)
+        if known is None or known.peer_ended:
+            self._late(stream, known)
+            return
+        known.window -= size
+        if known.window < 0:
+            self._break(stream, Code.FLOW_CONTROL_ERROR, events)
+            return
+        known.unread += size - len(payload)
+        known.came += len(payload)
+        ended = bool(flags & frames.END_STREAM)
+        wrong = known.announced is not None and (
+            known.came > known.announced or (ended and known.came != known.announced)
+        )
+        if wrong:
+            self._break(stream, Code.PROTOCOL_ERROR, events)
+            return
+        if not payload and not ended:
+            self._nothing()
+        known.peer_ended = ended
+        events.append(Came(stream, bytes(payload), ended))
+
+    def _on_headers(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
+        if stream == 0:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "fields of no stream")
+        if flags & frames.PADDED:
+            payload = unpadded(payload)
+        if flags & frames.PRIORITIZED:
+            if len(payload) < 5:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a priority of less than five bytes")
+            if NUMBER.unpack_from(payload)[0] & MOST_WINDOW == stream:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a stream that depends on itself")
+            payload = payload[5:]
+        if not flags & frames.END_HEADERS:
+            self._block = stream, flags, bytearray(payload)
+            return
+        self._on_block(stream, flags, bytes(payload), events)
+
+    def _on_continuation(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
+        if self._block is None:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "nothing to continue")
+        _, first, block = self._block
+        if not payload:
+            self._nothing()
+        block += payload
+        if len(block) > self.limits.header_bytes:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "more fields than this server takes")
+        if flags & frames.END_HEADERS:
+            self._block = None
+            self._on_block(stream, first, bytes(block), events)
+
+    def _on_block(self, stream: int, flags: int, block: bytes, events: list[Event]) -> None:
+        known = self._streams.get(stream)
+        ended = bool(flags & frames.END_STREAM)
+        try:
+            if known is not None:
+                self._on_trailers(stream, known, block, events, ended=ended)
+            elif stream in self._closed:
+                self._fields.skip(block)
+                if not self._closed[stream]:
+                    raise ConnectionFault(Code.STREAM_CLOSED, "fields of a stream that has ended")
+            else:
+                self._on_request(stream, block, events, ended=ended)
+        except TooLong:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "more fields than this server takes") from None
+        except BadBlock as error:
+            raise ConnectionFault(Code.COMPRESSION_ERROR, str(error)) from None
+        except Malformed:
+            if known is None:
+                self._remember(stream, broken=True)
+                self._sending.control(frames.rst_stream(stream, Code.PROTOCOL_ERROR))
+                self._nothing()
+            else:
+                self._break(stream, Code.PROTOCOL_ERROR, events)
+
+    def _on_request(self, stream: int, block: bytes, events: list[Event], *, ended: bool) -> None:
+        if stream % 2 == 0 or stream <= self._last:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, f"stream {stream} cannot be opened")
+        if not self._leaving:
+            self._last = stream
+        fields = self._fields.request(block)
+        if self._leaving:
+            return
+        if len(self._streams) >= self.limits.streams:
+            self._remember(stream, broken=True)
+            self._sending.control(frames.rst_stream(stream, Code.REFUSED_STREAM))
+            self._nothing()
+            return
+        announced = length_of(fields.get("content-length"))
+        if ended and announced:
+            raise Malformed("content-length")
+        opened = self._streams[stream] = _Stream(self._sending.stream_window, self.limits.stream_window, announced)
+        opened.peer_ended = ended
+        events.append(Requested(stream, fields, ended))
+
+    def _on_trailers(self, stream: int, known: _Stream, block: bytes, events: list[Event], *, ended: bool) -> None:
+        self._fields.trailers(block)
+        if known.peer_ended:
+            raise ConnectionFault(Code.STREAM_CLOSED, "fields of a stream that has ended")
+        if not ended or (known.announced is not None and known.came != known.announced):
+            raise Malformed("trailers that end nothing")
+        known.peer_ended = True
+        events.append(Came(stream, b"", ended=True))
+
+    def _on_priority(self, _flags: int, stream: int, payload: memoryview, _events: list[Event]) -> None:
+        if stream == 0:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a priority of no stream")
+        if len(payload) != 5:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a priority of other than five bytes")
+        if NUMBER.unpack_from(payload)[0] & MOST_WINDOW == stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a stream that depends on itself")
+        self._nothing()
+
+    def _on_rst_stream(self, _flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
+        if len(payload) != 4:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a reset of other than four bytes")
+        if stream == 0 or (stream > self._last and not self._leaving):
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of a stream that was never opened")
+        if stream > self._old or stream not in self._streams:  # whoever gives up after a while is no flood
+            self._nothing()
+        if self._forget(stream, broken=False):
+            events.append(Ended(stream))
+
+    def _on_settings(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
+        if stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "settings of a stream")
+        if flags & frames.ACK:
+            if payload:
+                raise ConnectionFault(Code.FRAME_SIZE_ERROR, "an acknowledgement with settings")
+            if not self.settled:
+                self.settled = True
+                self._fields.settings_acknowledged()
+            return
+        if len(payload) % 6:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "settings of other than six bytes each")
+        self._nothing()
+        said = frames.settings_of(bytes(payload))
+        for name, value in said:
+            self._on_setting(name, value)
+        window = dict(said).get(Setting.INITIAL_WINDOW_SIZE)  # the last, however many there are
+        if window is not None:
+            self._on_stream_window(window)
+        self._sending.control(frames.SETTINGS_ACK)
+        if window is not None:  # behind it: until then the peer may hold what uses its new window for too much
+            for open_stream, known in list(self._streams.items()):
+                self._send_more(open_stream, known, events)
+
+    def _on_setting(self, name: int, value: int) -> None:
+        if name == Setting.ENABLE_PUSH and value > 1:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "pushes may be enabled or not")
+        if name == Setting.MAX_FRAME_SIZE:
+            if not frames.LEAST_FRAME_BYTES <= value <= frames.MOST_FRAME_BYTES:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "no such size of frames")
+            self._sending.frame_bytes = value
+        if name == Setting.INITIAL_WINDOW_SIZE and value > MOST_WINDOW:
+            raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "no such window")
+
+    def _on_stream_window(self, window: int) -> None:
+        """Of all streams. O(streams), so it counts for more where they are many."""
+        self._nothing(len(self._streams) // _STREAMS_A_FRAME)
+        more, self._sending.stream_window = window - self._sending.stream_window, window
+        for known in self._streams.values():
+            known.answer.grow(more)
+
+    def _on_push_promise(self, *_: object) -> None:
+        raise ConnectionFault(Code.PROTOCOL_ERROR, "clients push nothing")
+
+    def _on_ping(self, flags: int, stream: int, payload: memoryview, _events: list[Event]) -> None:
+        if stream:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "a ping of a stream")
+        if len(payload) != 8:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping of other than eight bytes")
+        if flags & frames.ACK:  # that anything came is all that is asked
+            return
+        self._nothing()
+        self._sending.control(frames.ping(bytes(payload), ack=True))
+
+    def _on_goaway(self, _flags: int, stream: int, payload: memoryview, _events: list[Event]) -> None:
+        if stream or len(payload) < 8:
+            raise ConnectionFault(Code.PROTOCOL_ERROR if stream else Code.FRAME_SIZE_ERROR, "a wrong goodbye")
+        self._leaving = True  # the peer opens no streams; those that are open go on
+
+    def _on_window_update(self, _flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
+        if len(payload) != 4:
+            raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a window of other than four bytes")
+        more = NUMBER.unpack_from(payload)[0] & MOST_WINDOW
+        if stream == 0:
+            if more == 0:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a window that does not grow")
+            self._nothing()
+            self._sending.grow(more)
+            for blocked in self._sending.resume():
+                self._sent(blocked, self._streams[blocked], events)
+            return
+        known = self._streams.get(stream)
+        if known is None:
+            if stream > self._last and not self._leaving:
+                raise ConnectionFault(Code.PROTOCOL_ERROR, "a window of a stream that was never opened")
+            return
+        self._nothing()
+        try:
+            known.answer.grow(more)
+        except WindowTooLarge:
+            self._break(stream, Code.FLOW_CONTROL_ERROR, events)
+            return
+        if more == 0:
+            self._break(stream, Code.PROTOCOL_ERROR, events)
+            return
+        self._send_more(stream, known, events)
+
+    def _late(self, stream: int, known: _Stream | None) -> None:
+        """Data of a stream that takes none."""
+        if known is None and stream not in self._closed and stream > self._last and not self._leaving:
+            raise ConnectionFault(Code.PROTOCOL_ERROR, "data of a stream that was never opened")
+        self._nothing()
+        if known is not None:
+            raise ConnectionFault(Code.STREAM_CLOSED, "data of a stream that has ended")
+        if not self._closed.get(stream, True):
+            self._sending.control(frames.rst_stream(stream, Code.STREAM_CLOSED))
+
+    def _nothing(self, count: int = 1) -> None:
+        """A frame (or the work of `count`) that brought nothing, but that what we sent has caused it, as data does."""
+        if self._sending.sent_bytes > self._spent_bytes:
+            self._spent_bytes += count * self.limits.bytes_a_frame
+            return
+        self._idle += count
+        if self._idle > self.limits.idle_frames:
+            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "too many frames that bring nothing")
+
+    def _credit_connection(self, size: int) -> None:
+        self._credit += size
+        if self._credit > self.limits.connection_window // 2:
+            self._sending.control(frames.window_update(0, self._credit))
+            self._window += self._credit
+            self._credit = 0
+
+    def _break(self, stream: int, code: Code, events: list[Event]) -> None:
+        """End a stream for a fault of the peer."""
+        self._nothing()
+        self.reset(stream, code)
+        events.append(Ended(stream))
+
+    def _fail(self, fault: ConnectionFault, events: list[Event]) -> None:
+        self.fault, self.finished = fault, True
+        self._sending.control(frames.goaway(self._last, fault.code, str(fault).encode()[:200]))
+        events += [Ended(stream) for stream in self._streams]
+        for stream in list(self._streams):
+            self._forget(stream, broken=True)
+
+    # ---- what we send -------------------------------------------------------------------------------------------
+
+    def take(self) -> list[bytes | memoryview]:
+        """What is to be written now."""
+        return self._sending.take()
+
+    def read(self, stream: int, size: int) -> None:
+        """So many bytes that came on the stream are dealt with: as many more may come."""
+        known = self._streams.get(stream)
+        if known is None or known.peer_ended:
+            return
+        known.unread += size
+        if known.unread > self.limits.stream_window // 2:
+            self._sending.control(frames.window_update(stream, known.unread))
+            known.window += known.unread
+            known.unread = 0
+
+    def waiting(self, stream: int) -> int:
+        """Bytes that wait until the peer has room for them."""
+        known = self._streams.get(stream)
+        return 0 if known is None else sum(map(len, known.answer.queue))
+
+    def begun(self, stream: int) -> bool:
+        """Whether the beginning of an answer is sent."""
+        known = self._streams.get(stream)
+        return known is not None and known.answer.begun
+
+    def send(self, stream: int, fields: bytes, data: bytes) -> None:
+        """Bytes of an answer's body; before the first ones go its fields, an encoded block."""
+        known = self._streams.get(stream)
+        if known is not None:
+            self._sending.data(stream, known.answer, fields, data)
+
+    def end(self, stream: int, trailers: bytes) -> None:
+        """End an answer, behind what waits. trailers: an encoded block; the whole answer's, where nothing was sent."""
+        known = self._streams.get(stream)
+        if known is not None:
+            known.answer.ending = trailers
+            if not known.answer.queue:
+                self._end(stream, known)
+
+    def reset(self, stream: int, code: Code) -> None:
+        """End a stream at once."""
+        if self._forget(stream, broken=True):
+            self._sending.control(frames.rst_stream(stream, code))
+
+    def leave(self) -> None:
+        """Say that no more streams are taken. Those that are open go on."""
+        if not self._leaving:
+            self._leaving = True
+            self._sending.control(frames.goaway(self._last, Code.NO_ERROR))
+
+    def forgive(self, count: int) -> None:
+        """Time has passed: so many frames that brought nothing do not count any more."""
+        self._idle = max(0, self._idle - count)
+
+    def age(self) -> None:
+        """A second has passed: streams that were there at the call before are no longer young."""
+        self._old, self._aging = self._aging, self._last
+
+    def ping(self, data: bytes) -> None:
+        """Ask for a sign of life: eight bytes, which come back."""
+        self._sending.control(frames.ping(data, ack=False))
+
+    def _send_more(self, stream: int, known: _Stream, events: list[Event]) -> None:
+        """Of one whose window may have grown."""
+        if known.answer.queue and known.answer.room > 0 and self._sending.drain(stream, known.answer):
+            self._sent(stream, known, events)
+
+    def _sent(self, stream: int, known: _Stream, events: list[Event]) -> None:
+        """Nothing waits in it any more."""
+        if known.answer.ending is not None:
+            self._end(stream, known)
+        else:
+            events.append(Roomy(stream))
+
+    def _end(self, stream: int, known: _Stream) -> None:
+        assert known.answer.ending is not None
+        self._sending.trailers(stream, known.answer.ending, whole=known.peer_ended)
+        self._idle = max(0, self._idle - self.limits.paid_frames)
+        self._forget(stream, broken=not known.peer_ended)
+
+    def _forget(self, stream: int, *, broken: bool) -> bool:
+        """→ whether it was open."""
+        if self._streams.pop(stream, None) is None:
+            return False
+        self._sending.forget(stream)
+        self._remember(stream, broken=broken)
+        return True
+
+    def _remember(self, stream: int, *, broken: bool) -> None:
+        self._closed[stream] = broken
+        if len(self._closed) > _REMEMBERED:
+            self._closed.popitem(last=False)

@@ -1,0 +1,28 @@
+"""What one connection may ask of a server."""
+
+from __future__ import annotations
+
+import msgspec
+
+from treeline_epp.http2.frames import LEAST_FRAME_BYTES
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Bytes, streams, and frames that bring nothing."""
+
+    streams: int = 65_536
+    """Open at once; more are refused, and may be tried again."""
+    header_bytes: int = 65_536
+    """Of the fields of one request, and of the frames of one block."""
+    stream_window: int = 1 << 20
+    """Bytes of a stream that may come before somebody has read them."""
+    connection_window: int = 16 << 20
+    """Bytes on their way for all streams together."""
+    frame_bytes: int = LEAST_FRAME_BYTES
+    idle_frames: int = 10_000
+    """That bring nothing (PING, SETTINGS, PRIORITY, RST_STREAM, WINDOW_UPDATE, empty DATA), beyond those that requests
+    and answers pay for."""
+    paid_frames: int = 16
+    """Of that kind that an answer pays for."""
+    bytes_a_frame: int = 256
+    """Of a body, sent, that pay for one."""

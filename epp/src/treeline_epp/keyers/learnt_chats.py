@@ -1,0 +1,245 @@
+"""Chat templates whose plain chats are joined instead of rendered, which takes a tenth of the time.
+
+A plain chat has nothing but roles and texts. What a template writes around the texts is learnt when a sequence of roles
+comes for the second time (`treeline_wire.template_trace`), and compared with a rendering there and then; it is used
+where the texts are such that it holds. Of the chats that are joined one in `CHECK_EVERY` is rendered, too, and where
+that differs the template is rendered ever after.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from msgspec import Struct, structs
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError, Renderer, TemplateError
+from treeline_wire.template_inline import MAX_CHARS, MAX_SECONDS
+from treeline_wire.template_trace import MAX_TEXTS, DependsOnTextError, Trace, TracedTemplate, has_mark, mark
+
+CHECK_EVERY: Final = 512
+MAX_SHAPES: Final = 1024
+"""Sequences of roles that are remembered; the one that was learnt first is forgotten."""
+_MAX_NAME: Final = 32
+_MAX_KWARGS: Final = 8
+_BARE: Final = ("role", "content")
+_PART: Final = ("type", "text")
+
+log = logging.getLogger(__name__)
+
+Shape = tuple[bool, tuple[tuple[str, Any], ...], tuple[str, ...], tuple[bool, ...]]
+"""Whether it asks for an answer, the template's switches, the roles, and which texts are in a list of one part."""
+
+
+class _Joint(Struct, frozen=True):
+    """A trace, ready for use: `stripped` and those of `without` in order."""
+
+    trace: Trace
+    in_order: bool
+    stripped: tuple[int, ...]
+    without: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class LearntTemplate(ChatTemplate):
+    """A chat template that is rendered where it must be, and joined where it may be. For one thread.
+
+    `joined` counts the chats that were, `differed` is whether a check ever found a difference. Raises as
+    `ChatTemplate`.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str],
+        tool_source: str | None = None,
+        pool: Renderer | None = None,
+        inline_seconds: float = MAX_SECONDS,
+    ) -> None:
+        super().__init__(
+            source, special_tokens=special_tokens, tool_source=tool_source, pool=pool, inline_seconds=inline_seconds
+        )
+        self.joined = 0
+        self.differed = False
+        self._seconds = inline_seconds
+        self._shapes: dict[Shape, _Joint | None] = {}
+        self._seen: dict[int, None] = {}
+        self._traced: TracedTemplate | None = None
+        if self.not_inline is None and not any(map(has_mark, special_tokens.values())):
+            try:
+                self._traced = TracedTemplate(source)
+            except Exception as error:  # whatever Jinja raises: what is rendered does not depend on it
+                log.debug("a chat template is not traced: %s", type(error).__name__)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """As `ChatTemplate.render`."""
+
+        def rendered() -> str:
+            return ChatTemplate.render(
+                self,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                documents=documents,
+                template_kwargs=template_kwargs,
+            )
+
+        if self._traced is None or tools is not None or documents is not None or continue_final_message:
+            return rendered()
+        plain = _plain(messages, add_generation_prompt, template_kwargs or {})
+        if plain is None:
+            return rendered()
+        text = self._join(*plain)
+        if text is None:
+            text = rendered()
+            self._learn(*plain, text)
+        elif self.joined % CHECK_EVERY == 0:
+            return self._checked(text, rendered)
+        return text
+
+    def _checked(self, text: str, render: Callable[[], str]) -> str:
+        """The rendering, if there is one in time; whatever else it raises is a difference, too."""
+        try:
+            rendered = render()
+        except NeedsWorkerError:
+            return text
+        except TemplateError:
+            self._give_up()
+            raise
+        if rendered != text:
+            self._give_up()
+        return rendered
+
+    def _give_up(self) -> None:
+        self._traced, self.differed = None, True
+        self._shapes.clear()
+        log.error("what was learnt of a chat template differs from what it renders: its chats are rendered from now on")
+
+    def _join(self, shape: Shape, texts: list[str]) -> str | None:
+        """The chat as its shape was learnt; None where it was not, or does not hold for these texts."""
+        joint = self._shapes.get(shape)
+        if joint is None or not self._holds(joint, texts):
+            return None
+        self.joined += 1
+        return _joined(joint, texts)
+
+    def _holds(self, joint: _Joint, texts: list[str]) -> bool:
+        for at in joint.stripped:
+            text = texts[at]
+            if not text or text[0].isspace() or text[-1].isspace():
+                return False
+        for needle, places in joint.without:
+            for at in places:
+                if needle in texts[at]:
+                    return False
+        traced = self._traced
+        return traced is not None and all(traced.date(each) == said for each, said in joint.trace.dates.items())
+
+    def _learn(self, shape: Shape, texts: list[str], rendered: str) -> None:
+        """Trace a shape that was seen before; keep what comes of it, which may be nothing."""
+        known = self._shapes.get(shape)
+        if known is not None and not self._is_dated(known):
+            return
+        if known is None:
+            if shape in self._shapes:
+                return
+            seen = hash(shape)
+            if seen not in self._seen:
+                self._seen[seen] = None
+                if len(self._seen) > MAX_SHAPES:
+                    del self._seen[next(iter(self._seen))]
+                return
+            del self._seen[seen]
+        joint = self._trace(shape)
+        if joint is not None and self._holds(joint, texts) and _joined(joint, texts) != rendered:
+            joint = None
+        self._shapes.pop(shape, None)
+        asks, kwargs, roles, lists = shape
+        self._shapes[asks, kwargs, tuple(map(sys.intern, roles)), lists] = joint  # long chats share their pieces
+        if len(self._shapes) > MAX_SHAPES:
+            del self._shapes[next(iter(self._shapes))]
+
+    def _is_dated(self, joint: _Joint) -> bool:
+        traced = self._traced
+        return traced is not None and any(traced.date(each) != said for each, said in joint.trace.dates.items())
+
+    def _trace(self, shape: Shape) -> _Joint | None:
+        asks, kwargs, roles, lists = shape
+        messages = []
+        for number, (role, listed) in enumerate(zip(roles, lists, strict=True)):
+            text = mark(number)
+            messages.append({"role": role, "content": [{"type": "text", "text": text}] if listed else text})
+        variables = {**self._special_tokens, **dict(kwargs), "tools": None, "documents": None}
+        variables |= {"messages": messages, "add_generation_prompt": asks}
+        assert self._traced is not None
+        try:
+            trace = self._traced.trace(variables, self._seconds)
+        except DependsOnTextError:
+            return None
+        except Exception as error:  # of the template; a rendering says what is wrong
+            log.debug("a chat template was not traced: %s", type(error).__name__)
+            return None
+        without = tuple((needle, tuple(sorted(places))) for needle, places in trace.without.items())
+        in_order = trace.order == tuple(range(len(roles)))
+        trace = structs.replace(trace, constants=tuple(map(sys.intern, trace.constants)))
+        return _Joint(trace, in_order, tuple(sorted(trace.stripped)), without)
+
+
+def _joined(joint: _Joint, texts: list[str]) -> str:
+    constants = joint.trace.constants
+    pieces = [""] * (2 * len(constants) - 1)
+    pieces[::2] = constants
+    pieces[1::2] = texts if joint.in_order else [texts[at] for at in joint.trace.order]
+    return "".join(pieces)
+
+
+def _plain(
+    messages: Sequence[Mapping[str, Any]], asks: bool, kwargs: Mapping[str, Any]
+) -> tuple[Shape, list[str]] | None:
+    """The shape of a plain chat, and its texts; None for any other, and one too large to be rendered here."""
+    if len(messages) > MAX_TEXTS or len(kwargs) > _MAX_KWARGS:
+        return None
+    for name, value in kwargs.items():
+        if len(name) > _MAX_NAME or not (value is None or type(value) is bool or _is_name(value)):
+            return None
+    roles: list[str] = []
+    lists: list[bool] = []
+    texts: list[str] = []
+    size = 0
+    for message in messages:
+        if len(message) != 2 and any(value is not None and name not in _BARE for name, value in message.items()):
+            return None
+        role, content = message.get("role"), message.get("content")
+        listed = type(content) is list
+        if listed:
+            content = _only_text(content)
+        if type(content) is not str or type(role) is not str or not _is_name(role):
+            return None
+        size += len(content)
+        texts.append(content)
+        roles.append(role)
+        lists.append(listed)
+    shape = (asks, tuple(kwargs.items()), tuple(roles), tuple(lists))
+    return (shape, texts) if size <= MAX_CHARS else None
+
+
+def _only_text(parts: Any) -> str | None:
+    part = parts[0] if len(parts) == 1 else None
+    if type(part) is dict and tuple(part) == _PART and part["type"] == "text" and type(part["text"]) is str:
+        return part["text"]
+    return None
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and len(value) <= _MAX_NAME and value.isascii()

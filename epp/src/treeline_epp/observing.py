@@ -1,0 +1,90 @@
+"""Whoever keeps accounts of requests, as the flags ask for it: other pickers' metrics, usage, traces."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from treeline_epp.compat.families import Families
+from treeline_epp.compat.metric_names import GIE, LLMD
+from treeline_epp.metrics import Metrics
+from treeline_epp.observing_settings import OURS
+from treeline_epp.options import Options
+from treeline_epp.picking.picker import Picker
+from treeline_epp.requests.exchange import Observer, Observers
+from treeline_epp.usage_log import FileSink, StdoutSink, UsageLog
+
+if TYPE_CHECKING:
+    from treeline_epp.tracing import Tracing
+
+
+class ObservingError(Exception):
+    """A flag's file or variables cannot be used; the message says which and why."""
+
+
+class Observing:
+    """All of them, from the flags; without any a request costs nothing more. To be used as a context, on the event
+    loop. Raises ObservingError."""
+
+    def __init__(self, options: Options, picker: Picker, metrics: Metrics) -> None:
+        self._metrics, self._shows_ours = metrics, OURS in options.metrics_families
+        others = [family for family in (GIE, LLMD) if family in options.metrics_families]
+        namespace = options.pool_namespace if options.kubernetes else ""
+        self._families = Families(others, picker, namespace, metrics.open_streams) if others else None
+        self._usage = _usage_log(options)
+        if self._usage is not None:
+            metrics.observe(self._usage.samples)
+        self._tracing = _tracing() if options.tracing else None
+        found: Sequence[Observer | None] = (self._families, self._usage, self._tracing)
+        self.observers = Observers([observer for observer in found if observer is not None])
+
+    async def __aenter__(self) -> Self:
+        if self._usage is not None:
+            self._usage.start()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._usage.reopen)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._usage is not None:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+            await self._usage.stop()
+        if self._tracing is not None:
+            await self._tracing.stop()
+
+    def forget(self, endpoint: str) -> None:
+        """It has gone for good."""
+        self._metrics.forget(endpoint)
+        if self._families is not None:
+            self._families.forget(endpoint)
+
+    def page(self) -> bytes:
+        """What a scrape gets: each family in turn."""
+        ours = self._metrics.render() if self._shows_ours else b""
+        return ours if self._families is None else ours + self._families.render()
+
+
+def _usage_log(options: Options) -> UsageLog | None:
+    if not options.usage_log:
+        return None
+    if options.usage_log == "-":
+        return UsageLog(StdoutSink())
+    try:
+        return UsageLog(FileSink(Path(options.usage_log), options.usage_log_bytes, options.usage_log_files))
+    except OSError as error:
+        raise ObservingError(f"--usage-log {options.usage_log}: {error.strerror or error}") from error
+
+
+def _tracing() -> Tracing | None:
+    try:
+        from treeline_epp import tracing
+    except ImportError as error:  # both have files of one name: whichever was installed last counts
+        why = "xds-protos disturbed it: pip install --force-reinstall --no-deps opentelemetry-proto"
+        raise ObservingError(f"--tracing: {error}; {why}") from error
+    try:
+        spans = tracing.exporter()
+    except tracing.TracingError as error:
+        raise ObservingError(f"--tracing: {error}") from error
+    return None if spans is None else tracing.Tracing(tracing.provider(spans))

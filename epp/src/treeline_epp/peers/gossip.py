@@ -1,0 +1,249 @@
+"""What one picker says to the others and makes of what they say: datagrams and the time in, datagrams out.
+
+Each picker sends what happens to its requests to all others, some milliseconds of it in one datagram, numbered; and at
+least every `BEAT_S` that it is still there. Whoever is heard for the first time, or has left a gap, is asked for all
+that it has in flight. A picker that falls silent for `DEAD_S` is forgotten with its requests, and so is one in whose
+place (its address) another has begun.
+
+Everybody holds one key (`seal.py`); what is not sealed with it is dropped unread. Nothing that a peer sends makes this
+grow beyond `MOST_PEERS` × (`ledger.MOST_OPEN` requests, `sequence.MOST_WAITING` deltas, one snapshot) and
+`landmarks.MOST_KEPT` marks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from treeline_wire.errors import WireError
+from treeline_wire.peers import (
+    MOST_PARTS,
+    Ask,
+    Delta,
+    Leave,
+    Message,
+    Record,
+    Snapshot,
+    decode,
+    encode,
+    packed,
+)
+
+from treeline_epp.peers.landmarks import Landmarks
+from treeline_epp.peers.ledger import MOST_PENDING, Others, Own, Places
+from treeline_epp.peers.seal import Seal
+from treeline_epp.peers.sequence import News
+from treeline_epp.peers.sequence import Sequence as DeltaSequence
+from treeline_epp.picking.picker import Picker
+
+FLUSH_S = 0.002
+"""What happens within this time after something was sent goes out together; before that, at once: of siblings that come
+in a burst each should be chosen in the knowledge of the one before."""
+CLOSED_S = 0.01
+"""What has ended may wait for something to go with: load reports tell of it, too."""
+BEAT_S = 0.5
+DEAD_S = 3.0
+MOST_PEERS = 64
+_SWEEP_S = 1.0
+_ANSWER_S = 0.05
+"""Somebody who asks more often than this is not answered again: a snapshot is large, and a question small."""
+_MOST_ANSWERED = 1024
+"""Questions that are remembered: one that is sent again, by whomever, from wherever, is not answered again."""
+
+Address = tuple[str, int]
+Outgoing = tuple[bytes, Address | None]
+"""A datagram and whom it is for; None: for all."""
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    address: Address
+    sequence: DeltaSequence
+    others: Others
+
+
+class Gossip:
+    """See the module. `own` is to be the picker's `elsewhere`. All times are the caller's monotonic clock."""
+
+    def __init__(self, picker: Picker, key: bytes, seal: Seal | None = None) -> None:
+        self.landmarks = Landmarks(int.from_bytes(key[:8], "big"))
+        self.own = Own(self.landmarks)
+        self.counts: Counter[str] = Counter()
+        self.told_bytes = 0
+        self._picker = picker
+        self._places = Places(picker)
+        self._seal = seal or Seal(key)
+        self._peers: dict[bytes, _Peer] = {}
+        self._seq = 0
+        self._sent_at = self._flushed_at = float("-inf")
+        self._swept_at = float("-inf")
+        self._asked: dict[Address, float] = {}
+        self._answered: deque[bytes] = deque(maxlen=_MOST_ANSWERED)
+        self._unplaced = 0
+
+    @property
+    def addresses(self) -> Collection[Address]:
+        """Where others are that have answered us."""
+        return {peer.address for peer in self._peers.values() if peer.sequence.in_step}
+
+    @property
+    def in_step(self) -> int:
+        """How many others there are whose requests are known."""
+        return sum(peer.sequence.in_step for peer in self._peers.values())
+
+    @property
+    def elsewhere(self) -> int:
+        """Requests in flight by others."""
+        return sum(len(peer.others) for peer in self._peers.values())
+
+    @property
+    def unplaced(self) -> int:
+        """Requests of others that went to endpoints which are not known here, so far."""
+        return self._unplaced + sum(peer.others.unplaced for peer in self._peers.values())
+
+    # What comes
+
+    def on_datagram(self, datagram: bytes, address: Address, now: float) -> Sequence[Outgoing]:
+        """Take a datagram, whoever has sent it; what is to be sent for it. Never raises."""
+        self.counts["received"] += 1
+        opened = self._seal.open(datagram)
+        if opened is None:
+            self.counts["refused"] += 1
+            return ()
+        sender, content = opened
+        if sender == self._seal.sender:
+            return ()  # our own name stands for us, too
+        try:
+            message = decode(content)
+        except WireError:
+            self.counts["refused"] += 1
+            return ()
+        if isinstance(message, Ask):
+            return self._answer(message, address, now)
+        peer = self._peers.get(sender)
+        if isinstance(message, Leave):
+            self._forget(sender, now)
+        elif isinstance(message, Snapshot):
+            if peer is not None:
+                news = peer.sequence.on_part(message, now)
+                if news.snapshot is not None:  # this is new, and so is where it came from
+                    self._succeed(sender, peer, address, now)
+                self._take(peer, news, now)
+        else:
+            peer = peer or self._meet(sender, address, now)
+            if peer is not None:
+                if not peer.sequence.in_step:
+                    peer.address = address  # nothing says where it is, before it has answered from there
+                self._take(peer, peer.sequence.on_delta(message, now), now)
+                return self._question(sender, peer, now)
+        return ()
+
+    def _meet(self, sender: bytes, address: Address, now: float) -> _Peer | None:
+        """Somebody new. Where there are too many, those go who have answered nothing yet."""
+        if len(self._peers) >= MOST_PEERS:
+            strange = next((one for one, peer in self._peers.items() if not peer.sequence.in_step), None)
+            if strange is None:
+                self.counts["refused"] += 1
+                return None
+            self._forget(strange, now)
+        peer = _Peer(address, DeltaSequence(now), Others(self._picker, self.landmarks, self._places))
+        self._peers[sender] = peer
+        return peer
+
+    def _succeed(self, sender: bytes, peer: _Peer, address: Address, now: float) -> None:
+        """It has answered from this address: who was there before is no more."""
+        peer.address = address
+        for one in [one for one, other in self._peers.items() if other.address == address and one != sender]:
+            self._forget(one, now)
+
+    def _forget(self, sender: bytes, now: float) -> None:
+        peer = self._peers.pop(sender, None)
+        if peer is not None:
+            self._unplaced += peer.others.unplaced
+            peer.others.clear(now)
+
+    def _take(self, peer: _Peer, news: News, now: float) -> None:
+        if news.snapshot is not None:
+            self.counts["snapshots"] += 1
+            peer.others.reconcile(news.snapshot, now)
+        for record in news.records:
+            peer.others.apply(record, now)
+
+    def _question(self, sender: bytes, peer: _Peer, now: float) -> Sequence[Outgoing]:
+        nonce = peer.sequence.question(now)
+        return () if nonce is None else [self._sealed(Ask(sender, nonce), peer.address)]
+
+    def _answer(self, ask: Ask, address: Address, now: float) -> Sequence[Outgoing]:
+        often = now < self._asked.get(address, float("-inf")) + _ANSWER_S
+        if ask.whom != self._seal.sender or often or ask.nonce in self._answered:
+            return ()
+        self._asked[address] = now
+        self._answered.append(ask.nonce)
+        out = [*self.flush(now)]  # so that the snapshot is the state after the newest delta
+        records = self.own.snapshot(now)
+        counts = packed(records)[:MOST_PARTS] or [0]
+        start = 0
+        for part, count in enumerate(counts):
+            some = tuple(records[start : start + count])
+            out.append(self._sealed(Snapshot(ask.nonce, self._seq, part, len(counts), some), address))
+            start += count
+        return out
+
+    # What goes
+
+    def due_in(self, now: float, *, urgent: bool) -> float:
+        """How long to wait with a flush, when `own.wake` was called."""
+        return max(0.0, self._flushed_at + FLUSH_S - now) if urgent else CLOSED_S
+
+    def flush(self, now: float) -> Sequence[Outgoing]:
+        """What has happened since the last time, for all. Call it `due_in` after `own.wake`."""
+        records = self.own.take()
+        if len(records) > MOST_PENDING:
+            self._seq += 1  # nobody gets this one, so that everybody asks
+            records = []
+        out, start = [], 0
+        for count in packed(records):
+            out.append(self._delta(tuple(records[start : start + count])))
+            start += count
+        if out:
+            self._sent_at = self._flushed_at = now
+        return out
+
+    def tick(self, now: float) -> Sequence[Outgoing]:
+        """Housekeeping, beats and questions. Call about every 50 ms."""
+        self.landmarks.tick(now)
+        for sender in [one for one, peer in self._peers.items() if now >= peer.sequence.heard_at + DEAD_S]:
+            self._forget(sender, now)
+        if now >= self._swept_at + _SWEEP_S:
+            self._swept_at = now
+            self._asked = {address: at for address, at in self._asked.items() if now < at + _ANSWER_S}
+            for peer in self._peers.values():
+                peer.others.tick()
+        out = [*itertools.chain.from_iterable(self._question(*known, now) for known in self._peers.items())]
+        if now >= self._sent_at + BEAT_S:
+            self._sent_at = now
+            out.append(self._delta(()))
+        return out
+
+    def leave(self) -> Sequence[Outgoing]:
+        """The last words."""
+        return [self._sealed(Leave(), None)]
+
+    def _delta(self, records: tuple[Record, ...]) -> Outgoing:
+        self._seq += 1
+        return self._sealed(Delta(self._seq, records), None)
+
+    def _sealed(self, message: Message, to: Address | None) -> Outgoing:
+        datagram = self._seal.close(encode(message))
+        if to is None:
+            self.told_bytes += len(datagram)
+        return datagram, to
+
+    def check(self) -> None:
+        """Assert what always holds."""
+        self.landmarks.check()
+        assert len(self._peers) <= MOST_PEERS
+        for endpoint in self._picker.endpoints.values():
+            endpoint.load.reservations.check()

@@ -1,0 +1,220 @@
+"""The requests in flight: our own, as the others are to know them, and the others', as our picker counts them.
+
+The picker calls an `Own` where it opens and closes leases. An `Others` is what one other picker has in flight: each
+request of it is a reservation at the endpoint, which ends by itself as our own do, and what its prompt will leave in
+the cache. Both are bounded, whatever requests there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+from treeline_wire.peers import Closed, How, Opened, Record, endpoint_ref
+
+from treeline_epp.endpoints.reservations import Reservation
+from treeline_epp.index.pods import Match
+from treeline_epp.peers.landmarks import Foresight, Landmarks
+from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.picker import Picker
+
+MOST_OPEN = 16_384
+"""Requests of one picker that others count; of more, the oldest are let go of."""
+MOST_PENDING = 16_384
+"""Records that wait to be sent; beyond that others are told by a snapshot."""
+MOST_TOKENS = 1 << 28
+MOST_PREFILL_MS = 600_000
+"""What a picker may claim of one request: it is held until it should be done, and three times that."""
+_REBUILD_S = 0.1
+
+
+class Own:
+    """Our own requests. `wake` is called when there is something to send and nothing was before; with True when there
+    is something urgent, and nothing was."""
+
+    def __init__(self, landmarks: Landmarks) -> None:
+        self.wake: Callable[[bool], None] = lambda _urgent: None
+        self._pending: list[Record] = []
+        self._urgent = False
+        self._landmarks = landmarks
+        self._open: OrderedDict[Lease, Opened] = OrderedDict()
+        self._last_id = 0
+        self._refs: dict[tuple[str, str], bytes] = {}
+
+    def opened(self, lease: Lease, now: float) -> None:
+        """See `picking.elsewhere`. O(bytes of the key) at memory speed."""
+        request, best, spec = lease.decision.request, lease.decision.best, lease.endpoint.spec
+        told: tuple[tuple[int, ...], int, int] = (), 0, 0
+        if request.key and lease.predicted_until is not None:
+            trail = self._landmarks.trail(lease.pod.scope, request.namespace, request.key)
+            told = trail.told(best.candidate.hit.end)
+        self._last_id += 1
+        record = Opened(
+            self._last_id,
+            self._ref(spec.name, spec.address),
+            min(MOST_TOKENS, lease.reservation.tokens),
+            min(MOST_PREFILL_MS, math.ceil(1000 * best.ttft_s)),
+            0,
+            lease.endpoint.pods.index(lease.pod),
+            *told,
+        )
+        self._open[lease] = record
+        if len(self._open) > MOST_OPEN:
+            self._open.popitem(last=False)
+        self._tell(record)
+
+    def closed(self, lease: Lease, outcome: Outcome, *, began: bool) -> None:
+        """See `picking.elsewhere`. O(1)."""
+        record = self._open.pop(lease, None)
+        if record is None:
+            return
+        if outcome is Outcome.HEADERS:
+            how = How.PREFILLED if began else How.ANSWERED
+        else:
+            how = How.OVERLOADED if outcome is Outcome.OVERLOADED else How.FAILED
+        self._tell(Closed(record.id, how))
+
+    def foreseen(self, match: Match, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
+        """See `picking.elsewhere`. O(bytes of the key) at memory speed, or O(1) where nothing is foreseen."""
+        landmarks = self._landmarks
+        return landmarks.foreseen(match, landmarks.trail(scope, namespace, key), now) if len(landmarks) else match
+
+    def snapshot(self, now: float) -> list[Opened]:
+        """What is in flight, with its age. O(it)."""
+        return [
+            replace(record, age_ms=max(0, int(1000 * (now - lease.opened_at))))
+            for lease, record in self._open.items()
+            if lease.reservation.open
+        ]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def take(self) -> list[Record]:
+        """What is to be sent, once."""
+        pending, self._pending, self._urgent = self._pending, [], False
+        return pending
+
+    def _tell(self, record: Record) -> None:
+        urgent = isinstance(record, Opened)
+        self._pending.append(record)
+        if (urgent and not self._urgent) or len(self._pending) == 1:
+            self._urgent = urgent
+            self.wake(urgent)
+
+    def _ref(self, name: str, address: str) -> bytes:
+        ref = self._refs.get((name, address))
+        if ref is None:
+            if len(self._refs) > MOST_OPEN:  # endpoints come and go
+                self._refs.clear()
+            ref = self._refs[name, address] = endpoint_ref(name, address)
+        return ref
+
+
+class Places:
+    """Endpoints of our picker by how they are named on the wire."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+        self._built_at = float("-inf")
+        self._found: dict[bytes, str | None] = {}
+
+    def endpoint(self, ref: bytes, now: float) -> Endpoint | None:
+        """None for one that is not known here, or that is not the only one of that name."""
+        name = self._found.get(ref)
+        endpoint = None if name is None else self._picker.endpoints.get(name)
+        if endpoint is not None and endpoint_ref(endpoint.spec.name, endpoint.spec.address) == ref:
+            return endpoint
+        if now < self._built_at + _REBUILD_S:
+            return None
+        self._built_at = now
+        self._found = {}
+        for name, endpoint in self._picker.endpoints.items():
+            one = endpoint_ref(name, endpoint.spec.address)
+            self._found[one] = None if one in self._found else name
+        name = self._found.get(ref)
+        return None if name is None else self._picker.endpoints[name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    endpoint: Endpoint
+    reservation: Reservation
+    opened: Opened
+    foresight: Foresight | None
+
+
+@dataclass(slots=True)
+class Others:
+    """What one other picker has in flight."""
+
+    picker: Picker
+    landmarks: Landmarks
+    places: Places
+    unplaced: int = 0
+    """Requests that went to endpoints which are not known here."""
+    _held: OrderedDict[int, _Held] = field(default_factory=OrderedDict)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def apply(self, record: Record, now: float) -> None:
+        """What it says of one request. Numbers that are not known change nothing. O(marks)."""
+        if isinstance(record, Opened):
+            self._open(record, now)
+        else:
+            held = self._held.pop(record.id, None)
+            if held is not None:
+                self._close(held, record.how, now)
+
+    def reconcile(self, records: tuple[Opened, ...], now: float) -> None:
+        """All that it has in flight: others than these are over. O(both)."""
+        there = {record.id for record in records}
+        for id in [id for id in self._held if id not in there]:
+            self._close(self._held.pop(id), How.PREFILLED, now)
+        for record in records:
+            if record.id not in self._held:
+                self._open(record, now)
+
+    def tick(self) -> None:
+        """Let go of what has ended by itself. O(in flight); call about every second."""
+        for id in [id for id, held in self._held.items() if not held.reservation.open]:
+            del self._held[id]
+
+    def clear(self, now: float) -> None:
+        """It is gone, and whatever it has sent out will never be reported."""
+        while self._held:
+            self._close(self._held.popitem()[1], How.PREFILLED, now)
+
+    def _open(self, record: Opened, now: float) -> None:
+        if record.id in self._held:
+            return
+        endpoint = self.places.endpoint(record.ref, now)
+        if endpoint is None:
+            self.unplaced += 1
+            return
+        tokens, age_s = min(MOST_TOKENS, record.tokens), record.age_ms / 1000
+        prefill_s = min(MOST_PREFILL_MS, record.prefill_ms) / 1000
+        reservation = self.picker.open_elsewhere(endpoint, tokens, prefill_s, age_s, now)
+        if reservation is None:
+            return
+        pod = endpoint.expecting(record.rank)
+        limits = self.picker.index.limits
+        life = limits.prediction_life_s if pod.precise else limits.eventless_life_s
+        foresight = self.landmarks.add(record, pod, now - age_s + life)
+        self._held[record.id] = _Held(endpoint, reservation, record, foresight)
+        if len(self._held) > MOST_OPEN:
+            self._close(self._held.popitem(last=False)[1], How.PREFILLED, now)
+
+    def _close(self, held: _Held, how: How, now: float) -> None:
+        outcome = Outcome.HEADERS if how in (How.PREFILLED, How.ANSWERED) else Outcome.CANCELLED
+        if how is How.OVERLOADED:
+            outcome = Outcome.OVERLOADED
+        self.picker.close_elsewhere(held.endpoint, held.reservation, outcome, now, began=how is How.PREFILLED)
+        if outcome is not Outcome.HEADERS and held.foresight is not None:
+            self.landmarks.withdraw(held.opened, held.foresight)

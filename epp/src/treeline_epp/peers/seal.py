@@ -1,0 +1,67 @@
+"""Sealing datagrams: who does not hold the key can neither read nor make one.
+
+A datagram is one byte of version, the sender, a counter that never comes again (a varint), and the message under
+AES-GCM with both as its nonce (NIST SP 800-38D: 96 bits, unique by construction). That a datagram is *new* a seal
+cannot say: `sequence.py` can.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Final
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from treeline_wire.peers import MOST_BYTES, SENDER_BYTES, VERSION, varint
+
+_COUNTER_BYTES: Final = 6
+_MOST_HEAD: Final = 1 + SENDER_BYTES + _COUNTER_BYTES + 1
+_TAG_BYTES: Final = 16
+OVERHEAD_BYTES: Final = _MOST_HEAD + _TAG_BYTES
+"""At most."""
+_BEGINNING: Final = bytes((VERSION,))
+
+
+def peer_key(secret: bytes) -> bytes:
+    """The key that pickers with this secret share, for this purpose alone."""
+    return hashlib.blake2b(secret, digest_size=32, person=b"treeline-peers").digest()
+
+
+class Seal:
+    """Of one process: `sender` is new at each start. `key` has 32 bytes."""
+
+    def __init__(self, key: bytes, sender: bytes | None = None) -> None:
+        self.sender = secrets.token_bytes(SENDER_BYTES) if sender is None else sender
+        self._cipher = AESGCM(key)
+        self._counter = 0
+
+    def close(self, message: bytes) -> bytes:
+        """The datagram of a message."""
+        self._counter += 1
+        head = _BEGINNING + self.sender + varint(self._counter)
+        return head + self._cipher.encrypt(_nonce(self.sender, self._counter), message, head)
+
+    def open(self, datagram: bytes) -> tuple[bytes, bytes] | None:
+        """`(sender, message)`; None for what nobody with the key has made, or in another version."""
+        if len(datagram) > MOST_BYTES + OVERHEAD_BYTES or not datagram.startswith(_BEGINNING):
+            return None
+        sender = datagram[1 : 1 + SENDER_BYTES]
+        counter = shift = 0
+        for at in range(1 + SENDER_BYTES, min(len(datagram), _MOST_HEAD)):
+            counter |= (datagram[at] & 0x7F) << shift
+            if datagram[at] < 0x80:
+                break
+            shift += 7
+        else:
+            return None
+        if counter >> 8 * _COUNTER_BYTES:
+            return None
+        try:
+            return sender, self._cipher.decrypt(_nonce(sender, counter), datagram[at + 1 :], datagram[: at + 1])
+        except InvalidTag:
+            return None
+
+
+def _nonce(sender: bytes, counter: int) -> bytes:
+    return sender + counter.to_bytes(_COUNTER_BYTES, "big")

@@ -1,0 +1,102 @@
+"""What policies know of the endpoints of one pick: arrays of one length, a place for each candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from msgspec import Struct
+
+from treeline_epp.endpoints.load import STALE_AFTER_S
+from treeline_epp.index.pods import Pod
+from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.table import (
+    AT,
+    FRESH_IN_FLIGHT,
+    IDENTITY,
+    RESERVED_REQUESTS,
+    Floats,
+    Mask,
+    Rows,
+    Table,
+)
+
+_NONE: Floats = np.zeros(0)
+
+
+def _unknown() -> Floats:
+    return _NONE
+
+
+def _nobody(_name: str) -> int | None:
+    return None
+
+
+def _no_adapter(_name: str) -> Mask:
+    return np.zeros(0, np.bool_)
+
+
+class Candidates(Struct, frozen=True):
+    """The candidates of one pick, at `now`.
+
+    `cost_s`, `cached_tokens` and `uncached_tokens` (of the prompt) are those of each; `identity` is a number below 2⁵²
+    that is the endpoint's own, whichever picker asks (see `Endpoint.identity`). What few policies want to know is
+    computed when they ask: `in_flight()` are the requests of each, by its last report and the reservations since, or
+    the reservations alone where it does not report. `name(at)` is the endpoint's name; `find(text)` the place of the
+    one with this name or address, None if it is no candidate; `has_adapter(lora)` those that are known to have loaded
+    an adapter.
+    """
+
+    cost_s: Floats
+    cached_tokens: Floats
+    name: Callable[[int], str]
+    uncached_tokens: Floats = _NONE
+    identity: Floats = _NONE
+    in_flight: Callable[[], Floats] = _unknown
+    find: Callable[[str], int | None] = _nobody
+    has_adapter: Callable[[str], Mask] = _no_adapter
+    now: float = 0.0
+
+
+def candidates_of(
+    table: Table,
+    known: Mapping[str, Endpoint],
+    rows: Rows,
+    columns: Floats,
+    tokens: tuple[Floats, Floats],
+    cost_s: Floats,
+    now: float,
+) -> Candidates:
+    """The endpoints in these rows, of which `columns` are the columns and `tokens` the prompt's `(cached, uncached)`.
+    `known` are all endpoints by name. O(1); the rest when it is asked for."""
+
+    def in_flight() -> Floats:
+        fresh = now - columns[AT] <= STALE_AFTER_S
+        load: Floats = np.where(fresh, columns[FRESH_IN_FLIGHT], columns[RESERVED_REQUESTS])
+        return load
+
+    def find(text: str) -> int | None:
+        named = known.get(text)
+        for row in table.at([text]) if named is None else (named.pod.row,):
+            at = int(np.searchsorted(rows, row))
+            if at < len(rows) and rows[at] == row:
+                return at
+        return None
+
+    def has_adapter(lora: str) -> Mask:
+        owners = (table.endpoints[row] for row in rows.tolist())
+        pods: list[tuple[Pod, ...]] = [() if owner is None else owner.pods for owner in owners]
+        found = [lora in own[0].adapters if len(own) == 1 else any(lora in pod.adapters for pod in own) for own in pods]
+        return np.array(found, np.bool_)
+
+    return Candidates(
+        cost_s,
+        tokens[0],
+        lambda at: table.at_row(int(rows[at])).spec.name,
+        tokens[1],
+        columns[IDENTITY],
+        in_flight,
+        find,
+        has_adapter,
+        now,
+    )

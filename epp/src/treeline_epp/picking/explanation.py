@@ -1,0 +1,99 @@
+"""Why a request goes where it goes: for each endpoint, what left it out, or what it would cost and its place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from treeline_epp.endpoints.load import STALE_AFTER_S
+from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.filters import FILTERS
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.score import Scored
+from treeline_epp.picking.table import Mask, Table
+
+
+class Verdict(Struct, frozen=True, omit_defaults=True):
+    """One endpoint's part in a decision. `rank` is its place (1: chosen), None where it is no candidate or its policy
+    does not rank it; `filter` and `why` say what left it out. `terms` are those of its score."""
+
+    endpoint: str
+    address: str
+    pool: str
+    rank: int | None = None
+    filter: str = ""
+    why: str = ""
+    terms: Mapping[str, float | None] = {}
+
+
+class Explanation(Struct, frozen=True, omit_defaults=True):
+    """A decision with all that were considered, the best first. `refusal` is what the client is told where there is
+    none."""
+
+    policy: str
+    refusal: str = ""
+    endpoints: tuple[Verdict, ...] = ()
+
+
+def dropped_by(request: PickRequest, table: Table, now: float) -> dict[int, tuple[str, str]]:
+    """Row → the filter that leaves it out and why, as `filters.rows_left` goes about it. Each endpoint is looked at."""
+    left: Mask = np.ones(table.size, np.bool_)
+    dropped: dict[int, tuple[str, str]] = {}
+    for one in FILTERS:
+        mask = one.keep(request, table, now)
+        if mask is None or not ((mask & left).any() or one.refusal):
+            continue
+        for row in np.flatnonzero(left & ~mask).tolist():
+            if (endpoint := table.endpoints[row]) is not None:
+                dropped[row] = one.name, _why(one.name, endpoint, request, now)
+        left = left & mask
+    return dropped
+
+
+def explanation(
+    policy: str, table: Table, dropped: Mapping[int, tuple[str, str]], ranked: Sequence[Scored], refusal: str
+) -> Explanation:
+    """All endpoints: those that are ranked, those that are not, those that were left out."""
+    places = {scored.candidate.spec.name: place for place, scored in enumerate(ranked)}
+    verdicts = []
+    for row, endpoint in enumerate(table.endpoints):
+        if endpoint is None:
+            continue
+        spec = endpoint.spec
+        place = places.get(spec.name)
+        if place is not None:
+            terms = {name: round(value, 6) for name, value in ranked[place].terms.items()}
+            verdicts.append(Verdict(spec.name, spec.address, spec.pool, place + 1, terms=terms))
+        else:
+            one, why = dropped.get(row, ("", refusal or "its policy does not rank it"))
+            verdicts.append(Verdict(spec.name, spec.address, spec.pool, None, one, why))
+    behind = len(verdicts) + 1
+    verdicts.sort(key=lambda one: (one.rank or behind, one.filter, one.endpoint))
+    return Explanation(policy, refusal, tuple(verdicts))
+
+
+def _why(filter_name: str, endpoint: Endpoint, request: PickRequest, now: float) -> str:
+    if filter_name == "serving":
+        return _not_serving(endpoint, request)
+    if filter_name == "subset":
+        return "not in the subset that the proxy allows"
+    if filter_name == "healthy":
+        if now < endpoint.breaker.closed_until:
+            return f"answered nothing but errors; tried again in {endpoint.breaker.closed_until - now:.1f} s"
+        report = endpoint.load.report
+        age_s = now - report.at if report is not None else STALE_AFTER_S
+        return f"has been silent for {age_s:.1f} s"
+    return f"left out by {filter_name}"
+
+
+def _not_serving(endpoint: Endpoint, request: PickRequest) -> str:
+    spec, report = endpoint.spec, endpoint.load.report
+    if request.pool is not None and spec.pool != request.pool:
+        return f"is of pool {spec.pool}, and the request is for {request.pool}"
+    if spec.models and request.model is not None and request.model not in spec.models:
+        return f"does not serve {request.model}"
+    if endpoint.draining or (report is not None and report.draining):
+        return "drains"
+    return "is not ready"

@@ -1,0 +1,102 @@
+"""What a policy is, and how one is named: `NAME`, or `NAME:key=value,key=value`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from random import Random
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from treeline_epp.picking.candidates import Candidates
+from treeline_epp.picking.request import PickRequest
+
+Share = Annotated[float, Meta(ge=0, le=1)]
+Amount = Annotated[float, Meta(ge=0)]
+Factor = Annotated[float, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1)]
+HeaderName = Annotated[str, Meta(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]+$", max_length=256)]
+"""Of an HTTP header, in lower case as HTTP/2 has it."""
+
+
+class NoParameters(Struct, frozen=True, forbid_unknown_fields=True):
+    """For policies that have nothing to set."""
+
+
+class Policy(ABC):
+    """Ranks candidates, best first: filters have said who may be picked at all. Its state is its own; with the same
+    seed and the same calls it gives the same answers."""
+
+    name: ClassVar[str]
+    parameters: ClassVar[type[Struct]] = NoParameters
+    """What can be set: names, types and bounds."""
+
+    @abstractmethod
+    def __init__(self, parameters: Any, rng: Random) -> None: ...
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """The request headers (lower-case names) that it looks at; no others need to be in `PickRequest.headers`."""
+        return ()
+
+    @abstractmethod
+    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+        """The places of the best `count` (≥ 1; fewer if there are not so many), by preference, none of them twice.
+
+        May raise `NoEndpoints` where the request wants one that is not among the candidates.
+        """
+
+    def tell(self, request: PickRequest, identity: float) -> tuple[str, str] | None:
+        """A header that the client is to be told with the answer of the endpoint with this identity, if any."""
+        return None
+
+
+class PolicyError(ValueError):
+    """There is no such policy, or its parameters are wrong; the message says what there is."""
+
+
+class Choice(Struct, frozen=True):
+    """A policy by name, with parameters as texts. `str` gives the form that `parse` reads."""
+
+    name: str
+    parameters: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        given = ",".join(f"{key}={value}" for key, value in self.parameters.items())
+        return f"{self.name}:{given}" if given else self.name
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Read `NAME[:key=value,…]`. Raises `PolicyError` for what has another form; whether there is such a policy
+        with such parameters is not looked at."""
+        name, colon, rest = text.strip().partition(":")
+        found: dict[str, str] = {}
+        for word in rest.split(",") if colon else ():
+            key, equals, value = (part.strip() for part in word.partition("="))
+            if not key or not equals:
+                raise PolicyError(f"{word!r} is not of the form key=value (as in {name}:key=value,key=value)")
+            if key in found:
+                raise PolicyError(f"parameter {key!r} is there twice")
+            found[key] = value
+        return cls(name, found)
+
+
+def read_parameters(policy: type[Policy], given: Mapping[str, str]) -> Struct:
+    """Parameters with their types. Raises `PolicyError` that says what there is."""
+    fields = msgspec.structs.fields(policy.parameters)
+    names = [field.name for field in fields]
+    if unknown := [name for name in given if name not in names]:
+        there = f"it has {', '.join(names)}" if names else "it has none"
+        raise PolicyError(f"policy {policy.name} has no parameter {unknown[0]!r}; {there}")
+    try:
+        found = msgspec.convert(dict(given), policy.parameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise PolicyError(f"policy {policy.name}: {error}") from None
+    for name in given:
+        value = getattr(found, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise PolicyError(f"policy {policy.name}: {name} must be a finite number")
+    return found

@@ -1,0 +1,48 @@
+"""Rendezvous hashing (Thaler and Ravishankar, 1998) in array operations.
+
+Each endpoint has a weight for each key, and the heaviest gets it. When one of n endpoints goes, its keys alone move, a
+share of 1/n, and spread over all others; when one comes, it takes a share of 1/n from all others. There is no ring to
+keep, and whatever subset of the endpoints may be used, it is true of that. Weights depend on names alone: all pickers
+agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from treeline_epp.picking.table import Floats
+
+Weights = npt.NDArray[np.uint64]
+
+
+def key_of(*parts: bytes) -> int:
+    """64 bits of a key's parts; where one ends and the next begins counts."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little"))
+        hashed.update(part)
+    return int.from_bytes(hashed.digest(), "little")
+
+
+def weights(key: int, identity: Floats) -> Weights:
+    """The weight of each endpoint for a key of 64 bits: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014) over
+    both. O(n)."""
+    mixed = identity.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= np.uint64(key)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def heaviest(weight: Weights, count: int) -> list[int]:
+    """The places of the greatest weights, in order. O(n + count log count)."""
+    size = len(weight)
+    places = np.argpartition(weight, size - count)[-count:] if count < size else np.arange(size)
+    order: list[int] = places[np.argsort(weight[places])[::-1]].tolist()
+    return order

@@ -1,0 +1,24 @@
+"""`least_load`: the fewest requests in flight."""
+
+from __future__ import annotations
+
+from random import Random
+
+from treeline_epp.picking.candidates import Candidates
+from treeline_epp.picking.policies.base import NoParameters, Policy
+from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
+from treeline_epp.picking.request import PickRequest
+
+
+class LeastLoad(Policy):
+    """Whatever they hold; equals are drawn."""
+
+    name = "least_load"
+
+    def __init__(self, parameters: NoParameters, rng: Random) -> None:
+        self._rng = rng
+
+    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+        """O(n) at memory speed."""
+        load = candidates.in_flight()
+        return led_by(lightest(load, self._rng), lowest(load, count), count)

@@ -1,0 +1,28 @@
+"""`power_of_two`: of two that are drawn, the one with fewer requests in flight."""
+
+from __future__ import annotations
+
+from random import Random
+
+from treeline_epp.picking.candidates import Candidates
+from treeline_epp.picking.policies.base import NoParameters, Policy
+from treeline_epp.picking.request import PickRequest
+
+
+class PowerOfTwo(Policy):
+    """Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (2001): nearly as even as asking all, without
+    sending everybody to whoever was the lightest in the last report."""
+
+    name = "power_of_two"
+
+    def __init__(self, parameters: NoParameters, rng: Random) -> None:
+        self._rng = rng
+
+    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+        """O(n) for the loads, O(count) besides."""
+        size = len(candidates.cost_s)
+        order = self._rng.sample(range(size), min(max(count, 2), size))
+        load = candidates.in_flight()
+        if size > 1 and load[order[1]] < load[order[0]]:
+            order[:2] = order[1], order[0]
+        return order[:count]

@@ -1,0 +1,95 @@
+"""What the inference extension lets operators say of requests: InferenceObjectives and InferenceModelRewrites.
+
+As GIE 1.5 has them (llm-d after it): an objective, which a request names in a header, has a priority, and a negative
+one is sheddable. A rewrite gives requests for a model another one, drawn by weight: of the rules that match, one that
+names the model goes before one for all models, then the older object's, then the first of an object. A rule goes before
+the header that names a model, and that before the body. Headers count where they are trusted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+import msgspec
+from treeline_wire import headers as names
+from treeline_wire.gateway_rules import ModelRewrite, Objective, RewriteRule
+
+_OBJECTIVE: Final = (names.OBJECTIVE_LLMD, names.OBJECTIVE)
+_REWRITE: Final = (names.MODEL_REWRITE_LLMD, names.MODEL_REWRITE)
+_FAIRNESS: Final = (names.FAIRNESS_ID_LLMD, names.FAIRNESS_ID)
+"""llm-d's spelling goes first, as there."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """The model that a request is for, the only pool that may serve it, and a number in [0, 1) for further draws."""
+
+    model: str
+    pool: str | None
+    draw: float
+
+
+class GatewayRules:
+    """The objectives and rewrites of our pools. Owner: discovery (`set`); read on every request."""
+
+    def __init__(self, *, trust_headers: bool = False) -> None:
+        self._trust_headers = trust_headers
+        self._objectives: dict[tuple[str, str], int] = {}
+        self._by_name: dict[str, int] = {}
+        self._exact: dict[str, dict[str, RewriteRule]] = {}
+        self._general: dict[str, RewriteRule] = {}
+
+    def set(self, objectives: Iterable[Objective], rewrites: Iterable[ModelRewrite]) -> None:
+        """All there are now. Of each name (in a namespace there is one) and each pool the others are forgotten."""
+        self._objectives = {(one.pool, one.name): one.priority for one in objectives}
+        self._by_name = {name: priority for (_, name), priority in self._objectives.items()}
+        self._exact, self._general = {}, {}
+        for rewrite in sorted(rewrites, key=lambda rewrite: rewrite.age):
+            for rule in rewrite.rules:
+                if not rule.targets:
+                    continue
+                for model in rule.models:
+                    self._exact.setdefault(model, {}).setdefault(rewrite.pool, rule)
+                if not rule.models:
+                    self._general.setdefault(rewrite.pool, rule)
+
+    def fairness_id(self, headers: Mapping[str, str]) -> str:
+        """Whose flow a request is in, by its own word; "" where it says nothing that is believed."""
+        return self._said(headers, _FAIRNESS)
+
+    def priority(self, headers: Mapping[str, str], pool: str | None) -> int:
+        """The priority of a request's objective; 0 where it names none that is known (of its pool, once it has one)."""
+        name = self._said(headers, _OBJECTIVE)
+        if not name:
+            return 0
+        return self._by_name.get(name, 0) if pool is None else self._objectives.get((pool, name), 0)
+
+    def asked(
+        self,
+        model: str,
+        headers: Mapping[str, str],
+        draw: float,
+        pool: str | None,
+        pool_of: Callable[[str], str | None],
+    ) -> Asked:
+        """What a request for `model` is for. `pool`: the only one that it may go to; `pool_of` says whose model one is,
+        and is called only where a rule for all models is in question."""
+        exact = self._exact.get(model, {})
+        home = pool if pool is not None else next(iter(exact), None)
+        rule = exact.get(home or "")
+        if rule is None and self._general:
+            home = pool if pool is not None else pool_of(model)
+            rule = self._general.get(home or "")
+        if rule is not None:
+            target, rest = rule.draw(draw)
+            return Asked(target, home, rest)
+        return Asked(self._said(headers, _REWRITE) or model, pool, draw)
+
+    def _said(self, headers: Mapping[str, str], spellings: tuple[str, ...]) -> str:
+        if not self._trust_headers:
+            return ""
+        return next((headers[name] for name in spellings if headers.get(name)), "")
+
+
+NO_RULES: Final = GatewayRules()
+"""Nothing is configured, and no header counts. Never set."""

@@ -1,0 +1,210 @@
+"""The demand for pools: what is counted of requests, the picture of it, and the stream of pictures.
+
+`Demand` is told of each pick, and of each request whose pool has no ready endpoint. All else is read from its owners
+when somebody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Final, Protocol
+
+from treeline_wire.signals import (
+    HEARTBEAT_S,
+    MOST_COUNT,
+    MOST_PER_S,
+    MOST_SECONDS,
+    NOTHING_WAITS,
+    RECENT_S,
+    Asked,
+    PoolSignals,
+    Signals,
+    Waiting,
+    encode,
+)
+
+from treeline_epp.metrics import Sample
+from treeline_epp.picking.endpoint import Endpoint
+
+_MOST_PICKS: Final = 512
+_MOST_MODELS: Final = 100
+_MOST_LETTERS: Final = 256
+"""Of a name or an id that a client chose."""
+_OTHER_MODELS: Final = ""
+"""All that are asked for beyond the first so many: engines that take any name may be asked for many."""
+
+
+class Held(Protocol):
+    """What a queue holds for a pool."""
+
+    @property
+    def requests(self) -> int:
+        """How many requests."""
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Tokens of their prompts that would have to be computed."""
+
+
+@dataclass(slots=True)
+class _Recent:
+    """Of one model in a pool: its picks (when, predicted seconds to the first token), and the requests that found no
+    endpoint ready (id → when, tokens), oldest first. One that comes again, or is tried again, counts once."""
+
+    picks: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_PICKS))
+    missed: dict[str, tuple[float, int]] = field(default_factory=dict)
+
+    def miss(self, id: str, tokens: int, now: float) -> None:
+        """A request found none. O(1)."""
+        before = self.missed.pop(id, (now, 0))
+        if len(self.missed) >= _MOST_PICKS:
+            del self.missed[next(iter(self.missed))]
+        self.missed[id] = now, max(before[1], tokens)
+
+    def forget(self, before: float) -> bool:
+        """Drop what is older; whether nothing is left."""
+        while self.picks and self.picks[0][0] < before:
+            self.picks.popleft()
+        for id, (at, _) in list(self.missed.items()):
+            if at >= before:
+                break
+            del self.missed[id]
+        return not self.picks and not self.missed
+
+
+class Demand:
+    """What requests for each pool came to, lately. O(1) and a fraction of a microsecond for each. `held` says what is
+    held for each pool; whoever holds requests sets it."""
+
+    def __init__(self) -> None:
+        self.held: Callable[[], Mapping[str, Held]] = dict
+        self._recent: dict[str, dict[str, _Recent]] = {}
+        self._unnamed = 0
+
+    def picked(self, model: str | None, pool: str, ttft_s: float, now: float) -> None:
+        """A request was given an endpoint of this pool, with this prediction."""
+        self._of(pool, model).picks.append((now, ttft_s))
+
+    def missed(self, id: str, pool: str, model: str | None, tokens: int, now: float) -> None:
+        """A request found no endpoint of the pool ready: it is turned away, waits, or goes to another pool."""
+        if not id:
+            self._unnamed += 1
+            id = f"#{self._unnamed}"
+        self._of(pool, model).miss(id[:_MOST_LETTERS], tokens, now)
+
+    def asked(self, now: float) -> dict[str, tuple[Asked, dict[str, Asked]]]:
+        """Pool → what is asked of it, and of each of its models; of the pools of which anything is known. O(picks)."""
+        self._forget(now - RECENT_S)
+        waiting = {
+            pool: Waiting(min(held.requests, MOST_COUNT), min(held.uncached_tokens, MOST_COUNT))
+            for pool, held in self.held().items()
+            if held.requests
+        }
+        return {
+            pool: (
+                _asked(self._recent.get(pool, {}).values(), waiting.get(pool, NOTHING_WAITS)),
+                {name: _asked([recent]) for name, recent in self._recent.get(pool, {}).items()},
+            )
+            for pool in dict.fromkeys([*self._recent, *waiting])
+        }
+
+    def _of(self, pool: str, model: str | None) -> _Recent:
+        models = self._recent.setdefault(pool, {})
+        name = (model or _OTHER_MODELS)[:_MOST_LETTERS]
+        if (known := models.get(name)) is not None:
+            return known
+        # A client may write anything; half a character cannot be sent on.
+        name = _OTHER_MODELS if len(models) >= _MOST_MODELS else name.encode(errors="replace").decode()
+        return models.setdefault(name, _Recent())
+
+    def _forget(self, before: float) -> None:
+        for pool, models in list(self._recent.items()):
+            for name, recent in list(models.items()):
+                if recent.forget(before):
+                    del models[name]
+            if not models:
+                del self._recent[pool]
+
+
+def _asked(found: Iterable[_Recent], held: Waiting = NOTHING_WAITS) -> Asked:
+    recent = list(found)
+    times = sorted(seconds for one in recent for _, seconds in one.picks)
+    missed = [max(0, tokens) for one in recent for _, tokens in one.missed.values()]
+    half, most = (_quantile(times, 0.5), _quantile(times, 0.9)) if times else (None, None)
+    return Asked(held, Waiting(len(missed), sum(missed)), len(times), half, most)
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    """The smallest of them that is no less than this share of all."""
+    return min(max(0.0, ordered[math.ceil(share * len(ordered)) - 1]), MOST_SECONDS)
+
+
+def picture(
+    demand: Demand, endpoints: Iterable[Endpoint], pools: Iterable[str], now: float, *, synced: bool
+) -> Signals:
+    """What is so now, of these pools and of all that have endpoints. O(endpoints)."""
+    asked = demand.asked(now)
+    by_pool: dict[str, list[Endpoint]] = {pool: [] for pool in chain(pools, asked)}
+    for endpoint in endpoints:
+        if not endpoint.draining:
+            by_pool.setdefault(endpoint.spec.pool, []).append(endpoint)
+    return Signals(synced, {name: _pool(*asked.get(name, (Asked(), {})), its, now) for name, its in by_pool.items()})
+
+
+def _pool(asked: Asked, models: dict[str, Asked], endpoints: list[Endpoint], now: float) -> PoolSignals:
+    loads = [endpoint.load for endpoint in endpoints]
+    flights = [load.in_flight(now) for load in loads]
+    return PoolSignals(
+        asked,
+        models,
+        ready=sum(endpoint.eligible for endpoint in endpoints),
+        queued_tokens=_total(load.queue(now)[0] for load in loads),
+        in_flight_requests=_total(
+            len(load.reservations) if flight is None else flight for load, flight in zip(loads, flights, strict=True)
+        ),
+        in_flight_tokens=_total(load.reservations.tokens for load in loads),
+        silent=sum(flight is None and endpoint.eligible for flight, endpoint in zip(flights, endpoints, strict=True)),
+    )
+
+
+def _total(counts: Iterable[int]) -> int:
+    """Within what listeners take, whatever engines report."""
+    return min(sum(max(0, count) for count in counts), MOST_COUNT)
+
+
+async def stream(look: Callable[[], Signals]) -> AsyncGenerator[bytes]:
+    """Lines for one listener, for ever: what `look` sees, when it has changed, and at times where it has not."""
+    said: Signals | None = None
+    quiet = 0
+    while True:
+        seen = look()
+        if seen != said or quiet >= HEARTBEAT_S * MOST_PER_S:
+            said, quiet = seen, 0
+            yield encode(seen)
+        quiet += 1
+        await asyncio.sleep(1.0 / MOST_PER_S)
+
+
+def samples(signals: Signals) -> Iterator[Sample]:
+    """The same for Prometheus, and for autoscalers that ask it."""
+    for name, pool in signals.pools.items():
+        labels, asked = {"pool": name}, pool.asked
+        text = "Requests that wait at this picker for an endpoint of the pool."
+        yield "gauge", "pool_held_requests", text, labels, asked.held.requests
+        text = f"Requests of the last {RECENT_S:g} s that found no endpoint of the pool ready."
+        yield "gauge", "pool_missed_requests", text, labels, asked.missed.requests
+        text = "Prompt tokens that wait to be computed, at the pool's endpoints or held by this picker."
+        yield "gauge", "pool_queued_tokens", text, labels, pool.queued_tokens + asked.held.tokens
+        text = "Requests that the pool's endpoints have or are about to get."
+        yield "gauge", "pool_in_flight_requests", text, labels, pool.in_flight_requests
+        text = "Endpoints of the pool that may be picked."
+        yield "gauge", "pool_ready_endpoints", text, labels, pool.ready
+        text = f"Predicted time to first token of the picks of the last {RECENT_S:g} s, by quantile."
+        for quantile, seconds in (("0.5", asked.ttft_p50_s), ("0.9", asked.ttft_p90_s)):
+            if seconds is not None:
+                yield "gauge", "pool_predicted_ttft_seconds", text, {**labels, "quantile": quantile}, seconds

@@ -1,0 +1,196 @@
+"""OpenTelemetry traces: a request's way through the picker, between the client's span and the engine's.
+
+The client's context comes in `traceparent` (W3C). Its child `gateway.request` lasts as long as the picker sees the
+request, and goes on to the engine in the same header; `gateway.request_orchestration` within it is the choice: names of
+GIE's picker. Attributes are those of OpenTelemetry's GenAI conventions where they have one; no prompt and no answer is
+among them. What is sampled is the client's say; without one a tenth is, as in GIE (`OTEL_TRACES_SAMPLER`).
+
+Imported only with `--tracing`: the SDK costs some 15 MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import (
+    OTEL_RESOURCE_ATTRIBUTES,
+    OTEL_SERVICE_NAME,
+    OTEL_TRACES_SAMPLER,
+)
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+from treeline_wire import headers as names
+
+from treeline_epp.endpoints.spec import split_address
+from treeline_epp.requests.exchange import Exchange, Observer
+
+REQUEST, CHOICE = "gateway.request", "gateway.request_orchestration"
+_RATIO = 0.1
+_STOP_S = 5.0
+_LONGEST = 256
+_OPERATIONS: Final = (
+    ("/chat/completions", "chat"),
+    ("/responses", "chat"),
+    ("/messages", "chat"),
+    ("/completions", "text_completion"),
+    ("/generate", "text_completion"),
+    ("/embeddings", "embeddings"),
+)
+"""`gen_ai.operation.name` by how a path ends; the first counts."""
+for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.trace.span"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # they warn of what clients send, in clients' words
+
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+class TracingError(Exception):
+    """The variables ask for what there is not; the message says what to do."""
+
+
+def exporter() -> SpanExporter | None:
+    """Where spans go, by `OTEL_TRACES_EXPORTER`; None for nowhere. Raises TracingError."""
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "") or "otlp"
+    if name == "none":
+        return None
+    if name == "console":
+        return ConsoleSpanExporter()
+    if name != "otlp":
+        raise TracingError(f"OTEL_TRACES_EXPORTER={name}: there are otlp, console and none")
+    for variable in _PROTOCOLS:
+        protocol = os.environ.get(variable, "")
+        if protocol not in ("", "grpc"):
+            raise TracingError(f"{variable}={protocol}: there is grpc alone; send to a collector's port for it (4317)")
+    return OTLPSpanExporter()
+
+
+def provider(spans: SpanExporter) -> TracerProvider:
+    """With the resource and the sampler that the variables ask for."""
+    sampler: Sampler | None = None  # the SDK reads it from the environment
+    if not os.environ.get(OTEL_TRACES_SAMPLER):
+        sampler = ParentBased(TraceIdRatioBased(_RATIO))
+    said = os.environ.get(OTEL_SERVICE_NAME) or "service.name=" in os.environ.get(OTEL_RESOURCE_ATTRIBUTES, "")
+    resource = Resource.create(None if said else {SERVICE_NAME: "treeline-epp"})
+    made = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+    made.add_span_processor(BatchSpanProcessor(spans))
+    return made
+
+
+class Tracing(Observer):
+    """Makes the spans of exchanges. Spans are kept by exchange while their request is open."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._provider = provider
+        self._tracer = provider.get_tracer("treeline_epp")
+        self._propagator = TraceContextTextMapPropagator()
+        self._open: dict[Exchange, Span] = {}
+
+    async def stop(self) -> None:
+        """Send what there is, for a few seconds at most."""
+        # Not by the loop's own threads: the process would wait for them, however long a collector says nothing.
+        stopping = threading.Thread(target=self._provider.shutdown, daemon=True)
+        stopping.start()
+        await asyncio.to_thread(stopping.join, _STOP_S)
+
+    def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
+        """The request's span begins; where it is recorded, the engine is told."""
+        parent = self._propagator.extract(headers)
+        span = self._tracer.start_span(REQUEST, parent, kind=SpanKind.SERVER, start_time=int(exchange.wall_time * 1e9))
+        if not span.is_recording():
+            if not headers.get(names.TRACEPARENT):
+                self._tell(exchange, span)  # whoever comes after is not to sample it either
+            return
+        self._open[exchange] = span
+        self._tell(exchange, span)
+
+    def _tell(self, exchange: Exchange, span: Span) -> None:
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, trace.set_span_in_context(span))
+        exchange.added.extend(carrier.items())
+
+    def decided(self, exchange: Exchange) -> None:
+        """The choice is a span of its own."""
+        span = self._open.get(exchange)
+        if span is None:
+            return
+        began = int(exchange.wall_time * 1e9)
+        ended = began + int((exchange.decided_at - exchange.started_at) * 1e9)
+        choice = self._tracer.start_span(CHOICE, trace.set_span_in_context(span), start_time=began)
+        span.set_attributes(_of_request(exchange))
+        if exchange.decision is not None:
+            choice.set_attributes(_of_choice(exchange))
+        if exchange.refusal is not None:
+            choice.set_attribute("error.type", exchange.refusal.code)
+            choice.set_status(Status(StatusCode.ERROR))
+        choice.end(ended)
+        if exchange.decision is None and exchange.refusal is None:  # answered here, as a list of models is
+            self._open.pop(exchange).end(ended)
+
+    def ended(self, exchange: Exchange) -> None:
+        """The request's span ends, with what the response said."""
+        span = self._open.pop(exchange, None)
+        if span is None:
+            return
+        span.set_attributes(_of_response(exchange))
+        if exchange.status is not None and exchange.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+
+def _of_request(exchange: Exchange) -> dict[str, AttributeValue]:
+    path = exchange.path.rstrip("/")
+    operation = next((name for suffix, name in _OPERATIONS if path.endswith(suffix)), "")
+    found = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.request.model": exchange.model,
+        "url.path": exchange.path,
+        "http.request.header.x-request-id": exchange.id,
+        "treeline.flow": exchange.flow,
+    }
+    return {name: value[:_LONGEST] for name, value in found.items() if value}
+
+
+def _of_choice(exchange: Exchange) -> dict[str, AttributeValue]:
+    decision = exchange.decision
+    assert decision is not None
+    best = decision.best
+    host, port = split_address(decision.endpoint.address)
+    return {
+        "server.address": host,
+        "server.port": int(port or 0),
+        "gen_ai.request.model": exchange.target,
+        "treeline.endpoint": decision.endpoint.name,
+        "treeline.pool": decision.endpoint.pool,
+        "treeline.policy": decision.policy,
+        "treeline.priority": exchange.priority,
+        "treeline.fallbacks": [spec.name for spec in decision.fallbacks],
+        "treeline.predicted_ttft_s": best.ttft_s,
+        "treeline.predicted_cached_tokens": best.candidate.cached_tokens,
+        "treeline.predicted_uncached_tokens": best.candidate.uncached_tokens,
+        "treeline.queued_tokens": best.queued_tokens,
+    }
+
+
+def _of_response(exchange: Exchange) -> dict[str, AttributeValue]:
+    usage, refusal = exchange.usage, exchange.refusal
+    found: dict[str, AttributeValue | None] = {
+        "http.response.status_code": exchange.status,
+        "error.type": None if refusal is None else refusal.code,
+        "gen_ai.usage.input_tokens": usage.prompt,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached,
+        "gen_ai.usage.output_tokens": usage.output,
+        "gen_ai.response.time_to_first_chunk": exchange.ttft_s,
+        "treeline.served_by": exchange.served,
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,125 @@
+"""Flags of other endpoint pickers: taken as they are, told to have no effect, or refused with what to use instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from treeline_epp.compat.flags import FOREIGN
+from treeline_epp.options import Options, options_of, parser
+
+PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"
+
+LWEPP = (
+    "--grpc-port 9002 --grpc-health-port 9003 --pool-group inference.networking.k8s.io --pool-namespace ns "
+    "--pool-name p --metrics-port 9090 --endpoint-target-ports 3000,3001,3000 --health-checking --secure-serving "
+    "--zap-devel --zap-encoder console --zap-log-level 5 --zap-stacktrace-level error --zap-time-encoding epoch"
+)
+GIE_1_5 = (
+    "--grpc-port=9002 --ha-enable-leader-election=true --pool-group=inference.networking.k8s.io --pool-namespace=ns "
+    "--pool-name=p --disable-endpoint-subset-filter=true --model-server-metrics-scheme=http "
+    "--model-server-metrics-path=/metrics --model-server-metrics-port=8000 "
+    "--model-server-metrics-https-insecure-skip-verify --refresh-metrics-interval=50ms "
+    "--refresh-prometheus-metrics-interval=5s --metrics-staleness-threshold=2s "
+    "--total-queued-requests-metric=vllm:num_requests_waiting "
+    "--total-running-requests-metric=vllm:num_requests_running "
+    "--kv-cache-usage-percentage-metric=vllm:kv_cache_usage_perc --lora-info-metric=vllm:lora_requests_info "
+    "--cache-info-metric=vllm:cache_config_info -v=2 --tracing=false --health-checking=true --metrics-port=9090 "
+    "--grpc-health-port=9003 --enable-pprof=true --cert-path=/certs --enable-cert-reload=true --secure-serving=true "
+    "--metrics-endpoint-auth=true"
+)
+LLMD = "--drain-timeout 1m30s --grpc-max-recv-msg-size 25MB --grpc-max-send-msg-size 10MiB"
+
+
+@pytest.fixture(autouse=True)
+def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "NAMESPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def told(options: Options) -> list[str]:
+    return [sentence.partition(":")[0] for sentence in options.ignored]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        options_of(argv)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_every_flag_of_the_reference_picker_is_taken() -> None:
+    options = options_of(LWEPP.split())
+    assert (options.pool_name, options.pool_namespace, options.endpoint_target_ports) == ("p", "ns", (3000, 3001))
+    assert (options.secure_serving, options.health_checking, options.log_level) == (True, True, "debug")
+    assert told(options) == ["--zap-devel", "--zap-encoder", "--zap-stacktrace-level", "--zap-time-encoding"]
+
+
+def test_every_flag_of_gie_1_5_is_taken_and_what_has_no_effect_is_told() -> None:
+    options = options_of(GIE_1_5.split())
+    assert options.disable_endpoint_subset_filter
+    assert (options.cert_path, options.secure_serving) == (Path("/certs"), True)
+    assert options.metric_names is not None
+    assert told(options) == [
+        "--ha-enable-leader-election",
+        "--model-server-metrics-https-insecure-skip-verify",
+        "--refresh-metrics-interval",
+        "--refresh-prometheus-metrics-interval",
+        "--metrics-staleness-threshold",
+        "--lora-info-metric",
+        "--enable-pprof",
+        "--metrics-endpoint-auth",
+    ]
+
+
+def test_what_the_others_charts_pass_by_default_has_nothing_to_tell_but_who_leads() -> None:
+    words = "--pool-name p --pool-namespace ns --zap-encoder json --tracing=false --metrics-endpoint-auth=false"
+    assert options_of(words.split()).ignored == ()
+
+
+def test_durations_are_understood_as_go_writes_them() -> None:
+    options = options_of(["--gateway", "g", *LLMD.split()])
+    assert options.drain_timeout == 90.0
+    assert told(options) == ["--grpc-max-recv-msg-size", "--grpc-max-send-msg-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "level"),
+    [
+        ("-v 2", "info"),
+        ("-v4", "debug"),
+        ("--zap-log-level debug", "debug"),
+        ("--zap-log-level=error", "error"),
+        ("-v 5 --log-level warning", "warning"),
+        ("", "info"),
+    ],
+)
+def test_a_verbosity_becomes_a_log_level_unless_there_is_one(words: str, level: str) -> None:
+    assert options_of(["--gateway", "g", *words.split()]).log_level == level
+
+
+@pytest.mark.parametrize("flag", [flag for flag, meaning in FOREIGN.items() if meaning.refused])
+def test_what_would_matter_is_refused_by_name(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    value = "true" if FOREIGN[flag].boolean else "anything"
+    said = " ".join(refused(capsys, "--gateway", "g", f"{flag}={value}").split())
+    assert flag in said
+    assert FOREIGN[flag].told in said
+    for value in FOREIGN[flag].as_here:
+        assert options_of(["--gateway", "g", f"{flag}={value}"]).ignored == (), "it is so here"
+
+
+@pytest.mark.parametrize("words", ["--enable-pprof=perhaps", "--zap-log-level=loud", "-v=-1"])
+def test_a_value_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert "neither" in refused(capsys, "--gateway", "g", words)
+
+
+def test_no_flag_of_others_hides_one_of_ours() -> None:
+    ours = {text for action in parser()._actions if action.dest != "ignored" for text in action.option_strings}
+    assert not ours & set(FOREIGN)
+
+
+def test_the_page_for_those_who_come_from_elsewhere_has_every_flag() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for flag, meaning in FOREIGN.items():
+        what = "refused" if meaning.refused else "no effect"
+        assert f"| `{flag}` | {what} | {meaning.told} |" in page, flag

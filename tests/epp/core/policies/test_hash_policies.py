@@ -1,0 +1,146 @@
+"""`consistent_hashing` and `prefix_hash`: what moves when endpoints come and go, and how even they stay."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.candidates import candidates
+from treeline_epp.picking.endpoint import identity_of
+from treeline_epp.picking.policies import create_policy
+from treeline_epp.picking.policies.hashing import heaviest, key_of, weights
+from treeline_epp.picking.request import PickRequest
+
+KEYS = 600
+PINNED_IDENTITY = 2220268621099017.0
+PINNED_KEY = 5666916665733659087
+PINNED_WEIGHT = 2867326616646716218
+
+
+def asking(policy: str, key: int) -> PickRequest:
+    if policy == "prefix_hash":
+        return PickRequest("id", key=b"%08d and so on" % key)
+    return PickRequest("id", headers={"x-smg-routing-key": str(key)})
+
+
+def homes(policy: str, names: list[str]) -> list[str]:
+    made, group = create_policy(policy, random.Random(1)), candidates(names)
+    return [names[made.rank(asking(policy, key), group, 1)[0]] for key in range(KEYS)]
+
+
+@pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])
+@settings(max_examples=12, deadline=None)
+@given(size=st.integers(2, 24), leaving=st.integers(0, 23))
+def test_only_the_keys_of_who_leaves_move(policy: str, size: int, leaving: int) -> None:
+    names = [f"pod-{n}" for n in range(size)]
+    gone = names[leaving % size]
+    before, after = homes(policy, names), homes(policy, [name for name in names if name != gone])
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != gone)
+    moved = sum(old == gone for old in before)
+    assert moved <= KEYS / size + 5 * math.sqrt(KEYS / size)
+    if size > 4 and moved > 30:
+        heirs = Counter(new for old, new in zip(before, after, strict=True) if old == gone)
+        assert max(heirs.values()) < moved / 2, "they spread over all others"
+
+
+@pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])
+def test_who_comes_takes_its_share_from_all_and_order_does_not_matter(policy: str) -> None:
+    names = [f"pod-{n}" for n in range(9)]
+    before, after = homes(policy, names), homes(policy, ["new", *reversed(names)])
+    moved = [old for old, new in zip(before, after, strict=True) if new != old]
+    assert all(new == "new" for old, new in zip(before, after, strict=True) if new != old)
+    assert len(moved) == pytest.approx(KEYS / 10, abs=4 * math.sqrt(KEYS / 10))
+    assert len(set(moved)) == 9
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
+def test_bounded_loads_are_kept_whatever_the_keys_are(factor: float) -> None:
+    policy = create_policy(f"consistent_hashing:load_factor={factor}", random.Random(1))
+    names, rng = [f"pod-{n}" for n in range(7)], random.Random(4)
+    loads = [0.0] * 7
+    for _ in range(700):
+        key = min(int(rng.expovariate(0.7)), 4)  # a few hot keys
+        at = policy.rank(asking("consistent_hashing", key), candidates(names, load=loads), 1)[0]
+        loads[at] += 1
+        assert max(loads) <= math.ceil(factor * sum(loads) / 7)
+
+
+def test_a_hot_key_overflows_to_the_same_next_one() -> None:
+    policy = create_policy("consistent_hashing", random.Random(1))
+    names = [f"pod-{n}" for n in range(6)]
+    first, second, third = policy.rank(asking("consistent_hashing", 7), candidates(names), 3)
+    loads = [0.0] * 6
+    loads[first] = 12
+    assert policy.rank(asking("consistent_hashing", 7), candidates(names, load=loads), 2) == [second, first]
+    loads[second] = 12
+    assert policy.rank(asking("consistent_hashing", 7), candidates(names, load=loads), 1) == [third]
+
+
+@settings(max_examples=200, deadline=None)
+@given(loads=st.lists(st.integers(0, 30), min_size=1, max_size=9), key=st.integers(0, 50))
+def test_prefix_hash_leaves_its_endpoint_as_the_gateway_does(loads: list[float], key: int) -> None:
+    names = [f"pod-{n}" for n in range(len(loads))]
+    policy, request = create_policy("prefix_hash", random.Random(1)), asking("prefix_hash", key)
+    home = policy.rank(request, candidates(names), 1)[0]
+    first = policy.rank(request, candidates(names, load=loads), 1)[0]
+    most = (sum(loads) + 1) / len(loads) * 1.25
+    if loads[home] <= most:
+        assert first == home
+    else:
+        assert loads[first] == min(loads)
+
+
+def test_only_the_beginning_of_a_prompt_and_whose_it_is_count() -> None:
+    policy = create_policy("prefix_hash:prefix_token_count=4", random.Random(1))
+    group = candidates([f"pod-{n}" for n in range(50)])
+
+    def home(key: bytes, namespace: str | None = None) -> int:
+        return policy.rank(PickRequest("id", key=key, namespace=namespace), group, 1)[0]
+
+    assert home(b"sixteen letters!" + b"a") == home(b"sixteen letters!" + b"b")
+    assert home(b"sixteen letters!") != home(b"Sixteen letters!")
+    assert home(b"sixteen letters!", "salt") != home(b"sixteen letters!")
+
+
+def test_a_key_is_a_header_the_client_or_the_prompt() -> None:
+    names = [f"pod-{n}" for n in range(50)]
+
+    def home(text: str, request: PickRequest) -> int:
+        return create_policy(f"consistent_hashing:{text}", random.Random(1)).rank(request, candidates(names), 1)[0]
+
+    by_header = PickRequest("id", headers={"x-user": "ann", "x-treeline-client": "team", "x-forwarded-for": "::1, b"})
+    wanted = {
+        "header=x-user": b"ann",
+        "key=client": b"team",
+    }
+    for text, key in wanted.items():
+        assert home(text, by_header) == heaviest(weights(key_of(key), candidates(names).identity), 1)[0]
+    by_address = PickRequest("id", headers={"x-forwarded-for": "::1, b"})
+    assert home("key=client", by_address) == heaviest(weights(key_of(b"::1"), candidates(names).identity), 1)[0]
+    prompts = [PickRequest("id", key=b"a" * 1024 + tail) for tail in (b"x", b"y")]
+    assert home("key=prompt", prompts[0]) == home("key=prompt", prompts[1])
+
+
+@pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])
+def test_without_a_key_the_lightest_gets_it(policy: str) -> None:
+    group = candidates("abc", load=[2, 1, 3])
+    assert create_policy(policy, random.Random(1)).rank(PickRequest("id"), group, 3) == [1, 0, 2]
+
+
+def test_weights_are_even_and_the_same_everywhere() -> None:
+    identity = np.array([identity_of(f"pod-{n}") for n in range(1000)])
+    seen = Counter(int(weights(key_of(b"%d" % key), identity).argmax()) for key in range(5000))
+    assert max(seen.values()) < 20  # five each; Poisson
+    # Written down once: pickers of other releases must agree.
+    assert (identity_of("pod-0"), key_of(b"a", b"b")) == (PINNED_IDENTITY, PINNED_KEY)
+    assert weights(PINNED_KEY, np.array([PINNED_IDENTITY])).tolist() == [PINNED_WEIGHT]
+
+
+def test_the_heaviest_come_in_order() -> None:
+    weight = np.array([5, 1, 9, 7], np.uint64)
+    assert [heaviest(weight, count) for count in (1, 2, 4, 9)] == [[2], [2, 3], [2, 3, 0, 1], [2, 3, 0, 1]]

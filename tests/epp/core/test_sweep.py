@@ -1,0 +1,34 @@
+"""Engines that are asked because of a missed model: each once, some at a time, and not more often than they bear."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treeline_epp.endpoints.sweep import AT_ONCE, EACH_SECOND, MIN_INTERVAL_S, Sweep
+
+BEAT_S = 0.05
+
+
+@settings(derandomize=True, max_examples=50)
+@given(st.integers(0, 300), st.integers(1, 200))
+def test_whoever_asks_however_often_engines_are_asked_at_a_bounded_rate(count: int, beats: int) -> None:
+    names = [f"e{n}" for n in range(count)]
+    sweep, asked = Sweep(), list[str]()
+    for beat in range(beats):
+        sweep.begin(names, beat * BEAT_S)
+        now = sweep.take()
+        assert len(now) <= AT_ONCE
+        asked += now
+    assert len(asked) <= count + EACH_SECOND * beats * BEAT_S + count * (beats * BEAT_S / MIN_INTERVAL_S) * (count < 50)
+    assert asked == (names * (len(asked) // max(1, count) + 1))[: len(asked)], "each in turn"
+
+
+def test_a_miss_asks_at_the_next_beat_and_a_second_one_not_before_its_time() -> None:
+    sweep = Sweep()
+    sweep.begin(["a", "b"], 0.0)
+    sweep.begin(["a", "b"], 0.0)
+    assert sweep.take() == ["a", "b"]
+    sweep.begin(["a", "b"], MIN_INTERVAL_S - 0.01)
+    assert sweep.take() == []
+    sweep.begin(["a", "b"], MIN_INTERVAL_S)
+    assert sweep.take() == ["a", "b"]

@@ -1,0 +1,202 @@
+"""Who is next: bands, flows by the tokens that they got, first come first served in a flow."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treeline_epp.flow.fair_queue import MOST_IDLE, FairQueue
+from treeline_epp.flow.ticket import Target, Ticket
+from treeline_epp.picking.request import PickRequest
+
+A, B = "ab"
+
+
+def ticket(flow: str = A, *, priority: int = 0, model: str = "m", size: int = 1) -> Ticket[Any]:
+    made = Ticket[Any](PickRequest("id", model=model, priority=priority), flow, size, int, since=0.0, limit_s=1.0)
+    made.uncached_tokens = 3
+    return made
+
+
+def filled(*tickets: Ticket[Any]) -> FairQueue:
+    queue = FairQueue()
+    for each in tickets:
+        queue.push(each)
+    return queue
+
+
+def drained(queue: FairQueue, tokens: float = 1.0) -> list[Ticket[Any]]:
+    order = []
+    queue.rewind()
+    while (head := queue.head(())) is not None:
+        queue.serve(head, tokens)
+        queue.check()
+        order.append(head)
+    return order
+
+
+def test_a_higher_band_goes_first_and_a_flow_keeps_its_order() -> None:
+    low, first, second, high = ticket(), ticket(priority=1), ticket(priority=1), ticket(priority=7)
+    assert drained(filled(low, first, second, high)) == [high, first, second, low]
+
+
+def test_flows_take_turns_by_what_they_were_served() -> None:
+    queue = filled(*(ticket(flow) for flow in (A, A, A, A, B, B)))
+    order = []
+    while (head := queue.head(())) is not None:
+        order.append(head.flow)
+        queue.serve(head, 100.0 if head.flow == A else 250.0)
+    assert order == [A, B, A, A, B, A]
+
+
+def test_whoever_comes_back_does_not_make_up_for_the_time_it_asked_for_nothing() -> None:
+    queue = filled(*(ticket(A) for _ in range(10)))
+    for _ in range(5):
+        head = queue.head(())
+        assert head is not None
+        queue.serve(head, 100.0)
+    for _ in range(5):
+        queue.push(ticket(B))
+    assert [one.flow for one in drained(queue, 100.0)][:6] in ([A, B, A, B, A, B], [B, A, B, A, B, A])
+
+
+def test_what_a_request_really_took_counts() -> None:
+    queue = filled(ticket(A), ticket(A), ticket(B), ticket(B), ticket(B))
+    first = queue.head(())
+    assert first is not None
+    queue.serve(first, 10.0)
+    assert first.served is not None
+    first.served.took(25.0)
+    assert [one.flow for one in drained(queue, 10.0)] == [B, B, B, A]
+
+
+def test_a_target_without_room_holds_nobody_else_up() -> None:
+    queue = filled(ticket(A, model="full"), ticket(A, model="free"), ticket(B, model="full"), ticket(B, model="free"))
+    blocked = {Target(None, "full", None)}
+    order = []
+    while (head := queue.head(blocked)) is not None:
+        queue.serve(head, 1.0)
+        queue.check()
+        order.append((head.flow, head.asked.model))
+    assert order == [(A, "free"), (B, "free")]
+    assert len(queue) == 2
+    assert queue.head({*blocked, Target(None, "free", None)}) is None
+
+
+class Blocked:
+    """Targets without room; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.targets: set[Target] = set()
+        self.asked = 0
+
+    def __contains__(self, target: object) -> bool:
+        self.asked += 1
+        return target in self.targets
+
+
+@pytest.mark.parametrize("flows", [1, 400], ids=["of one flow", "each of a flow of its own"])
+@pytest.mark.parametrize("bands", [1, 2])
+def test_what_was_passed_over_is_not_looked_at_again(flows: int, bands: int) -> None:
+    waiting = [ticket(f"f{n % flows}", model=f"m{n}", priority=-(n % bands)) for n in range(400)]
+    queue, blocked = filled(*waiting), Blocked()
+    for _ in range(2):
+        seen = []
+        while (head := queue.head(blocked)) is not None:
+            blocked.targets.add(head.target)
+            seen.append(head)
+        assert set(seen) == set(waiting)
+        assert len(seen) == len(waiting)
+        assert blocked.asked <= 8 * len(waiting), "each a few times, however many there are"
+        queue.rewind()
+        queue.check()
+        blocked = Blocked()
+    assert set(drained(queue)) == set(waiting)
+
+
+def test_flows_that_wait_for_nothing_are_forgotten_when_they_are_many() -> None:
+    queue = filled(ticket("stays"))
+    for number in range(5 * MOST_IDLE):
+        one = ticket(f"flow {number}")
+        queue.push(one)
+        queue.serve(one, float(number + 1))
+    (band,) = queue.bands.values()
+    assert len(band.flows) <= 2 * MOST_IDLE + 1, "and the one that waits"
+    assert f"flow {5 * MOST_IDLE - 1}" in band.flows, "those that were served most are remembered"
+    queue.check()
+
+
+ops = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), st.sampled_from("abcd"), st.integers(-1, 2), st.sampled_from("mn")),
+        st.tuples(st.just("serve"), st.integers(0, 500), st.booleans()),
+        st.tuples(st.just("remove"), st.integers(0, 50)),
+        st.tuples(st.just("correct"), st.integers(0, 50), st.integers(0, 900)),
+    ),
+    max_size=60,
+)
+
+
+@given(ops)
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_the_next_is_of_the_highest_band_and_of_the_flow_that_was_served_least(steps: list[Any]) -> None:
+    queue, waiting, served = FairQueue(), list[Ticket[Any]](), list[Ticket[Any]]()
+    for step in steps:
+        match step:
+            case ("push", flow, priority, model):
+                waiting.append(ticket(flow, priority=priority, model=model))
+                queue.push(waiting[-1])
+            case ("serve", tokens, narrow):
+                blocked = {Target(None, "m", None)} if narrow else set[Target]()
+                queue.rewind()
+                head = queue.head(blocked)
+                free = [one for one in waiting if one.target not in blocked]
+                assert (head is None) == (not free)
+                if head is None:
+                    continue
+                assert head.priority == max(one.priority for one in free)
+                band = queue.bands[head.priority]
+                rivals = {one.flow for one in free if one.priority == head.priority}
+                assert band.flows[head.flow].served == min(band.flows[flow].served for flow in rivals)
+                mine = [one for one in free if (one.priority, one.flow) == (head.priority, head.flow)]
+                assert head is mine[0], "first come, first served"
+                queue.serve(head, float(tokens))
+                waiting.remove(head)
+                served.append(head)
+            case ("remove", at) if waiting:
+                queue.remove(waiting.pop(at % len(waiting)))
+            case ("correct", at, tokens) if served:
+                estimate = served[at % len(served)].served
+                assert estimate is not None
+                estimate.took(float(tokens))
+        queue.check()
+        assert len(queue) == len(waiting)
+    assert set(drained(queue)) == set(waiting), "each comes once"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nobody_starves(seed: int) -> None:
+    """While the head of a flow waits, no other flow gets more than what it was behind, and one request."""
+    queue = filled(ticket("keeps the band"), ticket("keeps the band"))
+    (band,) = queue.bands.values()
+    since: dict[str, tuple[float, dict[str, float], dict[str, float]]] = {}
+    """Of flows whose head waits: their count when that began, that of the others, and what those got since."""
+    rng = random.Random(seed)
+    for step in range(1500):
+        tokens = rng.randint(1, 50)
+        if rng.random() < 0.5:
+            queue.push(ticket(f"flow {rng.randrange(3 + step // 50)}"))
+        elif len(queue) > 1 and (head := queue.head(())) is not None:
+            floor = band._floor
+            queue.serve(head, float(tokens))
+            since.pop(head.flow, None)
+            for mine, others, got in since.values():
+                got[head.flow] = got.get(head.flow, 0.0) + tokens
+                assert got[head.flow] <= max(0.0, mine - others.setdefault(head.flow, floor)) + 50
+        for name, one in band.flows.items():
+            if one.lines and name not in since:
+                counts = {each: max(band._floor, other.served) for each, other in band.flows.items()}
+                since[name] = (one.served, counts, {})

@@ -1,0 +1,442 @@
+"""Flow control without an event loop: who waits, how long, and that each request gets one answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from treeline_epp.flow.control import MOST_AT_ONCE, MOST_LOOKS, OUTCOMES, FlowControl, Held
+from treeline_epp.flow.refused import FlowRefused, NotAtOnce, QueueFull, ShuttingDown, WaitedTooLong
+from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.flow.ticket import Ticket
+from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.request import PickRequest
+
+ON = FlowSettings(flow_control="wait", flow_ttl_seconds=60.0)
+
+
+@dataclass
+class World:
+    """Models have room for so many requests; one that is not in `room` has no endpoint."""
+
+    settings: FlowSettings = ON
+    room: dict[str, int] = field(default_factory=lambda: {"m": 0})
+    now: float = 100.0
+    decided: list[str] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        clock, cost = lambda: self.now, lambda _: 10.0
+        self.control: FlowControl[str] = FlowControl(self.settings, self, clock, cost, self.waited.append)
+
+    def check_room(self, request: PickRequest, now: float) -> None:
+        room = self.room.get(request.model or "")
+        if room is None:
+            raise NoEndpoints("none is ready")
+        if not room:
+            raise Saturated("full", 1.0)
+
+    def uncached_tokens(self, request: PickRequest, now: float) -> int:
+        return request.prompt_tokens_estimate
+
+    def decide(self, asked: PickRequest) -> Callable[[], str]:
+        def decided() -> str:
+            self.check_room(asked, self.now)
+            self.room[asked.model or ""] -= 1
+            self.decided.append(asked.request_id)
+            return asked.request_id
+
+        return decided
+
+    def send(self, id: str, flow: str = "f", *, size: int = 1, model: str = "m", **fields: Any) -> str | Ticket[str]:
+        asked = PickRequest(id, model=model, prompt_tokens_estimate=7, **{"pool": "p", **fields})
+        return self.control.admit(asked, flow, size, self.decide(asked))
+
+    def held(self, id: str, flow: str = "f", **fields: Any) -> Ticket[str]:
+        ticket = self.send(id, flow, **fields)
+        assert isinstance(ticket, Ticket)
+        return ticket
+
+    def pump(self, later_s: float = 0.0) -> None:
+        self.now += later_s
+        while self.control.pump():
+            self.control.check()
+        self.control.check()
+
+
+def refusal(ticket: Ticket[str]) -> tuple[int, str]:
+    with pytest.raises(PickError) as caught:
+        ticket.result()
+    return caught.value.status, caught.value.reason
+
+
+def test_with_room_nothing_waits() -> None:
+    world = World(room={"m": 2})
+    assert [world.send("1"), world.send("2")] == ["1", "2"]
+    assert not world.control.waiting
+    assert sum(world.control.outcomes.values()) == 0
+
+
+def test_without_room_requests_wait_and_go_on_in_order() -> None:
+    world = World()
+    first, second = world.held("1"), world.held("2")
+    told: list[str] = []
+    first.when_done(lambda: told.append("1"))
+    world.pump()
+    assert not first.done
+    assert world.control.held() == {"p": Held(2, 2, 14, 0.0)}
+    world.room["m"] = 1
+    third = world.held("3")
+    world.pump(0.5)
+    assert (first.done, second.done, third.done) == (True, False, False), "whoever comes late is behind those who wait"
+    assert told == ["1"]
+    world.room["m"] = 5
+    world.pump(0.5)
+    assert [ticket.result() for ticket in (first, second, third)] == world.decided == ["1", "2", "3"]
+    assert not world.control.waiting
+    assert world.waited == pytest.approx([0.0, 1.0, 1.0])
+    assert world.control.held() == {"p": Held(0, 0, 0, 0.0)}
+
+
+def test_a_more_urgent_request_passes_those_that_wait() -> None:
+    world = World()
+    low = world.held("low")
+    world.room["m"] = 1
+    assert world.send("high", priority=1) == "high"
+    world.pump()
+    assert not low.done
+
+
+def test_others_that_wait_for_other_endpoints_cost_no_time() -> None:
+    world = World(room={"m": 0, "n": 1})
+    waiting = world.held("1")
+    ticket = world.held("2", model="n")
+    assert (waiting.done, ticket.done) == (False, True)
+    assert ticket.result() == "2"
+    world.room["m"] = 1
+    late = world.held("3")
+    assert (waiting.done, late.done) == (True, False), "whoever waits goes before who comes"
+    world.control.check()
+
+
+def test_sheddable_requests_do_not_wait_for_room() -> None:
+    world = World()
+    with pytest.raises(Saturated):
+        world.send("1", priority=-1, sheddable=True)
+    world.held("2")
+    world.room["m"] = 1
+    with pytest.raises(Saturated):
+        world.send("3", priority=-1, sheddable=True)
+    assert world.control.held()["p"].requests == 1
+
+
+def test_who_waits_too_long_is_told_why() -> None:
+    world = World(settings=FlowSettings(flow_control="wait", flow_ttl_seconds=60.0, hold_empty_pool_seconds=200.0))
+    busy, none = world.held("1"), world.held("2", model="gone")
+    world.pump(59.9)
+    assert not busy.done
+    world.pump(0.2)
+    assert refusal(busy) == (429, "rejected-ttl-expired")
+    world.pump(139.0)
+    assert not none.done
+    world.pump(1.0)
+    assert refusal(none) == (503, "rejected-ttl-expired")
+    assert world.control.outcomes == Counter(expired=2)
+
+
+def test_a_pool_without_an_endpoint_is_waited_for_only_where_that_is_asked_for() -> None:
+    with pytest.raises(NoEndpoints):
+        World(room={}).send("1")
+    world = World(FlowSettings(hold_empty_pool_seconds=300.0), room={})
+    with pytest.raises(NoEndpoints):
+        world.send("1", subset=frozenset({"10.0.0.1"}))
+    held = world.held("2")
+    shed = world.held("3", priority=-1, sheddable=True)
+    world.pump(10.0)
+    assert not held.done
+    world.room["m"] = 10
+    world.pump(10.0)
+    assert (held.result(), shed.result()) == ("2", "3")
+
+
+def test_what_may_be_shed_and_waited_for_an_endpoint_is_shed_where_that_is_full_at_once() -> None:
+    world = World(FlowSettings(flow_control="wait", hold_empty_pool_seconds=300.0), room={})
+    shed, held = world.held("1", priority=-1, sheddable=True), world.held("2")
+    world.room["m"] = 1
+    world.pump()
+    assert held.result() == "2"
+    assert refusal(shed) == (429, "rejected-saturated")
+
+
+def test_whoever_comes_just_when_the_pool_is_up_is_not_refused() -> None:
+    world = World(FlowSettings(hold_empty_pool_seconds=300.0), room={})
+    first = world.held("1")
+    world.room["m"] = 10
+    late = world.held("2")
+    assert world.send("3", priority=-1, sheddable=True) == "3"
+    assert (first.result(), late.result()) == ("1", "2")
+
+
+def test_when_the_endpoints_go_those_who_wait_for_room_keep_their_place() -> None:
+    world = World()
+    first, second = world.held("1"), world.held("2")
+    del world.room["m"]
+    world.pump()
+    with pytest.raises(NoEndpoints):
+        world.send("3")
+    world.room["m"] = 1
+    world.pump(30.0)
+    assert first.result() == "1"
+    del world.room["m"]
+    world.pump(31.0)
+    assert refusal(second) == (503, "rejected-ttl-expired")
+
+
+def test_queues_are_bounded_by_count_and_bytes_for_each_pool_and_priority() -> None:
+    world = World(FlowSettings(flow_control="wait", flow_max_requests=2, flow_max_bytes=100))
+    world.held("1", size=50)
+    with pytest.raises(QueueFull) as caught:
+        world.send("2", size=51)
+    assert (caught.value.status, caught.value.reason) == (429, "rejected-saturated")
+    world.held("3", size=50)
+    with pytest.raises(QueueFull):
+        world.send("4", size=0)
+    world.held("5", size=100, priority=1)
+    world.held("6", size=100, pool="other")
+    world.control.check()
+    assert world.control.outcomes["queue_full"] == 2
+
+
+def test_a_full_queue_is_not_only_for_those_who_ask_most() -> None:
+    world = World(FlowSettings(flow_control="wait", flow_max_requests=4, flow_max_bytes=100))
+    loud = [world.held(f"a{number}", "a", size=20) for number in range(4)]
+    first, second = world.held("b0", "b"), world.held("b1", "b")
+    assert [ticket.done for ticket in loud] == [False, False, True, True], "the last of those who have most"
+    assert refusal(loud[3]) == (429, "rejected-saturated")
+    with pytest.raises(QueueFull):
+        world.send("b2", "b")
+    with pytest.raises(QueueFull):
+        world.send("a4", "a")
+    world.held("c0", "c")
+    assert sum(ticket.done for ticket in (*loud, first, second)) == 3
+    with pytest.raises(QueueFull):
+        world.send("d0", "d", size=101)
+    world.control.check()
+    assert world.control.outcomes["displaced"] == 3
+
+
+def test_bytes_are_taken_from_who_has_most_of_them() -> None:
+    world = World(FlowSettings(flow_control="wait", flow_max_requests=90, flow_max_bytes=100))
+    large = [world.held(f"a{number}", "a", size=45) for number in range(2)]
+    small = [world.held(f"b{number}", "b", size=1) for number in range(10)]
+    world.held("c", "c", size=40)
+    assert [ticket.done for ticket in large] == [False, True]
+    assert not any(ticket.done for ticket in small)
+    with pytest.raises(QueueFull):
+        world.send("d", "d", size=46)
+    world.control.check()
+
+
+def test_a_full_queue_for_a_pool_without_an_endpoint_is_503() -> None:
+    world = World(FlowSettings(flow_max_requests=1, hold_empty_pool_seconds=9.0), room={})
+    world.held("1")
+    with pytest.raises(QueueFull) as caught:
+        world.send("2")
+    assert (caught.value.status, caught.value.reason) == (503, "rejected-no-endpoints")
+
+
+def test_a_client_that_goes_leaves_nothing() -> None:
+    world = World()
+    ticket = world.held("1")
+    world.control.cancel(ticket)
+    world.control.cancel(ticket)
+    assert not world.control.waiting
+    world.room["m"] = 1
+    world.pump()
+    assert world.decided == []
+    assert ticket.result() is None
+    world.control.check()
+
+
+def test_shutting_down_refuses_what_waits_and_what_comes() -> None:
+    world = World()
+    tickets = [world.held(str(number), priority=number % 2) for number in range(4)]
+    world.control.close()
+    assert {refusal(ticket) for ticket in tickets} == {(503, "rejected-shutting-down")}
+    with pytest.raises(ShuttingDown):
+        world.send("late")
+    world.room["m"] = 1
+    assert world.send("room") == "room"
+    world.control.check()
+
+
+def test_many_that_may_go_on_do_so_in_parts_and_no_pool_takes_all_of_it() -> None:
+    world = World(room={"m": 0, "n": 0})
+    many = [world.held(str(number)) for number in range(3 * MOST_AT_ONCE)]
+    other = world.held("other", model="n", pool="q")
+    world.room.update(m=1000, n=1000)
+    assert world.control.pump()
+    assert sum(ticket.done for ticket in many) == MOST_AT_ONCE
+    assert world.control.pump()
+    assert other.done
+    assert world.control.pump()
+    assert not world.control.pump()
+    assert all(ticket.done for ticket in many)
+    assert world.decided[:2] == ["0", "1"]
+
+
+def test_who_had_rather_hear_at_once_does_not_wait() -> None:
+    world = World(FlowSettings(flow_control="wait", hold_empty_pool_seconds=9.0))
+    for model in ("m", "gone"):
+        asked = PickRequest("1", model=model)
+        with pytest.raises(NotAtOnce) as caught:
+            world.control.admit(asked, "f", 1, world.decide(asked), may_wait=False)
+        assert caught.value.status == 412
+    world.room["m"] = 1
+    asked = PickRequest("1", model="m")
+    assert world.control.admit(asked, "f", 1, world.decide(asked), may_wait=False) == "1"
+
+
+def test_a_defect_in_one_decision_does_not_hold_the_others() -> None:
+    world = World()
+
+    def broken() -> str:
+        raise ZeroDivisionError
+
+    bad = world.held("bad")
+    bad.decide = broken
+    good = world.held("good")
+    world.room["m"] = 1
+    world.pump()
+    with pytest.raises(ZeroDivisionError):
+        bad.result()
+    assert good.result() == "good"
+
+
+def test_refusals_have_words_for_the_client() -> None:
+    errors: list[FlowRefused] = [WaitedTooLong(60.0, empty=True), QueueFull("so.", empty=False, retry_after_s=1.0)]
+    assert str(errors[0]) == "The request waited 60 s, and no endpoint of its pool was ready."
+    assert str(errors[1]) == "so."
+
+
+@pytest.mark.parametrize(("told", "least", "most"), [(True, 0.45, 0.55), (False, 0.0, 0.2)])
+def test_shares_are_of_what_was_really_used(told: bool, least: float, most: float) -> None:
+    """Two flows at 10:1, both believed to take 100 tokens a request; those of the first take 900."""
+    world = World(FlowSettings(flow_control="wait", flow_max_requests=100_000, flow_ttl_seconds=1e9))
+    took = {"a": 900, "b": 100}
+    running: list[tuple[float, Ticket[str]]] = []
+    begun: list[Ticket[str]] = []
+    used: Counter[str] = Counter()
+    world.control = FlowControl(world.settings, world, lambda: world.now, lambda _: 100.0)
+    slots = 8
+    for step in range(1500):
+        world.now += 0.01
+        if step % 4 == 0:
+            for number in range(22):
+                ticket = world.held(f"{step}.{number}", "b" if number % 11 == 0 else "a")
+                ticket.when_done(partial(begun.append, ticket))
+        for end, ticket in [one for one in running if one[0] <= world.now]:
+            running.remove((end, ticket))
+            used[ticket.flow] += took[ticket.flow]
+            assert ticket.served is not None
+            if told:
+                ticket.served.took(took[ticket.flow])
+        world.room["m"] = slots - len(running)
+        while world.control.pump():
+            pass
+        world.room["m"] = 0
+        running += [(world.now + took[ticket.flow] / 1000, ticket) for ticket in begun]
+        begun.clear()
+    assert least <= used["b"] / used.total() <= most
+
+
+sizes = st.integers(0, 9)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.sampled_from("abc"), st.integers(-1, 1), st.sampled_from("mnz"), sizes),
+        st.tuples(st.just("room"), st.sampled_from("mnz"), st.integers(0, 3)),
+        st.tuples(st.just("gone"), st.sampled_from("mnz")),
+        st.tuples(st.just("pump"), st.floats(0.0, 8.0)),
+        st.tuples(st.just("cancel"), st.integers(0, 99)),
+    ),
+    max_size=80,
+)
+
+
+@given(steps, st.booleans(), st.sampled_from([0.0, 5.0]))
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_no_request_is_lost_or_answered_twice_and_no_bound_is_exceeded(
+    steps: list[Any], on: bool, hold_s: float
+) -> None:
+    limits = FlowSettings("wait" if on else "off", 1.0, 1, 4, 20, 10.0, hold_s)
+    world = World(limits, room={"m": 1})
+    tickets: list[Ticket[str]] = []
+    told: Counter[str] = Counter()
+    sent = refused = 0
+    for step in steps:
+        match step:
+            case ("send", flow, priority, model, size):
+                sent += 1
+                shed = priority < 0
+                try:
+                    found = world.send(str(sent), flow, size=size, model=model, priority=priority, sheddable=shed)
+                except PickError:
+                    refused += 1
+                    continue
+                if isinstance(found, Ticket):
+                    tickets.append(found)
+                    found.when_done(lambda id=str(sent): told.update([id]))  # type: ignore[misc]
+                else:
+                    told[found] += 1
+            case ("room", model, room):
+                world.room[model] = room
+            case ("gone", model):
+                world.room.pop(model, None)
+            case ("pump", later_s):
+                world.pump(later_s)
+                assert all(world.now - t.since < t.limit_s for t in tickets if not t.done)
+                assert not any(world.room.get(t.asked.model or "") for t in tickets if not t.done), "no room is left"
+            case ("cancel", at) if tickets:
+                world.control.cancel(tickets[at % len(tickets)])
+        world.control.check()
+    world.control.close()
+    assert len(told) + refused == sent
+    assert set(told.values()) <= {1}
+    assert all(ticket.done for ticket in tickets)
+    assert len(world.decided) == len(set(world.decided))
+    outcomes = world.control.outcomes
+    assert set(outcomes) <= set(OUTCOMES)
+    assert sum(outcomes.values()) - outcomes["queue_full"] == len(tickets)
+
+
+def test_many_models_without_room_are_looked_at_some_at_a_time_and_all_in_turn() -> None:
+    count = 5 * MOST_LOOKS
+    world = World(room={f"m{n}": 0 for n in range(count)})
+    tickets = [world.held(f"r{n}", f"f{n}", model=f"m{n}") for n in range(count)]
+    looks: list[str] = []
+    check_room = world.check_room
+
+    def counted(request: PickRequest, now: float) -> None:
+        looks.append(request.model or "")
+        check_room(request, now)
+
+    world.check_room = counted  # type: ignore[method-assign]
+    while len(looks) < count:
+        before = len(looks)
+        assert not world.control.pump(), "others have their turn before it goes on"
+        assert 0 < len(looks) - before <= MOST_LOOKS
+        world.control.check()
+    assert len(set(looks)) == count, "nobody twice before all were looked at"
+    world.room[f"m{count - 1}"] = 1
+    for _ in range(8):
+        world.control.pump()
+        world.control.check()
+    assert tickets[-1].done
+    assert tickets[-1].result() == f"r{count - 1}"
+    assert not any(ticket.done for ticket in tickets[:-1])

@@ -1,0 +1,118 @@
+"""Requests that wait, behind a real Envoy: it is told to wait, and whoever goes leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
+from treeline_epp.main import StartError
+
+
+async def held(plane: Plane) -> float:
+    metrics = await plane.picker.metrics()
+    return sum(value for name, value in metrics.items() if name.startswith("treeline_epp_flow_held_requests"))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("transport", "mode"),
+    [("http2", "BUFFERED"), ("http2", "FULL_DUPLEX_STREAMED"), ("grpc", "BUFFERED")],
+)
+async def test_a_request_is_held_until_the_first_engine_is_up(tmp_path: Path, transport: str, mode: str) -> None:
+    engine = FakeEngine(ready=False)
+    await engine.start()
+    flags = ("--transport", transport, "--hold-empty-pool-seconds", "30")
+    settings = {"request_body_mode": mode, "fail_open": False, "message_timeout_s": 0.2}
+    try:
+        async with data_plane(tmp_path, [engine], *flags, **settings) as plane:
+            answers = [asyncio.create_task(plane.complete(f"hello {number}")) for number in range(3)]
+            await until(lambda: held_is(plane, 3), "three that wait")
+            await asyncio.wait(answers, timeout=0.5)  # Envoy's own patience is over long ago
+            assert not any(answer.done() for answer in answers)
+            engine.ready = True
+            assert [(await answer).status_code for answer in answers] == [200] * 3
+            assert len(engine.served) == 3
+            assert await held(plane) == 0
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.integration
+async def test_a_request_is_held_until_there_is_an_endpoint_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "endpoints.yaml"
+    file.write_text("endpoints: []")
+    flags = ("--endpoints-file", str(file), "--hold-empty-pool-seconds", "30")
+    async with engines(count=1) as fakes, data_plane(tmp_path, [], *flags, fail_open=False) as plane:
+        answers = [asyncio.create_task(plane.complete("hello")) for _ in range(2)]
+        answers.append(asyncio.create_task(plane.complete("hello", model="unknown")))
+        await until(lambda: held_is(plane, 3), "three that wait")
+        new = tmp_path / "new.yaml"
+        new.write_text(f"endpoints: [{{name: e0, address: '{fakes[0].address}'}}]")
+        new.replace(file)
+        assert [(await answer).status_code for answer in answers] == [200, 200, 404]
+        assert [seen.path for seen in fakes[0].served] == ["/v1/completions"] * 2
+
+
+async def held_is(plane: Plane, count: int) -> bool:
+    return await held(plane) == count
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("transport", ["http2", "grpc"])
+async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Path, transport: str) -> None:
+    engine = FakeEngine(ready=False)
+    await engine.start()
+    flags = ("--transport", transport, "--hold-empty-pool-seconds", "30")
+    try:
+        async with data_plane(tmp_path, [engine], *flags, fail_open=False) as plane:
+            going, staying = (asyncio.create_task(plane.complete(word)) for word in ("going", "staying"))
+            await until(lambda: held_is(plane, 2), "two that wait")
+            going.cancel()
+            await until(lambda: held_is(plane, 1), "one that waits")
+            plane.picker.stopping.set()
+            answer = await staying
+            assert answer.status_code == 503
+            assert answer.headers["x-llm-d-request-dropped-reason"] == "rejected-shutting-down"
+            assert answer.json()["error"]["code"] == "shutting_down"
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.integration
+async def test_engines_get_no_more_than_they_may_and_all_are_served(tmp_path: Path) -> None:
+    flags = ("--flow-control", "requests", "--flow-endpoint-requests", "2")
+    async with engines(count=2, hold=asyncio.Event()) as fakes, data_plane(tmp_path, fakes, *flags) as plane:
+        answers = [asyncio.create_task(plane.complete(f"hello {number}")) for number in range(10)]
+        await until(lambda: held_is(plane, 6), "six that wait")
+        await until(lambda: sum(len(fake.served) for fake in fakes) == 4, "four at the engines")
+        for fake in fakes:
+            assert fake.hold is not None
+            fake.hold.set()
+        assert [(await answer).status_code for answer in answers] == [200] * 10
+        metrics = await plane.picker.metrics()
+        assert metrics['treeline_epp_flow_outcomes_total{outcome="dispatched"}'] == 6
+        assert metrics["treeline_epp_flow_wait_seconds_count"] == 6
+
+
+@pytest.mark.integration
+async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("default: {requests_per_minute: 2, tokens_per_minute: 60000}")
+    async with engines(count=1) as fakes, data_plane(tmp_path, fakes, "--quotas-file", str(file)) as plane:
+        answers = [await plane.complete("hello") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
+        assert left == ["1", "0", "0"]
+        assert {answer.headers["x-ratelimit-limit-tokens"] for answer in answers} == {"60000"}
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
+        metrics = await plane.picker.metrics()
+        assert metrics["treeline_epp_flow_quota_exceeded_total"] == 1
+
+
+async def test_a_quota_file_that_cannot_be_read_ends_the_start_in_words(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"--quotas-file .*no-such: "):
+        async with running_picker("--endpoint", "a=127.0.0.1:1", "--quotas-file", str(tmp_path / "no-such")):
+            pass

@@ -1,0 +1,264 @@
+"""Quotas of clients: buckets, what is counted and given back, the file, and what clients are told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.flow_world import MODES, Caller, FlowWorld
+from treeline_epp.flow.quota_file import REREAD_S, QuotaFile, QuotaFileError, read_quotas
+from treeline_epp.flow.quotas import MOST_CLIENTS, Limits, QuotaExceeded, Quotas, QuotaTable
+from treeline_epp.flow.settings import FlowSettings
+from treeline_wire import headers as names
+
+
+def quotas(**limits: int) -> Quotas:
+    return Quotas(QuotaTable({"a": Limits(**limits)}))
+
+
+def test_a_client_gets_its_tokens_and_then_hears_when_to_come_back() -> None:
+    of = quotas(tokens_per_minute=600, requests_per_minute=10)
+    assert of.spend("a", 400, 0.0) is not None
+    with pytest.raises(QuotaExceeded) as caught:
+        of.spend("a", 400, 0.0)
+    error = caught.value
+    assert (error.status, error.code, error.retry_after_s) == (429, "rate_limit_exceeded", 20.0)
+    assert str(error) == "Rate limit reached for a: 600 tokens per minute."
+    assert dict(error.told) == {
+        "x-ratelimit-limit-requests": b"10",
+        "x-ratelimit-remaining-requests": b"9",
+        "x-ratelimit-reset-requests": b"6s",
+        "x-ratelimit-limit-tokens": b"600",
+        "x-ratelimit-remaining-tokens": b"200",
+        "x-ratelimit-reset-tokens": b"40s",
+    }
+    assert of.spend("a", 400, 20.0) is not None
+    assert of.exceeded == 1
+
+
+def test_who_has_no_limits_is_not_counted() -> None:
+    of = quotas(tokens_per_day=1)
+    assert of.spend("b", 10**9, 0.0) is None
+    assert len(of) == 0
+
+
+def test_the_default_is_for_each_client_apart() -> None:
+    of = Quotas(QuotaTable({"free": Limits()}, default=Limits(requests_per_minute=1)))
+    for client in ("x", "y"):
+        assert of.spend(client, 5, 0.0) is not None
+        with pytest.raises(QuotaExceeded):
+            of.spend(client, 5, 0.0)
+    for _ in range(5):
+        of.spend("free", 5, 0.0)
+
+
+def test_what_was_not_taken_is_given_back_and_what_was_is_a_debt() -> None:
+    of = quotas(tokens_per_minute=600, requests_per_minute=600)
+    spend = of.spend("a", 500, 0.0)
+    assert spend is not None
+    spend.took(900, 0.0)
+    with pytest.raises(QuotaExceeded) as caught:
+        of.spend("a", 1, 0.0)
+    assert caught.value.retry_after_s == pytest.approx(30.1)
+    spend.give_back(0.0)
+    assert dict(spend.account.told(0.0))["x-ratelimit-remaining-tokens"] == b"600"
+    assert dict(spend.account.told(0.0))["x-ratelimit-remaining-requests"] == b"600"
+
+
+def test_a_request_larger_than_the_bound_goes_on_when_the_bucket_is_full() -> None:
+    of = quotas(tokens_per_minute=60)
+    assert of.spend("a", 200, 0.0) is not None
+    with pytest.raises(QuotaExceeded) as caught:
+        of.spend("a", 200, 0.0)
+    assert caught.value.retry_after_s == 200.0
+    assert of.spend("a", 200, 200.0) is not None
+
+
+def test_other_limits_begin_anew_and_the_same_go_on() -> None:
+    of = Quotas(QuotaTable({"a": Limits(requests_per_day=1), "b": Limits(requests_per_day=1)}))
+    of.spend("a", 1, 0.0)
+    of.spend("b", 1, 0.0)
+    of.set(QuotaTable({"a": Limits(requests_per_day=1), "b": Limits(requests_per_day=2)}))
+    with pytest.raises(QuotaExceeded):
+        of.spend("a", 1, 0.0)
+    assert of.spend("b", 1, 0.0) is not None
+
+
+def test_clients_without_number_do_not_fill_the_memory() -> None:
+    of = Quotas(QuotaTable(default=Limits(requests_per_day=5)))
+    for number in range(MOST_CLIENTS + 50):
+        of.spend(str(number), 1, 0.0)
+    assert len(of) == MOST_CLIENTS
+
+
+def test_who_has_limits_of_its_own_keeps_its_count_however_many_others_come() -> None:
+    own, day = Limits(requests_per_day=1), Limits(requests_per_day=5)
+    clients = {str(number): own for number in range(MOST_CLIENTS + 50)}
+    of = Quotas(QuotaTable(clients, default=day))
+    for number in range(2 * MOST_CLIENTS + 50):
+        of.spend(str(number), 1, 0.0)
+    of.spend("default", 1, 0.0)
+    of.set(QuotaTable({**clients, "default": day}, default=day))
+    for client in clients:
+        with pytest.raises(QuotaExceeded):
+            of.spend(client, 1, 1.0)
+    for number in range(3 * MOST_CLIENTS, 4 * MOST_CLIENTS):
+        of.spend(str(number), 1, 1.0)
+    for _ in range(4):
+        of.spend("default", 1, 1.0)
+    with pytest.raises(QuotaExceeded):
+        of.spend("default", 1, 1.0)
+    assert len(of) == 2 * MOST_CLIENTS + 51
+
+
+@given(st.lists(st.tuples(st.floats(0, 90), st.integers(0, 900), st.floats(0, 2)), max_size=60))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_over_any_time_nobody_gets_more_than_its_bound(asked: list[tuple[float, int, float]]) -> None:
+    of, now, got = quotas(tokens_per_minute=600), 0.0, list[tuple[float, float]]()
+    for later, tokens, took in asked:
+        now += later
+        try:
+            spend = of.spend("a", tokens, now)
+        except QuotaExceeded as error:
+            now += error.retry_after_s + 1e-6
+            spend = of.spend("a", tokens, now)
+        assert spend is not None
+        spend.took(tokens * took, now)
+        got.append((now, tokens * took))
+    most = 2 * 900  # one request more than the bucket holds
+    for at, (since, _) in enumerate(got):
+        for until, _ in got[at:]:
+            taken = sum(tokens for when, tokens in got[at:] if when <= until)
+            assert taken <= 600 + (until - since) * 10 + most + 1
+
+
+def test_the_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "quotas.yaml"
+    path.write_text("clients: {a: {requests_per_day: 1}}")
+    file = QuotaFile(path)
+    now = file._due
+    file.look(now).spend("a", 1, now)
+    new = tmp_path / "new.yaml"
+    for text in ("clients: {a: {requests_per_week: 1}}", "clients: [", "\xff"):
+        new.write_text(text)
+        os.replace(new, path)
+        now += REREAD_S
+        with pytest.raises(QuotaExceeded):
+            file.look(now).spend("a", 1, now)
+    path.unlink()
+    now += REREAD_S
+    with pytest.raises(QuotaExceeded):
+        file.look(now).spend("a", 1, now)
+    new.write_text("default: {requests_per_day: 3}")
+    os.replace(new, path)
+    now += REREAD_S
+    file.look(now).spend("a", 1, now)
+    assert caplog.text.count("the old quotas stay") == 4
+
+
+@pytest.mark.parametrize("text", ["clients: {a: {tokens_per_minute: 0}}", "keys: {}", "clients: {a: 5}", "- a"])
+def test_a_file_that_says_something_else_is_refused_in_words(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "quotas.yaml"
+    path.write_text(text)
+    with pytest.raises(QuotaFileError, match=r"quotas\.yaml: "):
+        read_quotas(path)
+
+
+# ---- through the picker ----------------------------------------------------------------------------------------------
+
+
+def world(table: QuotaTable, flow: FlowSettings | None = None) -> tuple[FlowWorld, Quotas]:
+    made = FlowWorld(flow or FlowSettings(), engines=1)
+    if flow is None:
+        made.router.flow = None
+    of = Quotas(table)
+    made.router.quotas = lambda _now: of
+    return made, of
+
+
+def left(world: FlowWorld, of: Quotas, client: str = "a") -> dict[str, bytes]:
+    return dict(of._named[client].told(world.now))
+
+
+def test_beyond_its_quota_a_client_is_answered_429_and_told_when_to_come_back() -> None:
+    made, _ = world(QuotaTable({"a": Limits(tokens_per_minute=3000)}))
+    first, second, third = (made.send("a", 1000) for _ in range(3))
+    assert (first.destination, second.destination) == ("10.0.0.0:8000",) * 2
+    assert third.refused == 429
+    headers = third.headers
+    assert headers["x-ratelimit-limit-tokens"] == "3000"
+    assert headers["x-ratelimit-reset-tokens"].endswith("s")
+    assert int(headers["retry-after"]) >= 1
+    assert made.counted("refusals_total", code="rate_limit_exceeded") == 1
+    assert made.send("b", 1000).destination
+
+
+def test_what_engines_tell_is_what_counts_and_clients_hear_what_is_left() -> None:
+    made, of = world(QuotaTable({"a": Limits(tokens_per_minute=60_000)}))
+    caller = made.send("a", 1000, mode=MODES.FULL_DUPLEX_STREAMED)
+    caller.answered(b'data: {"choices":[]}\n\ndata: {"usage":{"prompt_tokens":900,"completion_tokens":5000}}\n\n')
+    (head,) = [reply for reply in caller.replies if reply.WhichOneof("response") == "response_headers"]
+    told = {h.header.key: h.header.raw_value for h in head.response_headers.response.header_mutation.set_headers}
+    assert told["x-ratelimit-limit-tokens"] == b"60000"
+    assert int(told["x-ratelimit-remaining-tokens"]) in range(58_500, 59_100)
+    assert left(made, of)["x-ratelimit-remaining-tokens"] == b"54100"
+
+
+def test_without_a_body_the_count_of_the_headers_stays() -> None:
+    made, of = world(QuotaTable({"a": Limits(tokens_per_minute=60_000)}))
+    made.send("a", 1000).answered()
+    assert left(made, of)["x-ratelimit-remaining-tokens"] == b"58999"
+
+
+def test_a_failed_request_costs_no_tokens() -> None:
+    made, of = world(QuotaTable({"a": Limits(tokens_per_minute=60_000)}))
+    made.send("a", 1000).answered(status="500")
+    assert left(made, of)["x-ratelimit-remaining-tokens"] == b"60000"
+
+
+def gone(caller: Caller) -> None:
+    caller.session.close()
+
+
+def test_what_never_went_to_an_endpoint_is_given_back() -> None:
+    limits = QuotaTable({"a": Limits(tokens_per_minute=60_000, requests_per_minute=100)})
+    made, of = world(limits, FlowSettings(flow_control="wait", flow_wait_seconds=0.5, flow_ttl_seconds=0.3))
+    for _ in range(5):
+        made.send("b", 1000)
+    full = {"x-ratelimit-remaining-tokens": b"60000", "x-ratelimit-remaining-requests": b"100"}
+    waiting = made.send("a", 1000)
+    assert waiting.ticket is not None
+    assert left(made, of)["x-ratelimit-remaining-requests"] == b"99"
+    gone(waiting)
+    assert full.items() <= left(made, of).items()
+    late = made.send("a", 30_000)
+    made.flow.settings = FlowSettings(flow_control="wait", flow_max_requests=1)
+    assert made.send("a", 1000).refused == 429, "the queue is full"
+    made.now += 0.4
+    made.flow.pump()
+    late.go_on()
+    assert late.refused or late.destination
+    if late.refused:
+        assert full.items() <= left(made, of).items()
+
+
+def test_without_an_endpoint_nothing_is_counted() -> None:
+    made, of = world(QuotaTable({"a": Limits(requests_per_day=100)}))
+    made.picker.remove_endpoint("e0")
+    assert made.send("a").refused == 503
+    assert left(made, of)["x-ratelimit-remaining-requests"] == b"100"
+
+
+def test_a_proxy_that_asks_twice_for_one_request_counts_it_once() -> None:
+    made, of = world(QuotaTable({"a": Limits(tokens_per_minute=60_000, requests_per_minute=100)}))
+    first = made.send("a", 1000, mode=MODES.FULL_DUPLEX_STREAMED)
+    made.sent -= 1
+    again = made.send("a", 1000, **{names.DESTINATION: first.destination})
+    assert left(made, of)["x-ratelimit-remaining-requests"] == b"99"
+    first.answered(b'data: {"usage":{"prompt_tokens":900,"completion_tokens":5000}}\n\n')
+    again.answered()
+    assert left(made, of)["x-ratelimit-remaining-tokens"] == b"54100"

@@ -1,0 +1,323 @@
+"""Our end of HTTP/2 against the library h2 as a client, in pieces cut anywhere, and against peers that break rules."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from itertools import pairwise
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.http2_frames import HELLO, REQUEST, SETTINGS, attack, block, data, headers, ours
+from treeline_epp.http2 import frames, grpc
+from treeline_epp.http2.connection import Connection
+from treeline_epp.http2.events import Came, Ended, Event, Requested, Roomy
+from treeline_epp.http2.fields import Fields
+from treeline_epp.http2.frames import Code
+from treeline_epp.http2.limits import Limits
+from treeline_epp.http2.sending import Answer, Sending
+
+
+def sent(connection: Connection) -> bytes:
+    return b"".join(connection.take())
+
+
+def client(table: int = 4096) -> h2.connection.H2Connection:
+    made = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True, header_encoding="utf-8"))
+    made.initiate_connection()
+    return made
+
+
+class Echo:
+    """A server on `Connection`: what comes of a stream goes back, then trailers."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.requests: dict[int, Fields] = {}
+        self.bodies: dict[int, bytes] = {}
+        self.ended: set[int] = set()
+
+    def receive(self, given: bytes) -> None:
+        for event in self.connection.receive(given):
+            self.on(event)
+
+    def on(self, event: Event) -> None:
+        match event:
+            case Requested():
+                self.requests[event.stream], self.bodies[event.stream] = event.fields, b""
+                self.finish(event.stream, ended=event.ended)
+            case Came():
+                self.bodies[event.stream] += event.data
+                self.connection.read(event.stream, len(event.data))
+                if event.data:
+                    self.connection.send(event.stream, grpc.BEGINNING, event.data)
+                self.finish(event.stream, ended=event.ended)
+            case Ended():
+                self.ended.add(event.stream)
+            case Roomy():
+                pass
+
+    def finish(self, stream: int, *, ended: bool) -> None:
+        if ended:
+            self.connection.end(stream, grpc.WELL if self.connection.begun(stream) else grpc.only(grpc.Status.OK, ""))
+
+
+def cut(given: bytes, rng: random.Random) -> list[bytes]:
+    places = sorted({0, len(given), *(rng.randrange(len(given) + 1) for _ in range(rng.choice((0, 1, 5, 40))))})
+    return [given[start:end] for start, end in pairwise(places)]
+
+
+def test_what_a_greater_window_lets_go_is_sent_behind_the_word_that_the_window_is_known() -> None:
+    connection = ours()
+    connection.receive(HELLO + frames.SETTINGS_ACK + headers(1, block()))
+    connection.send(1, b"", b"x" * 70_000)
+    connection.receive(frames.window_update(0, 1 << 20))
+    sent(connection)
+    connection.receive(frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 1 << 20}))
+    assert sent(connection) == frames.SETTINGS_ACK + data(1, b"x" * (70_000 - frames.FIRST_WINDOW))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bodies=st.lists(st.integers(0, 200_000), min_size=1, max_size=6),
+    window=st.sampled_from([1, 100, 65_535, 1 << 20]),
+    seed=st.integers(0, 1 << 32),
+)
+def test_a_client_of_another_library_gets_back_what_it_sent_whatever_its_windows_and_the_cuts(
+    bodies: list[int], window: int, seed: int
+) -> None:
+    if window < 100:
+        bodies = [size % 40 for size in bodies]
+    rng = random.Random(seed)
+    peer, echo = client(), Echo(ours())
+    peer.update_settings({h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window})
+    to_send = {}
+    for size in bodies:
+        stream = peer.get_next_available_stream_id()
+        peer.send_headers(stream, REQUEST)
+        to_send[stream] = rng.randbytes(size)
+    wanted, back, trailers = dict(to_send), dict.fromkeys(to_send, b""), set[int]()
+    for _ in range(200_000):
+        for piece in cut(peer.data_to_send(), rng):
+            echo.receive(piece)
+        for piece in cut(sent(echo.connection), rng):
+            for event in peer.receive_data(piece):
+                if isinstance(event, h2.events.DataReceived):
+                    back[event.stream_id] += event.data
+                    peer.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                if isinstance(event, h2.events.TrailersReceived):
+                    trailers.add(event.stream_id)
+                    assert (b"grpc-status", b"0") in event.headers or ("grpc-status", "0") in event.headers
+                if isinstance(event, h2.events.ResponseReceived) and event.stream_ended:
+                    trailers.add(event.stream_id)
+        for stream in rng.sample(sorted(to_send), len(to_send)):
+            room = min(peer.local_flow_control_window(stream), peer.max_outbound_frame_size, len(to_send[stream]))
+            if room or not to_send[stream]:
+                peer.send_data(stream, to_send[stream][:room], end_stream=room == len(to_send[stream]))
+                to_send[stream] = to_send[stream][room:]
+                if not to_send[stream]:
+                    del to_send[stream]
+        if len(trailers) == len(wanted):
+            break
+    assert back == wanted
+    assert len(echo.connection) == 0
+    assert echo.connection.fault is None
+
+
+def test_what_has_no_room_waits_and_others_go_first() -> None:
+    connection = ours()
+    connection.receive(HELLO + headers(1, block()) + headers(3, block()))
+    connection.take()
+    connection.send(1, grpc.BEGINNING, b"x" * 100_000)
+    assert connection.waiting(1) == 100_000 - frames.FIRST_WINDOW
+    connection.end(1, grpc.WELL)
+    connection.send(3, grpc.BEGINNING, b"y")
+    assert connection.waiting(3) == 1, "the connection has no room"
+    connection.take()
+    assert connection.receive(frames.window_update(0, 1)) == [Roomy(3)], "the first one has no room of its own"
+    assert sent(connection).endswith(b"y")
+    connection.receive(frames.window_update(1, 100_000) + frames.window_update(0, 200_000))
+    assert connection.waiting(1) == 0
+    assert sent(connection).endswith(grpc.WELL + frames.rst_stream(1, Code.NO_ERROR))
+
+
+def test_what_a_window_costs_does_not_grow_with_the_streams_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = ours()
+    connection.receive(HELLO + frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 0}))
+    for stream in range(1, 1001, 2):
+        connection.receive(headers(stream, block()))
+        connection.send(stream, grpc.BEGINNING, b"four")
+        connection.end(stream, grpc.WELL)
+    looked, drain = [], Sending.drain
+
+    def looking(sending: Sending, stream: int, answer: Answer) -> bool:
+        looked.append(stream)
+        return drain(sending, stream, answer)
+
+    monkeypatch.setattr(Sending, "drain", looking)
+    connection.receive(frames.window_update(7, 1) + frames.window_update(0, 1))
+    assert looked == [7]
+    said = b"".join((4).to_bytes(2, "big") + size.to_bytes(4, "big") for size in (1, 0) * 1000 + (2,))
+    connection.receive(frames.head(frames.SETTINGS, 0, 0, len(said)) + said)
+    assert len(looked) == 1 + 500, "of all the windows in a frame the last one counts"
+    connection.take()
+    connection.receive(frames.window_update(0, 9) + frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 4}))
+    assert len(connection) == 0, "all have been sent"
+
+
+def test_windows_of_many_streams_count_for_more() -> None:
+    connection = ours(Limits(idle_frames=100))
+    connection.receive(HELLO)
+    for stream in range(1, 2001, 2):
+        connection.receive(headers(stream, block()))
+    for size in range(20):
+        connection.receive(frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: size}))
+    assert connection.fault is not None
+    assert connection.fault.code is Code.ENHANCE_YOUR_CALM
+
+
+def test_a_stream_that_is_not_read_gets_no_more_room_and_the_connection_does() -> None:
+    limits = Limits(stream_window=40_000, connection_window=100_000)
+    connection = ours(limits)
+    connection.receive(HELLO + headers(1, block()) + headers(3, block()))
+    connection.take()
+    for _ in range(4):
+        assert len(connection.receive(data(1, b"x" * 10_000))) == 1
+    assert connection.receive(data(1, b"x")) == [Ended(1)], "more than its window"
+    assert frames.rst_stream(1, Code.FLOW_CONTROL_ERROR) in sent(connection)
+    for _ in range(40):
+        connection.receive(data(3, b"x" * 10_000))
+        connection.read(3, 10_000)
+    assert connection.fault is None
+    assert len(connection) == 1
+
+
+def test_a_block_is_decoded_once_where_the_peer_keeps_no_table() -> None:
+    known: OrderedDict[bytes, Fields] = OrderedDict()
+    shrunk = b"\x20" + block()
+    connection = ours(known=known)
+    (first,) = connection.receive(HELLO + frames.SETTINGS_ACK + headers(1, shrunk))
+    (second,) = connection.receive(headers(3, block()))
+    (third,) = connection.receive(headers(5, block()))
+    assert isinstance(first, Requested)
+    assert isinstance(second, Requested)
+    assert isinstance(third, Requested)
+    assert first.fields == second.fields
+    assert second.fields is third.fields
+    other = ours(known=known)
+    (again,) = other.receive(HELLO + headers(1, block()))
+    assert isinstance(again, Requested)
+    assert again.fields is not second.fields, "this peer may still keep one"
+
+
+BROKEN: dict[str, tuple[bytes, Code]] = {
+    "no preface": (b"GET / HTTP/1.1\r\n\r\n", Code.PROTOCOL_ERROR),
+    "no settings": (frames.PREFACE + frames.ping(b"12345678", ack=False), Code.PROTOCOL_ERROR),
+    "an even stream": (HELLO + headers(2, block()), Code.PROTOCOL_ERROR),
+    "an older stream": (HELLO + headers(5, block()) + headers(3, block()), Code.PROTOCOL_ERROR),
+    "a large frame": (HELLO + frames.head(frames.DATA, 0, 1, 16_385), Code.FRAME_SIZE_ERROR),
+    "a block within a block": (HELLO + headers(1, block(), 0) + SETTINGS, Code.PROTOCOL_ERROR),
+    "nothing to continue": (HELLO + frames.head(frames.CONTINUATION, 4, 1, 0), Code.PROTOCOL_ERROR),
+    "a push": (HELLO + frames.head(frames.PUSH_PROMISE, 4, 1, 4) + b"0000", Code.PROTOCOL_ERROR),
+    "a table that is lost": (HELLO + headers(1, b"\xff\xff\xff"), Code.COMPRESSION_ERROR),
+    "fields without end": (
+        HELLO + headers(1, b"x" * 9000, 0) + (frames.head(frames.CONTINUATION, 0, 1, 9000) + b"x" * 9000) * 8,
+        Code.ENHANCE_YOUR_CALM,
+    ),
+    "a window of nothing": (HELLO + frames.window_update(0, 0), Code.PROTOCOL_ERROR),
+    "a window beyond numbers": (HELLO + frames.window_update(0, frames.MOST_WINDOW), Code.FLOW_CONTROL_ERROR),
+    "data of nobody": (HELLO + data(1, b"x"), Code.PROTOCOL_ERROR),
+    "a reset of nobody": (HELLO + frames.rst_stream(1, 8), Code.PROTOCOL_ERROR),
+    "a flood of pings": (HELLO + frames.ping(b"12345678", ack=False) * 11_000, Code.ENHANCE_YOUR_CALM),
+    "a flood of settings": (HELLO + SETTINGS * 11_000, Code.ENHANCE_YOUR_CALM),
+    "a flood of nothing": (HELLO + headers(1, block()) + data(1, b"") * 11_000, Code.ENHANCE_YOUR_CALM),
+    "rapid resets": (
+        HELLO + b"".join(headers(i, block()) + frames.rst_stream(i, 8) for i in range(1, 22_001, 2)),
+        Code.ENHANCE_YOUR_CALM,
+    ),
+}
+
+
+@pytest.mark.parametrize("ages", [0, 1, 2])
+def test_resets_of_streams_that_were_open_for_a_while_are_no_flood(ages: int) -> None:
+    connection, streams = ours(), range(1, 22_001, 2)
+    connection.receive(HELLO + b"".join(headers(i, block()) for i in streams))
+    for _ in range(ages):
+        connection.age()
+    ended = connection.receive(b"".join(frames.rst_stream(i, 8) for i in streams))
+    assert (connection.fault is None) == (ages == 2)
+    if ages == 2:
+        assert len(ended) == len(streams)
+        connection.receive(b"".join(headers(i, block()) + frames.rst_stream(i, 8) for i in range(22_001, 44_001, 2)))
+        assert connection.fault is not None, "those that come now are young"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_peer_that_breaks_the_connections_rules_is_told_why_and_is_done(name: str) -> None:
+    given_bytes, code = BROKEN[name]
+    connection = ours()
+    connection.receive(given_bytes)
+    assert connection.fault is not None
+    assert connection.fault.code is code
+    assert connection.finished
+    out = sent(connection)
+    at = out.rindex(frames.head(frames.GOAWAY, 0, 0, 8 + len(str(connection.fault).encode()[:200])))
+    assert out[at + 13 : at + 17] == code.to_bytes(4, "big")
+    assert connection.receive(headers(101, block())) == []
+
+
+MALFORMED = {
+    "no path": block(without=":path"),
+    "upper case": block(("X-Y", "z")),
+    "of HTTP/1": block(("connection", "close")),
+    "te": block(("te", "gzip"), without="te"),
+    "unknown pseudo": frames.header_block([(b":x", b"y")]) + block(),
+    "pseudo behind": block((":path", "/")),
+    "a wrong length": block(("content-length", "minus one")),
+    "a length without end": block(("content-length", "1" * 5000)),
+    "a line break": block(("x", "a\nb")),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_request_ends_its_stream_alone(name: str) -> None:
+    connection = ours()
+    assert connection.receive(HELLO + headers(1, MALFORMED[name])) == []
+    assert frames.rst_stream(1, Code.PROTOCOL_ERROR) in sent(connection)
+    (event,) = connection.receive(headers(3, block()))
+    assert isinstance(event, Requested)
+    assert connection.receive(data(1, b"late")) == []
+    assert connection.fault is None
+
+
+def test_more_streams_than_there_may_be_are_refused_and_may_be_tried_again() -> None:
+    connection = ours(Limits(streams=2))
+    events = connection.receive(HELLO + b"".join(headers(i, block()) for i in (1, 3, 5)))
+    assert [type(event) for event in events] == [Requested, Requested]
+    assert frames.rst_stream(5, Code.REFUSED_STREAM) in sent(connection)
+    connection.end(1, grpc.WELL)
+    (event,) = connection.receive(headers(7, block()))
+    assert isinstance(event, Requested)
+
+
+def test_who_leaves_finishes_what_is_open_and_takes_nothing_new() -> None:
+    connection = ours()
+    connection.receive(HELLO + headers(1, block()))
+    connection.take()
+    connection.leave()
+    assert sent(connection) == frames.goaway(1, Code.NO_ERROR)
+    assert connection.receive(headers(3, block()) + data(3, b"x") + frames.rst_stream(3, 8)) == []
+    assert connection.receive(data(1, b"x", end=True)) == [Came(1, b"x", ended=True)]
+    connection.end(1, grpc.WELL)
+    assert len(connection) == 0
+    assert connection.fault is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_whatever_comes_is_answered_or_ends_the_connection(seed: int) -> None:
+    assert attack(seed, 60) > 0

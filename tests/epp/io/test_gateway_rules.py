@@ -1,0 +1,158 @@
+"""Objectives and rewrites, as GIE 1.5 has them: precedence, weights, priorities, and whose headers count."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from treeline_epp.kube.gateway_rules import read_objective, read_rewrite
+from treeline_epp.picking.request import PickRequest
+from treeline_epp.requests.gateway_rules import GatewayRules
+from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.refusals import Refusal
+from treeline_wire import headers as names
+from treeline_wire.gateway_rules import ModelRewrite, Objective, RewriteRule
+
+OBJECTIVES = [Objective("urgent", "p", 4), Objective("batch", "p", -1), Objective("theirs", "q", 9)]
+
+
+def registry(*models: str) -> ModelRegistry:
+    made = ModelRegistry()
+    made.set_endpoint("e", "p", models or ("base", "base-v2"), None)
+    return made
+
+
+def rules(*rewrites: ModelRewrite, trust: bool = True) -> GatewayRules:
+    made = GatewayRules(trust_headers=trust)
+    made.set(OBJECTIVES, rewrites)
+    return made
+
+
+def rewrite(
+    name: str, *of: tuple[str | None, str], created: str = "2026-01-01T00:00:00Z", pool: str = "p"
+) -> ModelRewrite:
+    made = (RewriteRule(((target, 1),), frozenset() if model is None else frozenset({model})) for model, target in of)
+    return ModelRewrite(name, pool, tuple(made), created)
+
+
+def ask(given: GatewayRules, model: str = "base", **headers: str) -> Any:
+    get = headers.get(":method") == "GET"
+    data = b"" if get else json.dumps({"model": model, "prompt": "x"}).encode()
+    fields = {":path": "/v1/completions", ":method": "POST", **headers}
+    return parse(RouteRequest(fields, data, None), registry(), rules=given)
+
+
+def pick(*args: Any, **more: Any) -> PickRequest:
+    parsed = ask(*args, **more)
+    assert isinstance(parsed, ParsedRequest), parsed
+    return parsed.pick
+
+
+@pytest.mark.parametrize("header", [names.OBJECTIVE, names.OBJECTIVE_LLMD])
+def test_an_objective_gives_its_priority_and_a_negative_one_is_sheddable(header: str) -> None:
+    found = {name: pick(rules(), **{header: name}) for name in ("urgent", "batch", "unknown", "theirs", "")}
+    assert {name: (one.priority, one.sheddable) for name, one in found.items()} == {
+        "urgent": (4, False),
+        "batch": (-1, True),
+        "unknown": (0, False),
+        "theirs": (0, False),
+        "": (0, False),
+    }
+    assert pick(rules(), **{":method": "GET", header: "batch"}).sheddable, "without a body too"
+
+
+def test_headers_count_only_where_they_are_trusted() -> None:
+    said = {names.OBJECTIVE: "batch", names.MODEL_REWRITE: "base-v2"}
+    unheard = pick(rules(trust=False), **said)
+    assert (unheard.priority, unheard.sheddable, unheard.model) == (0, False, "base")
+    assert pick(rules(), **said).model == "base-v2"
+
+
+def test_a_rule_goes_before_the_header_and_the_header_before_the_body() -> None:
+    header = {names.MODEL_REWRITE: "base-v2"}
+    parsed = ask(rules(), **header)
+    assert (parsed.pick.model, parsed.rewrite) == ("base-v2", "base-v2")
+    ruled = ask(rules(rewrite("r", ("alias", "base"))), "alias", **header)
+    assert (ruled.pick.model, ruled.rewrite) == ("base", "base")
+    both = {names.MODEL_REWRITE: "base", names.MODEL_REWRITE_LLMD: "base-v2"}
+    assert pick(rules(), **both).model == "base-v2"
+
+
+def test_exact_goes_before_all_models_then_the_older_object_then_the_first_rule() -> None:
+    old, new = "2025-01-01T00:00:00Z", "2026-06-01T00:00:00Z"
+    general = rewrite("general", (None, "base-v2"), created=old)
+    exact = rewrite("exact", ("alias", "base"), ("alias", "base-v2"), created=new)
+    newest = rewrite("newest", ("alias", "base-v2"), (None, "base"), created="2026-07-01T00:00:00Z")
+    for order in ([general, exact, newest], [newest, exact, general]):
+        given = rules(*order)
+        assert pick(given, "alias").model == "base"
+        assert pick(given, "whatever").model == "base-v2", "of the only pool"
+        assert pick(given, "base").model == "base-v2"
+
+
+def test_targets_are_drawn_by_weight_and_what_is_left_of_a_draw_is_even() -> None:
+    rule = RewriteRule((("a", 3), ("b", 0), ("c", 1)))
+    drawn = [rule.draw(i / 1000) for i in range(1000)]
+    assert Counter(name for name, _ in drawn) == {"a": 750, "c": 250}
+    assert all(0 <= rest < 1 for _, rest in drawn)
+    assert Counter(rest < 0.5 for name, rest in drawn if name == "a") == {True: 375, False: 375}
+    even = RewriteRule((("a", 0), ("b", 0)))
+    assert Counter(even.draw(i / 10)[0] for i in range(10)) == {"a": 5, "b": 5}
+
+
+def test_a_target_that_nobody_serves_is_a_404_of_its_name() -> None:
+    refused = ask(rules(rewrite("r", ("base", "gone"))))
+    assert isinstance(refused, Refusal)
+    assert (refused.status, "gone" in refused.message) == (404, True)
+
+
+def test_a_rule_of_one_pool_leaves_the_models_of_others_alone() -> None:
+    served = ModelRegistry()
+    served.set_endpoint("e", "p", ("base", "base-v2"), None)
+    served.set_endpoint("f", "q", ("other",), None)
+    given = rules(rewrite("r", (None, "base-v2")))
+    found = {}
+    for model in ("base", "other"):
+        body = json.dumps({"model": model, "prompt": "x"}).encode()
+        parsed = parse(RouteRequest({":path": "/v1/completions", ":method": "POST"}, body, None), served, rules=given)
+        assert isinstance(parsed, ParsedRequest)
+        found[model] = parsed.pick.pool, parsed.pick.model
+    assert found == {"base": ("p", "base-v2"), "other": ("q", "other")}
+
+
+def obj(spec: dict[str, Any], **meta: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps({"metadata": {"name": "o", **meta}, "spec": spec}).encode())
+
+
+def test_objects_are_read_as_their_crds_have_them() -> None:
+    ref = {"name": "p"}
+    found = read_objective(obj({"poolRef": ref, "priority": -3}))
+    assert found is not None
+    assert (found[0].group, found[1]) == ("inference.networking.k8s.io", Objective("o", "p", -3))
+    assert read_objective(obj({"poolRef": ref}))[1].priority == 0  # type: ignore[index]
+    assert read_objective(obj({"poolRef": ref}, deletionTimestamp="2026-01-01T00:00:00Z")) is None
+    spec = {
+        "poolRef": {**ref, "group": "treeline.dev"},
+        "rules": [
+            {
+                "matches": [{"model": {"type": "Exact", "value": "a"}}, {"model": {"value": "b"}}],
+                "targets": [{"modelRewrite": "x", "weight": 9}, {"modelRewrite": "y"}],
+            },
+            {"matches": [{"model": {"type": "Prefix", "value": "c"}}], "targets": [{"modelRewrite": "z"}]},
+            {"targets": [{"modelRewrite": "w"}]},
+        ],
+    }
+    read = read_rewrite(obj(spec, creationTimestamp="2026-01-01T00:00:00Z"))
+    assert read is not None
+    assert read[0].group == "treeline.dev"
+    assert read[1].rules == (
+        RewriteRule((("x", 9), ("y", 0)), frozenset({"a", "b"})),
+        RewriteRule((("w", 0),)),
+    ), "a match that is not understood is no rule for all"
+    with pytest.raises(msgspec.MsgspecError):
+        read_rewrite(obj({"rules": []}))

@@ -1,0 +1,65 @@
+"""Header modes of a real Envoy that leave headers out: requests and answers arrive whole, whatever the body modes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.epp_io import data_plane, engines
+
+
+def modes(**fields: str) -> Any:
+    def patch(bootstrap: dict[str, Any]) -> None:
+        listener = bootstrap["static_resources"]["listeners"][0]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        found = [f["typed_config"] for f in manager["http_filters"] if "processing_mode" in f.get("typed_config", {})]
+        assert found
+        for one in found:
+            one["processing_mode"].update(fields)
+
+    return patch
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("mode", ["STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
+@pytest.mark.parametrize("left_out", ["request_header_mode", "response_header_mode"])
+async def test_headers_that_are_left_out_cost_neither_body(tmp_path: Path, mode: str, left_out: str) -> None:
+    settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
+    trailers = {"request_trailer_mode": "SEND", "response_trailer_mode": "SEND"}
+    patch = modes(**{left_out: "SKIP"}, **trailers)
+    async with engines() as fakes, data_plane(tmp_path, fakes, patch=patch, **settings) as plane:
+        for fake in fakes:
+            fake.reply_body = bytes(range(256)) * 400
+        for size in (1, 200_000):
+            answer = await plane.complete("x" * size)
+            assert (answer.status_code, answer.content) == (200, fakes[0].reply_body)
+            (seen,) = [s for fake in fakes for s in fake.served]
+            assert json.loads(seen.body) == {"model": "tiny", "prompt": "x" * size}
+            for fake in fakes:
+                fake.seen.clear()
+        metrics = await plane.picker.metrics()
+        assert not metrics.get("treeline_epp_protocol_errors_total")
+        assert not [name for name in metrics if name.startswith("treeline_epp_refusals_total")]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED", "STREAMED"])
+@pytest.mark.parametrize("events", [True, False])
+async def test_a_response_names_the_model_as_its_client_did(tmp_path: Path, mode: str, events: bool) -> None:
+    settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
+    patch = modes(request_trailer_mode="SEND", response_trailer_mode="SEND")
+    flags = ("--trust-request-headers", "true", "--restore-model-names")
+    async with engines() as fakes, data_plane(tmp_path, fakes, *flags, patch=patch, **settings) as plane:
+        one = json.dumps({"model": "tiny", "text": '"model": "tiny" ' * 5_000}).encode()
+        body = b"data: " + one + b"\n\n" if events else one
+        for fake in fakes:
+            fake.reply_body = body
+            fake.reply_headers["content-type"] = "text/event-stream" if events else "application/json"
+        headers = {"x-gateway-model-name-rewrite": "tiny"}
+        answer = await plane.complete("x", model="a much longer name", headers=headers)
+        assert answer.status_code == 200, answer.text
+        longer = body.replace(b'{"model": "tiny"', b'{"model": "a much longer name"')
+        rewritten = mode != "STREAMED"  # there a proxy has told the body's length before
+        assert answer.content == (longer if rewritten else body)

@@ -1,0 +1,352 @@
+"""Several worker processes of one picker: one port, one page, one picker to whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from envoy.config.endpoint.v3 import endpoint_pb2
+from envoy.service.discovery.v3 import discovery_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.epp_io import FakeEngine, until
+from support.flow_world import FlowWorld
+from support.http import client
+from support.picker_cost import chat_body, messages_of
+from support.ports import free_ports
+from treeline_epp import signals
+from treeline_epp.compat.families import Families
+from treeline_epp.compat.metric_names import GIE, LLMD
+from treeline_epp.extproc.server import SERVICE
+from treeline_epp.flow.report import samples
+from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.options import options_of
+from treeline_epp.peers.driver import bound
+from treeline_epp.requests.exchange import Exchange
+from treeline_epp.workers import link, pages, places
+from treeline_epp.workers import team as team_module
+from treeline_epp.workers.link import ParentsEds, Selectable, Start, Status, Worker
+from treeline_epp.workers.pages import SUMMED_GAUGES, summed
+from treeline_epp.workers.team import Team, WorkerFailed
+from treeline_epp.xds.eds import CLUSTER, Eds
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Picker:
+    """A picker of workers as a process, by its ports."""
+
+    process: asyncio.subprocess.Process
+    grpc_port: int
+    control_port: int
+    metrics_port: int
+    admin_port: int
+    log: Path
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        return [one for one in psutil.Process(self.process.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
+
+    async def page(self, path: str) -> Any:
+        async with client(timeout=5.0) as http:
+            return await http.get(f"http://{HOST}:{self.admin_port}{path}")
+
+    async def metrics(self) -> dict[str, float]:
+        async with client(timeout=5.0) as http:
+            page = await http.get(f"http://{HOST}:{self.metrics_port}/metrics")
+        lines = (line.rsplit(" ", 1) for line in page.text.splitlines() if line[:1] not in ("", "#"))
+        return {name: float(value) for name, value in lines}
+
+    async def ready(self) -> bool:
+        assert self.process.returncode is None, self.log.read_text()
+        with contextlib.suppress(OSError, Exception):
+            return (await self.page("/ready")).status_code == 200
+        return False
+
+
+@contextlib.asynccontextmanager
+async def picker(folder: Path, engine: FakeEngine, *words: str) -> AsyncIterator[Picker]:
+    ports = free_ports(4)
+    flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port")
+    argv = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
+    log = folder / "picker.log"
+    with log.open("wb") as out:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "treeline_epp", "--endpoint", f"a={engine.address}", "--workers", "2"),
+            *(*argv, "--drain-timeout", "3", *words),
+            stderr=out,
+            start_new_session=True,
+        )
+    made = Picker(process, *ports, log)
+    left: list[psutil.Process] = []
+    try:
+        await until(made.ready, "all workers are ready", 30.0, log.read_text)
+        yield made
+        left = made.workers if process.returncode is None else []
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        assert await asyncio.wait_for(process.wait(), 20) == 0, log.read_text()
+        await until(lambda: not any(one.is_running() for one in left), "no worker is left")
+
+
+async def ask(port: int, body: bytes, id: str) -> tuple[grpc.aio.Channel, Any, str]:
+    """A request on a connection of its own, whose answer has not begun; where it was sent."""
+    channel = grpc.aio.insecure_channel(f"{HOST}:{port}", [("grpc.use_local_subchannel_pool", 1)])
+    call = channel.stream_stream(f"/{SERVICE}/Process")()
+    destination = ""
+    for message in messages_of(body, id)[:2]:
+        await call.write(message)
+        answer = pb.ProcessingResponse.FromString(await call.read())
+        lb = answer.dynamic_metadata.fields.get("envoy.lb")
+        if lb is not None:
+            destination = next(iter(lb.struct_value.fields.values())).string_value
+    return channel, call, destination
+
+
+async def test_workers_are_one_picker(tmp_path: Path) -> None:
+    """The port is shared, what is in flight is known to all, pages are one; a worker that dies is replaced."""
+    engine = FakeEngine()
+    await engine.start()
+    body = chat_body(random.Random(1))
+    async with picker(tmp_path, engine) as made:
+        await until(lambda: made.metrics(), "a page")
+
+        async def routable() -> bool:
+            pools = (await made.page("/endpoints")).json()["pools"]
+            return any(one["ready"] for pool in pools.values() for one in pool["endpoints"])
+
+        await until(routable, "the engine is known", 10)
+        calls = [await ask(made.grpc_port, body, f"r{number}") for number in range(24)]
+        assert {destination for _, _, destination in calls} == {engine.address}
+        first, other = made.workers
+        held = [len([c for c in one.net_connections() if c.status == "ESTABLISHED" and c.laddr.port == made.grpc_port])
+                for one in (first, other)]  # fmt: skip
+        assert sum(held) == 24
+        assert all(held), "each has some of the connections"
+        page = await made.metrics()
+        assert page['treeline_epp_decisions_total{endpoint="a"}'] == 24, "the sum of both"
+        assert page["treeline_epp_extproc_streams"] == 24
+        assert page["treeline_epp_workers"] == 2
+        assert page['treeline_epp_endpoints{state="ready"}'] == 1, "one endpoint, however many look at it"
+
+        async def told() -> bool:  # by a request of now: those before may have lived their time
+            calls.append(await ask(made.grpc_port, body, f"r{len(calls)}"))
+            return (await made.metrics())["treeline_epp_peer_requests"] >= 1
+
+        await until(told, "each knows what the other has in flight")
+        async with grpc.aio.insecure_channel(f"{HOST}:{made.control_port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+            call = channel.stream_stream("/envoy.service.endpoint.v3.EndpointDiscoveryService/StreamEndpoints")()
+            await call.write(discovery_pb2.DiscoveryRequest(resource_names=[CLUSTER]).SerializeToString())
+            answer = discovery_pb2.DiscoveryResponse.FromString(await asyncio.wait_for(call.read(), 5))
+            found = endpoint_pb2.ClusterLoadAssignment.FromString(answer.resources[0].value)
+            (listed,) = found.endpoints[0].lb_endpoints
+            assert listed.endpoint.address.socket_address.port_value == engine.port, "what workers know, once"
+            call.cancel()
+        first.kill()
+
+        async def replaced() -> bool:
+            page = await made.metrics()
+            return page["treeline_epp_worker_restarts_total"] == 1 and page["treeline_epp_workers"] == 2
+
+        assert (await made.page("/ready")).status_code == 200, "the other one serves"
+        await until(replaced, "another has its place", 20, made.log.read_text)
+        assert "worker 0 was ended by SIGKILL; another starts in 0.5 s" in made.log.read_text()
+        assert (await ask(made.grpc_port, body, "again"))[2] == engine.address
+        for channel, _, _ in calls:
+            await channel.close()
+    assert '"level": "error"' in made.log.read_text()
+    assert all(line.startswith("{") for line in made.log.read_text().splitlines()), "nothing of gRPC's own"
+    await engine.stop()
+
+
+@contextlib.asynccontextmanager
+async def team_of_one(*words: str) -> AsyncIterator[tuple[Team, asyncio.Task[None], list[bool]]]:
+    """A team with one worker, what runs it, and what it has said of being ready."""
+    said: list[bool] = []
+
+    async def on_ready(ready: bool) -> None:
+        said.append(ready)
+
+    with bound(HOST, 0) as sock:
+        team = Team([*words, "--drain-timeout", "0"], Eds(), [sock], b"k" * 32, [], on_ready)
+        running = asyncio.create_task(team.run(asyncio.Event()))
+        try:
+            yield team, running, said
+        finally:
+            running.cancel()
+            await team.stop(0)
+            assert all(member.process is None or member.process.poll() is not None for member in team.members)
+
+
+async def test_a_worker_that_cannot_start_ends_the_picker(capfd: pytest.CaptureFixture[str]) -> None:
+    """A mistake that only a worker sees is told, and is no loop of restarts."""
+    async with team_of_one("--endpoint", "nonsense") as (_, running, said):
+        with pytest.raises(WorkerFailed, match="ended with status 2 before it was ready; the log says why"):
+            await asyncio.wait_for(running, 30)
+    assert "NAME=HOST:PORT" in capfd.readouterr().err, "the worker's own words"
+    assert not any(said)
+
+
+async def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team_module, "FIRST_PAUSE_S", 0.01)
+    (port,) = free_ports(1)
+    async with team_of_one("--endpoint", "a=127.0.0.1:1", "--grpc-port", str(port)) as (team, running, said):
+        (member,) = team.members
+        await until(lambda: member.status.ready, "it is ready", 30)
+        first = member.process
+        assert first is not None
+        first.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(team_module, "HUNG_S", 1.5)
+        await until(lambda: first.poll() == -signal.SIGKILL, "it is killed", 30)
+        monkeypatch.setattr(team_module, "HUNG_S", 60.0)  # the next one may take its time
+        await until(lambda: team.restarts == 1 and member.status.ready, "another has its place", 30)
+        assert not running.done()
+    assert said == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transport", "grpc"], "--workers needs --transport http2"),
+        (["--grpc-port", "0"], "--workers needs a --grpc-port"),
+        (["--peers", "a:1", "--curve-dir", "/keys", "--peer-port", "65535"], "--peer-port: each worker has one"),
+    ],
+)
+def test_what_does_not_go_with_workers_is_said_at_the_start(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options_of(["--endpoint", "a=127.0.0.1:1", "--workers", "2", *words])
+    assert said in capsys.readouterr().err
+
+
+def test_metrics_of_several_are_summed_and_what_all_know_is_said_once() -> None:
+    one = """# HELP x_total Some.
+# TYPE x_total counter
+x_total{a="1"} 2.0
+x_total{a="2"} 3.0
+# HELP t Time.
+# TYPE t histogram
+t_bucket{le="0.1"} 1.0
+t_bucket{le="+Inf"} 2.0
+t_count 2.0
+t_sum 0.5
+# HELP treeline_epp_extproc_streams Open.
+# TYPE treeline_epp_extproc_streams gauge
+treeline_epp_extproc_streams 4.0
+# HELP treeline_epp_endpoints Known.
+# TYPE treeline_epp_endpoints gauge
+treeline_epp_endpoints{state="ready"} 5.0
+"""
+    other = one.replace('a="2"} 3.0', 'a="9"} 7.0').replace("} 5.0", "} 6.0")
+    lines = summed([one, other]).decode().splitlines()
+    assert {line for line in lines if not line.startswith("#")} == {
+        'x_total{a="1"} 4.0',
+        'x_total{a="2"} 3.0',
+        'x_total{a="9"} 7.0',
+        't_bucket{le="0.1"} 2.0',
+        't_bucket{le="+Inf"} 4.0',
+        "t_count 4.0",
+        "t_sum 1.0",
+        "treeline_epp_extproc_streams 8.0",
+        'treeline_epp_endpoints{state="ready"} 6.0',
+    }
+    assert "# TYPE x_total counter" in lines
+    assert summed([summed([one]).decode()]) == summed([one])
+    assert summed([]) == b""
+
+
+def test_the_requests_that_each_worker_has_itself_are_summed() -> None:
+    world = FlowWorld(FlowSettings(hold_empty_pool_seconds=60.0), engines=0)
+    world.router.demand.held = world.flow.held
+    metrics, families = world.router.metrics, Families([GIE, LLMD], world.picker, streams=lambda: 3.0)
+    metrics.observe(lambda: samples(world.flow))
+    metrics.observe(lambda: signals.samples(signals.picture(world.router.demand, (), (), world.now, synced=True)))
+    families._running[Exchange("r", "/", None, "f", 1, 0.0)] = ("tiny", "tiny", "f", "0")
+    for flow in "fg":
+        world.send(flow)
+    world.now += 1.0
+    page = summed([(metrics.render() + families.render()).decode()]).decode()
+    one = {name: float(value) for name, value in _values(page) if float(value)}
+    for name, value in _values(summed([page, page]).decode()):
+        family = name.partition("{")[0]
+        if family in SUMMED_GAUGES and name in one:
+            assert float(value) == 2 * one.pop(name), name
+    assert {name.partition("{")[0] for name in one if "held" in name or "running" in name or "missed" in name} == set()
+    assert "treeline_epp_flow_oldest_seconds" in {name.partition("{")[0] for name in one}, "the greatest"
+
+
+async def test_they_are_summed_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[threading.Thread] = []
+    monkeypatch.setattr(pages, "summed", lambda _: where.append(threading.current_thread()) or b"sum")
+    page = await pages.Pages(list, bytes).metrics({})
+    assert page.body == b"sum"
+    assert where != [threading.current_thread()], "EDS and health go on"
+
+
+def _values(page: str) -> list[list[str]]:
+    return [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
+
+
+def test_where_workers_hear_each_other_and_those_of_other_pickers() -> None:
+    words = ["--endpoint", "a=127.0.0.1:1", "--workers", "2", "--host", "0.0.0.0"]
+    alone = options_of(words)
+    assert places.own_places(alone) == [("127.0.0.1", 0)] * 2
+    company = options_of([*words, "--peers", "pickers:9005", "--curve-dir", "/keys", "--peer-port", "9100"])
+    assert places.own_places(company) == [("0.0.0.0", 9100), ("0.0.0.0", 9101)]
+
+    class Bound:
+        def __init__(self, port: int) -> None:
+            self.port = port
+
+        def getsockname(self) -> tuple[str, int]:
+            return "0.0.0.0", self.port
+
+    sockets: Any = [Bound(9100), Bound(9101)]
+    told = places.names_of(company, sockets)
+    assert told == [("127.0.0.1", 9100), ("127.0.0.1", 9101), ("pickers", 9005), ("pickers", 9006)]
+    assert places.for_one(company).max_waiting_body_bytes == company.max_waiting_body_bytes // 2
+
+
+async def test_a_worker_tells_its_parent_what_envoy_is_to_know_and_waits_for_its_word() -> None:
+    ours, its = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=its)
+    there, back = await asyncio.open_connection(sock=ours)
+    worker = Worker(Start(0, b"k" * 32, 0, ()), writer)
+    following = asyncio.create_task(worker.follow(reader))
+    asked: list[None] = []
+    eds = worker.eds
+    assert isinstance(eds, ParentsEds)
+    eds.on_ack = lambda: asked.append(None)
+    heard = link.lines(there)
+    eds.announce({"10.0.0.1:80": False, "10.0.0.2:80": True})
+    eds.announce({"10.0.0.1:80": False, "10.0.0.2:80": True})
+    eds.set_synced()
+    worker.set_ready(True)
+    said = [await anext(heard) for _ in range(3)]
+    assert [(s.synced, s.ready) for s in said if isinstance(s, Status)] == [(False, False), (True, False), (True, True)]
+    assert not eds.selectable("10.0.0.1:80")
+    back.write(link.encode(Selectable(frozenset({"10.0.0.1:80", "10.0.0.2:80"}))))
+    await until(lambda: asked, "it is told")
+    assert [eds.selectable(f"10.0.0.{number}:80") for number in (1, 2, 3)] == [True, False, False]
+    back.write(b"nonsense\n")
+    await asyncio.wait_for(following, 5)
+    back.close()
+    writer.close()

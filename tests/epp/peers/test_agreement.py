@@ -1,0 +1,35 @@
+"""Four pickers that share the requests of one trace choose as one that sees all of them would."""
+
+from __future__ import annotations
+
+from support.peers import Pool, spread, trace_of
+
+TRACE = trace_of(600, per_s=100.0)
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_four_pickers_choose_as_one_and_spread_the_load_alike() -> None:
+    one, four = Pool(1, 8), Pool(4, 8)
+    one.run(TRACE)
+    four.run(TRACE)
+    assert one.same == one.asked == len(one.ttfts) == len(four.ttfts) == len(TRACE)
+    assert four.same >= 0.95 * four.asked, four.same
+    assert abs(spread(four) / spread(one) - 1) <= 0.05, (spread(four), spread(one))
+    computed = [sum(engine.computed for engine in pool.engines.values()) for pool in (one, four)]
+    assert computed[1] <= 1.05 * computed[0], computed
+    assert mean(four.ttfts) <= 1.05 * mean(one.ttfts), (mean(four.ttfts), mean(one.ttfts))
+    assert four.network.sent_bytes < 100 * len(TRACE), "bytes that each of the others is told, beats and all"
+    for node in four.nodes:
+        node.gossip.check()
+        assert node.gossip.elsewhere == len(node.gossip.own) == 0
+        assert not any(endpoint.load.reservations for endpoint in node.picker.endpoints.values())
+
+
+def test_without_a_word_they_do_not() -> None:
+    """Else the test before it would say nothing."""
+    silent = Pool(4, 8, gossip=False)
+    silent.run(TRACE[:200])
+    assert silent.same < 0.8 * silent.asked

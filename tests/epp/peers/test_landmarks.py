@@ -1,0 +1,161 @@
+"""How far a prompt is foreseen to be held, told by a few hashes of it."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+
+from hypothesis import given
+from hypothesis import strategies as st
+from treeline_epp.index.index import Index
+from treeline_epp.index.pods import Hit, Match, Pod
+from treeline_epp.peers.landmarks import GRID, MOST_LENGTHS, MOST_PODS, Landmarks, Trail
+from treeline_wire.peers import MOST_MARKS, Opened
+
+SECRET = 0x1234_5678_9ABC_DEF0
+
+
+def text(seed: object, size: int) -> bytes:
+    return random.Random(repr(seed)).randbytes(size)
+
+
+def opened(key: bytes, confirmed: int = 0, namespace: str | None = None) -> Opened:
+    marks, length, tail = Trail.of(key, SECRET, "m", namespace).told(confirmed)
+    return Opened(1, b"abcd", 0, 0, 0, 0, marks, length, tail)
+
+
+def pods(count: int) -> list[Pod]:
+    index = Index()
+    return [index.add_pod(f"pod-{number}", "m") for number in range(count)]
+
+
+def reach(landmarks: Landmarks, key: bytes, now: float = 0.0, namespace: str | None = None) -> dict[Pod, int]:
+    return landmarks.reach(landmarks.trail("m", namespace, key), now)
+
+
+@given(st.integers(0, 9000), st.integers(0, 4000), st.integers(0, 4000), st.integers(0, 13000))
+def test_never_more_than_what_is_shared_and_not_much_less(shared: int, one: int, other: int, confirmed: int) -> None:
+    first = text("shared", shared) + b"1" + text("one", one)
+    second = text("shared", shared) + b"2" + text("other", other)
+    landmarks, (pod,) = Landmarks(SECRET), pods(1)
+    told = opened(first, min(confirmed, len(first)))
+    landmarks.add(told, pod, 10.0)
+    found = reach(landmarks, second).get(pod, 0)
+    assert found <= shared
+    if shared > 0.6 * len(first) and shared >= GRID[0] and confirmed < 0.6 * len(first):
+        assert found >= shared / 1.3, "rounded down"
+    again = reach(landmarks, first + text("more", other)).get(pod, 0)
+    assert again == (len(first) if len(first) > confirmed else again), "the same prompt is found to its end"
+    landmarks.check()
+
+
+def test_a_short_prompt_too() -> None:
+    landmarks, (pod,) = Landmarks(SECRET), pods(1)
+    landmarks.add(opened(b"short"), pod, 10.0)
+    assert reach(landmarks, b"short and more") == {pod: 5}
+    assert reach(landmarks, b"shor") == {}
+
+
+def test_what_goes_on_after_a_confirmed_prefix_is_found_by_all_its_bytes() -> None:
+    key = text("long", 24_000)
+    landmarks, (pod,) = Landmarks(SECRET), pods(1)
+    told = opened(key, confirmed=23_900)
+    assert len(told.marks) == 1, "it costs little"
+    landmarks.add(told, pod, 10.0)
+    assert reach(landmarks, key + b"!") == {pod: 24_000}
+
+
+def test_most_marks_are_near_the_end() -> None:
+    key = text("long", GRID[20])
+    marks = Trail.of(key, SECRET, "m", None).told(0)[0]
+    trail = Trail.of(key, SECRET, "m", None).marks
+    assert len(marks) == MOST_MARKS
+    assert [trail.index(mark) for mark in marks[-3:]] == [19, 20, 21]
+
+
+def test_a_namespace_is_a_world_of_its_own() -> None:
+    key = text("key", 3000)
+    landmarks, (pod,) = Landmarks(SECRET), pods(1)
+    landmarks.add(opened(key, namespace="a"), pod, 10.0)
+    assert reach(landmarks, key, namespace="a") == {pod: 3000}
+    for other in (None, "", "b"):
+        assert reach(landmarks, key, namespace=other) == {}
+    assert landmarks.reach(landmarks.trail("other model", "a", key), 0.0) == {}
+
+
+def test_it_ends_with_its_time_with_the_pods_state_or_when_it_is_taken_back() -> None:
+    index = Index()
+    one, two = index.add_pod("one", "m"), index.add_pod("two", "m")
+    key = text("key", 3000)
+    told = opened(key)
+    landmarks = Landmarks(SECRET)
+    foresight = landmarks.add(told, one, 10.0)
+    landmarks.add(told, two, 20.0)
+    assert reach(landmarks, key) == {one: 3000, two: 3000}
+    assert reach(landmarks, key, now=10.0) == {two: 3000}
+    index.clear(two)
+    assert reach(landmarks, key) == {one: 3000}
+    assert foresight is not None
+    landmarks.withdraw(told, foresight)
+    assert reach(landmarks, key) == {}
+    landmarks.tick(0.0)
+    assert len(landmarks) == 0
+    landmarks.check()
+
+
+def test_a_later_request_is_not_taken_back_with_an_earlier_one() -> None:
+    (pod,), landmarks, told = pods(1), Landmarks(SECRET), opened(text("key", 3000))
+    first = landmarks.add(told, pod, 10.0)
+    landmarks.add(told, pod, 11.0)
+    assert first is not None
+    landmarks.withdraw(told, first)
+    assert reach(landmarks, text("key", 3000)) == {pod: 3000}
+
+
+def test_its_memory_has_a_bound_and_time_empties_it() -> None:
+    landmarks, (pod,) = Landmarks(SECRET, most=500), pods(1)
+    for number in range(300):
+        landmarks.add(opened(text(number, 2000)), pod, 10.0)
+        landmarks.check()
+    assert len(landmarks) == 500
+    assert reach(landmarks, text(299, 2000)) == {pod: 2000}
+    assert reach(landmarks, text(0, 2000)) == {}
+    for _ in range(3):
+        landmarks.tick(10.0)
+    assert len(landmarks) == 0
+    landmarks.check()
+
+
+def test_of_what_many_pods_hold_the_newest_are_known() -> None:
+    landmarks, many = Landmarks(SECRET), pods(3 * MOST_PODS)
+    for pod in (*many, many[-MOST_PODS]):
+        landmarks.add(opened(text("shared", 3000)), pod, 10.0)
+    landmarks.add(opened(text("shared", 3000)), many[0], 10.0)
+    landmarks.check()
+    known = set(many[-MOST_PODS:]) - {many[-MOST_PODS + 1]} | {many[0]}
+    assert reach(landmarks, text("shared", 3000)) == dict.fromkeys(known, 3000)
+
+
+def test_of_whole_prompts_after_one_place_the_newest_are_told_apart() -> None:
+    landmarks, (pod,) = Landmarks(SECRET), pods(1)
+    beginning = text("shared", GRID[5])
+    for number in range(2 * MOST_LENGTHS):
+        landmarks.add(opened(beginning + bytes((number,)) * (number + 1)), pod, 10.0)
+    landmarks.check()
+    for number in range(2 * MOST_LENGTHS):
+        found = reach(landmarks, beginning + bytes((number,)) * (number + 1))[pod]
+        assert found == GRID[5] + (number + 1 if number >= MOST_LENGTHS else 0)
+
+
+def test_a_match_gets_what_is_foreseen_beyond_it() -> None:
+    one, two, capped = pods(3)
+    capped.hit_caps[None] = (0, 0.0)  # type: ignore[index]
+    landmarks, key = Landmarks(SECRET), text("key", 3000)
+    for pod in (one, two, capped):
+        landmarks.add(opened(key), pod, 10.0)
+    known = {one: Hit(100, 400, 3200), two: Hit(100, 400, 400)}
+    found = landmarks.foreseen(Match(special=known), landmarks.trail("m", None, key), 0.0)
+    assert found.hit(one) == known[one], "more was known"
+    assert found.hit(two) == Hit(100, 400, 3000)
+    assert found.hit(capped) == Hit(), "an audit has found less"
+    assert bisect_right(GRID, 3000) > 0

@@ -1,0 +1,144 @@
+"""A fleet of engines that only prefill, in virtual time, around a picker: what a choice leads to, in seconds.
+
+An engine computes one prompt after another at its rate, which may change with time. It keeps every prefix that it has
+computed and publishes it as KV events, reports its load ten times a second, and answers with the first token when a
+prompt is done.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.request import PickRequest
+from treeline_wire.load import TreelineLoad
+
+from support.epp_core import KEYS, WIDTH, Prompt
+
+REPORT_S = 0.1
+_MEASURES = 8
+"""An engine's own rate is that of so many prompts."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: `prompt` begins with `shared` tokens that other requests have, too."""
+
+    at: float
+    prompt: Prompt
+    shared: int = 0
+
+
+@dataclass
+class Answered:
+    """What became of a request."""
+
+    asked: Asked
+    endpoint: str
+    ttft_s: float
+    computed: int
+
+
+@dataclass
+class Engine:
+    """`rate(now)` is in tokens per second. `tells_rate`: its load reports have it, as our runtime's."""
+
+    name: str
+    rate: Callable[[float], float]
+    tells_rate: bool = True
+    held: set[int] = field(default_factory=set)
+    queue: deque[tuple[Asked, Lease]] = field(default_factory=deque)
+    measured: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MEASURES))
+    busy: bool = False
+
+    def uncached(self, prompt: Prompt) -> int:
+        known = 0
+        for block in prompt.hashes:
+            if block not in self.held:
+                break
+            known += WIDTH
+        return max(1, len(prompt.tokens) - known)
+
+    def report(self) -> TreelineLoad:
+        waiting = sum(self.uncached(asked.prompt) for asked, _ in self.queue)
+        tokens, seconds = sum(t for t, _ in self.measured), sum(s for _, s in self.measured)
+        rate = tokens / seconds if self.tells_rate and seconds else 0.0
+        return TreelineLoad(waiting=len(self.queue), waiting_uncached_tokens=waiting, prefill_tokens_per_s=rate)
+
+
+class Fleet:
+    """Engines and their picker. `run` lets requests come, and gives their answers in order of arrival."""
+
+    def __init__(self, engines: Iterable[Engine], policy: str = "predicted_ttft") -> None:
+        self.picker = Picker(PickerConfig(policy, seed=5))
+        self.engines = {engine.name: engine for engine in engines}
+        self.now = 0.0
+        self.answered: list[Answered] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        for number, name in enumerate(self.engines):
+            self.picker.add_endpoint(EndpointSpec(name, f"10.0.0.{number}:8000", models=("m",)))
+            self._report(name)
+
+    def run(self, asked: Iterable[Asked], until: float) -> list[Answered]:
+        for one in asked:
+            self._at(one.at, lambda one=one: self._arrive(one))  # type: ignore[misc]
+        while self._events and self._events[0][0] <= until:
+            self.now, _, happen = heapq.heappop(self._events)
+            happen()
+        return sorted(self.answered, key=lambda one: one.asked.at)
+
+    def _at(self, time: float, happen: Callable[[], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (time, self._number, happen))
+
+    def _report(self, name: str) -> None:
+        self.picker.on_load(name, self.engines[name].report(), self.now)
+        self.picker.on_tick(self.now)
+        self._at(self.now + REPORT_S, lambda: self._report(name))
+
+    def take(self, prompt: Prompt, now: float) -> Lease:
+        """Where the picker sends a prompt; nothing computes it yet."""
+        headers = {"x-smg-routing-key": str(prompt.key)}
+        request = PickRequest(
+            "id",
+            model="m",
+            key=prompt.key,
+            prompt_tokens_estimate=len(prompt.tokens),
+            max_output_tokens=1,
+            headers=headers,
+        )
+        return self.picker.reserve(self.picker.pick(request, now), now)
+
+    def _arrive(self, asked: Asked) -> None:
+        lease = self.take(asked.prompt, self.now)
+        engine = self.engines[lease.endpoint.spec.name]
+        engine.queue.append((asked, lease))
+        if not engine.busy:
+            self._begin(engine)
+
+    def _begin(self, engine: Engine) -> None:
+        asked, lease = engine.queue.popleft()
+        engine.busy = True
+        tokens = engine.uncached(asked.prompt)
+        took = tokens / engine.rate(self.now)
+        self._at(self.now + took, lambda: self._end(engine, asked, lease, tokens, took))
+
+    def _end(self, engine: Engine, asked: Asked, lease: Lease, computed: int, took: float) -> None:
+        engine.busy = False
+        engine.measured.append((computed, took))
+        engine.held.update(asked.prompt.hashes)
+        self.picker.index.apply(lease.endpoint.pod, asked.prompt.stored(), KEYS)
+        ttft, prompt = self.now - asked.at, len(asked.prompt.tokens)
+        self.picker.close(
+            lease, self.now, Outcome.HEADERS, ttft_s=ttft, cached_tokens=prompt - computed, prompt_tokens=prompt
+        )
+        self.answered.append(Answered(asked, engine.name, ttft, computed))
+        if engine.queue:
+            self._begin(engine)

@@ -1,0 +1,96 @@
+"""Requests and responses as a proxy shows them to a picker in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.requests.exchange import Observer, Observers
+from treeline_epp.requests.gateway_rules import GatewayRules
+from treeline_epp.requests.isolation import Isolation
+from treeline_wire import headers as names
+
+from support.picker_cost import new_router
+
+_MODE = processing_mode_pb2.ProcessingMode
+NONE, DUPLEX = _MODE.NONE, _MODE.FULL_DUPLEX_STREAMED
+
+
+@dataclass
+class Proxy:
+    """A proxy and the picker that it asks; `now` is the picker's clock."""
+
+    observers: Iterable[Observer]
+    now: float = 100.0
+    count: int = 0
+    last: ExtProcSession | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        self.router = new_router()
+        self.router.observers = Observers(tuple(self.observers))
+        self.router.clock = lambda: self.now
+        self.router.rules = GatewayRules(trust_headers=True)
+        self.router.isolation = Isolation.of(True, None)
+        self.picker = self.router.picker
+
+    def open(
+        self,
+        *,
+        model: str = "tiny",
+        headers: Mapping[str, str] = {},
+        response: int = DUPLEX,
+        observed: bool = False,
+        path: str = "/v1/chat/completions",
+    ) -> list[pb.ProcessingResponse]:
+        """A request up to its decision; the stream stays open, as `last`."""
+        self.count += 1
+        self.last = ExtProcSession(self.router, SessionLimits(1 << 20))
+        head = pb.ProcessingRequest(observability_mode=observed)
+        head.protocol_config.request_body_mode = _MODE.BUFFERED
+        head.protocol_config.response_body_mode = response
+        sent = {":method": "POST", ":path": path, names.REQUEST_ID: f"r{self.count}", **headers}
+        for key, value in sent.items():
+            head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+        body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France? " * 20}]}
+        whole = pb.HttpBody(body=json.dumps(body).encode(), end_of_stream=True)
+        return [*self._send(head), *self._send(pb.ProcessingRequest(request_body=whole))]
+
+    def answer(self, status: int = 200, *, ends: bool = False, **headers: str) -> None:
+        """The response's headers; underscores in names stand for dashes."""
+        message = pb.ProcessingRequest()
+        for key, value in {":status": str(status), "content-type": "application/json", **headers}.items():
+            message.response_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
+        message.response_headers.end_of_stream = ends
+        self._send(message)
+
+    def chunk(self, data: bytes, *, ends: bool = False) -> None:
+        """A piece of its body."""
+        self._send(pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=ends)))
+
+    def close(self) -> None:
+        """The stream ends."""
+        assert self.last is not None
+        self.last.close()
+
+    def stream(self, output: int = 11, *, after_s: float = 0.5, for_s: float = 1.0, **opened: Any) -> None:
+        """A whole exchange: a stream of events with its usage at the end."""
+        self.open(**opened)
+        self.answer(**{"content-type": "text/event-stream"})
+        self.now += after_s
+        self.chunk(b'data: {"choices":[{"delta":{"content":"Pa"}}]}\n\n')
+        self.now += for_s
+        usage = {"prompt_tokens": 200, "completion_tokens": output, "prompt_tokens_details": {"cached_tokens": 64}}
+        self.chunk(
+            b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n", ends=True
+        )
+        self.close()
+
+    def _send(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+        assert self.last is not None
+        data = message.SerializeToString()
+        return [pb.ProcessingResponse.FromString(reply) for reply in self.last.steps(data) if reply is not None]
