@@ -99,6 +99,7 @@ class EnvoyGateway:
             "gateway.envoyproxy.io",
             "gateway.networking.k8s.io",
             "inference.networking.k8s.io",
+            "inference.networking.x-k8s.io",
         )
         gone = [name for name in definitions if name.endswith(groups)]
         if gone:

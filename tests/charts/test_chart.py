@@ -14,13 +14,14 @@ import pytest
 import yaml
 from support import golden, helm
 from treeline_operator import operate
+from treeline_operator.rbac import RULES_GROUPS
 from treeline_operator.world import PROMETHEUS, Platform
 from treeline_wire import ports
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "treeline"
 GOLDEN = Path(__file__).parent / "golden"
-MONITORS = ("monitoring.coreos.com/v1/PodMonitor", "monitoring.coreos.com/v1/ServiceMonitor")
+MONITORS = tuple(f"monitoring.coreos.com/v1/{kind}" for kind in ("PodMonitor", "ServiceMonitor", "PrometheusRule"))
 
 RENDERS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -38,12 +39,12 @@ RENDERS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-GENERATED = ("CustomResourceDefinition", "ValidatingAdmissionPolicy")
-"""Kinds with long specs that are generated and tested elsewhere: their goldens show that they are there."""
+LONG = ("CustomResourceDefinition", "ValidatingAdmissionPolicy", "PrometheusRule", "ConfigMap")
+"""Kinds with long contents that are tested elsewhere: their goldens show that they are there."""
 
 
 def shown(item: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in item.items() if k != "spec"} if item["kind"] in GENERATED else item
+    return {k: v for k, v in item.items() if k not in ("spec", "data")} if item["kind"] in LONG else item
 
 
 def of_kind(items: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
@@ -112,6 +113,17 @@ def test_only_the_features_that_are_asked_for_get_rights():
     ]
     written = {g for rule in role["rules"] if "create" in rule["verbs"] for g in rule["apiGroups"]}
     assert not {g for g in written if g.startswith(("gateway.", "inference.", "keda.", "monitoring."))}
+
+
+def test_pickers_follow_no_objectives_without_the_right_to():
+    def told(*values: str) -> str:
+        (deployment,) = of_kind(helm.render(*values), "Deployment")
+        (arg,) = (a for a in deployment["spec"]["template"]["spec"]["containers"][0]["args"] if "rules-group" in a)
+        return str(arg)
+
+    assert told() == f"--rules-group={RULES_GROUPS[0]}"
+    assert told("--set", "operator.rulesGroup=llm-d.ai") == "--rules-group=llm-d.ai"
+    assert told("--set", "rbac.gatewayRules=false") == "--rules-group="
 
 
 def test_pickers_know_the_operator_by_its_pods_labels():

@@ -98,7 +98,7 @@ def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(con
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
         "metadata": {"name": "picker", "namespace": "team-a"},
-        "rules": [need.rule() for need in rbac.PICKER],
+        "rules": [need.rule() for need in (*rbac.PICKER, *map(rbac.rules_need, rbac.RULES_GROUPS))],
     }
     apply = ("apply", "--server-side", "--dry-run=server", "--validate=false", "-f", "-")
     control_plane.kubectl(*apply, kubeconfig=operator, stdin=json.dumps(role))

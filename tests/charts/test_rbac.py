@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from treeline_operator.controller.kinds import KINDS, OPTIONAL
+from treeline_operator.rbac import RULES_GROUPS, rules_need
 from treeline_tools import rbac
 
 CHART = Path(__file__).parents[2] / "charts" / "treeline"
@@ -44,6 +45,8 @@ def test_no_right_lets_the_operator_grant_more_than_it_has():
     assert {verb for _, _, verb in ALL} & {"bind", "escalate", "impersonate"} == set()
     pickers = rbac.granted([rbac.Feature("picker", rbac.PICKER)])
     assert pickers <= rbac.granted(f for f in rbac.WATCHED if not f.value)
+    rules = rbac.granted([rbac.Feature("rules", tuple(map(rules_need, RULES_GROUPS)))])
+    assert rules == rbac.granted(f for f in rbac.WATCHED if f.value == "gatewayRules")
 
 
 @pytest.mark.parametrize("watched", [*KINDS, *OPTIONAL], ids=lambda watched: watched.api)

@@ -19,6 +19,7 @@ from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, op
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
 from treeline_kube.discovery import AGGREGATED
 from treeline_operator.plan.pod_state import DOWNLOAD
+from treeline_operator.rbac import RULES_GROUPS
 from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Platform
 from treeline_tools import rbac
@@ -39,10 +40,13 @@ OPTIONAL = (
     crd("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
     crd("gateway.networking.k8s.io", "v1", "Gateway", "gateways"),
     crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
+    crd(RULES_GROUPS[0], "v1alpha2", "InferenceObjective", "inferenceobjectives"),
+    crd(RULES_GROUPS[0], "v1alpha2", "InferenceModelRewrite", "inferencemodelrewrites"),
 )
 ALWAYS = tuple(feature for feature in rbac.WATCHED if not feature.value)
 CPU = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
 HPA = {"type": "HPA", "maxReplicas": 3, "hpa": {"metrics": [{"type": "Resource", "resource": CPU}]}}
+PICKER = {"type": "Picker", "minReplicas": 1, "maxReplicas": 2}
 KEDA = {"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cron", "metadata": {}}]}}
 
 
@@ -82,7 +86,8 @@ def identity(room: Room, watched: tuple[rbac.Feature, ...], *, everywhere: bool 
 async def running(room: Room, witness: Witness, own: str, **options: Any) -> AsyncIterator[None]:
     kubeconfig = room.plane.kubeconfig(witness.user)
     patient = LeaseTiming(duration_s=30.0, renew_s=20.0, retry_s=0.5)
-    home = Platform(operator_namespace=own)
+    rules = any(feature.value == "gatewayRules" for feature in witness.features)
+    home = Platform(operator_namespace=own, rules_group=RULES_GROUPS[0] if rules else "")
     settings = {"leader_elect": True, "platform": home, "lease": patient, **options}
     async with operator(kubeconfig, room.namespace, **settings) as task:
         yield
@@ -142,6 +147,8 @@ async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declar
         await change(room, "c", replicas=0)
         await witness.uses_all_of("workloads", "events")
 
+        await change(room, "a", autoscaling=PICKER)
+        await witness.uses_all_of("picker-scaling")
         await change(room, "a", autoscaling=HPA)
         await room.until(
             lambda: names_of(room, "/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers", "a"),
@@ -180,7 +187,8 @@ async def of_a_picker(room: Room) -> None:
     role = await room.get(f"/apis/rbac.authorization.k8s.io/v1/namespaces/{{}}/roles/{name}")
     await asyncio.to_thread(Grants(room.plane).heard, user, role["rules"][-1], room.namespace)
     (container,) = (await room.get(f"{DEPLOYMENTS}/{name}"))["spec"]["template"]["spec"]["containers"]
-    told = [a for a in container["args"] if not a.startswith(("--curve-dir", "--host", "--drain-timeout"))]
+    elsewhere = ("--curve-dir", "--peers", "--host", "--drain-timeout")  # what is only in a pod
+    told = [a for a in container["args"] if not a.startswith(elsewhere)]
     config = await asyncio.to_thread(room.plane.service_account, room.namespace, name)
     granted = {
         (group, resource, verb)

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any, Final
 
 import msgspec
+from treeline_wire import labels
 
 FIELD_MANAGER: Final = "treeline-operator"
 STATUS_MANAGER: Final = "treeline-operator-status"
@@ -62,6 +63,11 @@ def epp(gateway: str) -> str:
     return f"{gateway}-epp"
 
 
+def epp_peers(gateway: str) -> str:
+    """The Service whose addresses are those of the pickers themselves."""
+    return f"{epp(gateway)}-peers"
+
+
 def edge(gateway: str) -> str:
     """Deployment, ServiceAccount and ConfigMap of Envoy."""
     return f"{gateway}-edge"
@@ -79,4 +85,4 @@ def admin_key(pool: str) -> str:
 
 def upstream_pool(pool: str) -> str:
     """The Gateway API Inference Extension's InferencePool that mirrors ours."""
-    return f"{pool}-gie"
+    return pool + labels.MIRROR_SUFFIX

@@ -41,5 +41,15 @@ PICKER: Final = (
     Need("", ("pods",), WATCH, "the endpoints of its pools"),
     Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "pools and models that it serves"),
 )
-"""A picker of ours is told a gateway's name (`--gateway`), also behind a Gateway, and then asks for nothing else.
-Whoever runs one for an upstream InferencePool (`--pool-name`) gives it the rights to that kind himself."""
+"""A picker of ours is told a gateway's name (`--gateway`), also behind a Gateway, and then asks for nothing else but
+what `rules_need` says. Whoever runs one for an upstream InferencePool (`--pool-name`) gives it the rights to that kind
+himself."""
+
+RULES_GROUPS: Final = ("inference.networking.x-k8s.io", "llm-d.ai")
+"""Where InferenceObjectives and InferenceModelRewrites (v1alpha2) are found: the API group of the Gateway API Inference
+Extension up to 1.5, and that of llm-d, which has them since."""
+
+
+def rules_need(group: str) -> Need:
+    """What a picker with `--rules-group` asks for besides; these kinds may be missing from the cluster."""
+    return Need(group, ("inferenceobjectives", "inferencemodelrewrites"), WATCH, "priorities and rewrites of requests")

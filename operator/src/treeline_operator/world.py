@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import msgspec
 from treeline_kube.resources import Ref as Ref
 from treeline_wire.settings import port_setting, setting
+from treeline_wire.signals import PoolSignals
+
+from treeline_operator.rbac import RULES_GROUPS
 
 if TYPE_CHECKING:
     from treeline_operator.api.pool import InferencePool
@@ -157,6 +160,13 @@ class Platform:
         either=True,
         help="ask the pickers which pods they list; without it pools are Ready without that proof (default: yes)",
     )
+    rules_group: str = setting(
+        RULES_GROUPS[0],
+        metavar="GROUP",
+        choices=("", *RULES_GROUPS),
+        help="the API group of the InferenceObjectives and InferenceModelRewrites that pickers follow, which may be "
+        f"missing from the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
+    )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
     template_version: int = TEMPLATE_VERSION
 
@@ -200,6 +210,25 @@ class PickerView:
     routing: dict[str, PoolRouting] = field(default_factory=dict)
 
 
+class Scaled(NamedTuple):
+    """One time that the operator set a pool's replicas, and what its pickers told then, None if nothing."""
+
+    at: datetime
+    replicas: int
+    why: str
+    signals: PoolSignals | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How scaling a pool by its pickers goes: `owner` is an autoscaler of somebody else, which is left to it. `heard`:
+    its pickers tell of the demand. `last` is None where this process has not set the replicas yet."""
+
+    heard: bool = False
+    owner: str = ""
+    last: Scaled | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayWorld:
     """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
@@ -226,6 +255,7 @@ class PoolWorld:
     seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
     `picker_silent_since` is when that was found. `events` are Warning events of its
     pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be read.
+    `scaling` is None while nobody has looked whether to scale it by its pickers.
     """
 
     pool: InferencePool
@@ -238,3 +268,4 @@ class PoolWorld:
     events: tuple[Observed, ...] = ()
     parents: tuple[Observed, ...] = ()
     picker_silent_since: datetime | None = None
+    scaling: Scaling | None = None

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from pydantic import ValidationError
+from support.api_dry_run import Api
 from support.api_specs import Chance, document
 from support.control_plane import ControlPlane
 from treeline_operator.api.model import InferenceModel
@@ -19,24 +19,9 @@ from treeline_tools import crds
 
 pytestmark = pytest.mark.integration
 
-PLURALS = {"InferencePool": "inferencepools", "InferenceModel": "inferencemodels"}
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
 
-HOSTILE_ENDS = (
-    " x",
-    "\n",
-    "\t",
-    "\u00a0",
-    "\u2028",
-    "\u0000",
-    "\u001b[0m",
-    "$(HF_TOKEN)",
-    "`id`",
-    ";id",
-    "'",
-    '"',
-    "é",
-)
+HOSTILE_ENDS = (" x", *"\n\t\u00a0\u2028\u0000", "\u001b[0m", "$(HF_TOKEN)", "`id`", ";id", *"'\"é")
 """What no name and no path may end in: blanks, controls, variables that the kubelet replaces, a shell's own."""
 HOSTILE_WORDS = ("--trust-remote-code", "-", *(f"a{end}" for end in HOSTILE_ENDS))
 """What no word of a command line, path, label or header may be."""
@@ -88,6 +73,24 @@ REFUSED_POOLS = [
     ("model: {cache: {size: 1Gi}}", "nothing is downloaded, so there is nothing to cache"),
     ("{model: {uri: hf://o/n, tokenizer: hf://o/t}}", "remove model.tokenizer"),
     ("{engine: {type: sglang}}", "builtin:// models are in the image of engine treeline"),
+    *(
+        (f"endpointPicker: {{policyParameters: {{{parameter}: {value}}}}}", f"{parameter} is a parameter of {whose}")
+        for parameter, value, whose in (
+            ("cacheThreshold", 0.5, "cache_aware: remove it, or choose that policy"),
+            ("balanceAbsThreshold", 8, "cache_aware and bucket"),
+            ("balanceRelThreshold", 2, "cache_aware and bucket"),
+            ("prefixTokenCount", 8, "prefix_hash"),
+            ("loadFactor", 2, "prefix_hash and consistent_hashing"),
+            ("key", "client", "consistent_hashing"),
+            ("header", "x-user", "consistent_hashing"),
+            ("bucketAdjustIntervalSecs", 1, "bucket"),
+            ("carrier", "header", "session_affinity"),
+            ("name", "token", "session_affinity"),
+            ("maxAge", 60, "session_affinity"),
+            ("loadS", 2, "lora_affinity"),
+            ("rememberS", 2, "lora_affinity"),
+        )
+    ),
     ("accelerator: {count: 2}", "count is for type nvidia only"),
     ("accelerator: {class: H100}", "class is for type nvidia only"),
     ("accelerator: {resourceName: amd.com/gpu}", "resourceName is for type nvidia only"),
@@ -169,6 +172,7 @@ REFUSED_POOLS = [
     ("autoscaling: {maxReplicas: 3}", "remove minReplicas and maxReplicas"),
     ("autoscaling: {hpa: {metrics: [{type: Resource}]}}", "hpa is for type HPA only"),
     ("autoscaling: {keda: {triggers: [{type: cron}]}}", "keda is for type KEDA only"),
+    ("autoscaling: {picker: {queuedTokens: 5}}", "picker is for type Picker only"),
     ("autoscaling: {type: HPA, maxReplicas: 2}", "set hpa.metrics"),
     ("autoscaling: {type: KEDA, maxReplicas: 2}", "set keda.triggers"),
     ("autoscaling: {type: KEDA, keda: {triggers: [{type: cron}]}}", "set maxReplicas"),
@@ -178,7 +182,7 @@ REFUSED_POOLS = [
     ),
     (
         "autoscaling: {type: HPA, minReplicas: 0, maxReplicas: 2, hpa: {metrics: [{type: Resource}]}}",
-        "set minReplicas to 1 or more, or use type KEDA",
+        "set minReplicas to 1 or more, or use type Picker",
     ),
     ("rollout: {maxSurge: 0}", "raise maxSurge or maxUnavailable"),
     ("rollout: {maxSurge: 0%, maxUnavailable: 0}", "raise maxSurge or maxUnavailable"),
@@ -256,6 +260,13 @@ REFUSED_BY_SHAPE = [
     ("InferencePool", "engine: {memoryFraction: 1.0}", "spec.engine.memoryFraction"),
     ("InferencePool", "endpointPicker: {parameters: {maxTtftSeconds: 0}}", "maxTtftSeconds"),
     ("InferencePool", "endpointPicker: {policy: best}", "spec.endpointPicker.policy"),
+    ("InferencePool", "endpointPicker: {policy: manual}", "spec.endpointPicker.policy"),
+    (
+        "InferencePool",
+        "endpointPicker: {policy: cache_aware, policyParameters: {cacheThreshold: 2}}",
+        "spec.endpointPicker.policyParameters.cacheThreshold",
+    ),
+    ("InferencePool", "endpointPicker: {policyParameters: {threshold: 1}}", "unknown field"),
     ("InferencePool", "drain: {timeoutSeconds: 0}", "spec.drain.timeoutSeconds"),
     ("InferencePool", f"gateway: {{name: {'g' * 41}}}", "spec.gateway.name"),
     (
@@ -391,26 +402,6 @@ ACCEPTED_MODELS = [
     "{targetModels: [{name: a, weight: 1}, {name: b, weight: 99}], fallbackPools: [{name: b}], criticality: Sheddable}",
     "targetModels: [{name: a}]",
 ]
-
-
-class Api:
-    """Dry runs of creations, with strict validation."""
-
-    def __init__(self, plane: ControlPlane, namespace: str) -> None:
-        self._http = plane.http()
-        self._namespace = namespace
-
-    def create(self, obj: dict[str, Any]) -> httpx.Response:
-        path = f"/apis/treeline.dev/v1alpha1/namespaces/{self._namespace}/{PLURALS[obj['kind']]}"
-        return self._http.post(path, params={"dryRun": "All", "fieldValidation": "Strict"}, json=obj)
-
-    def refusal(self, obj: dict[str, Any]) -> str:
-        """What the API server says; empty if it takes the object."""
-        reply = self.create(obj)
-        return "" if reply.is_success else str(reply.json()["message"])
-
-    def close(self) -> None:
-        self._http.close()
 
 
 @pytest.fixture(scope="module")

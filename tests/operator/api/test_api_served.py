@@ -289,7 +289,7 @@ def test_a_second_model_of_the_same_name_is_warned_of(control_plane, judged):
 def test_pools_that_disagree_on_their_gateway_are_warned_of(control_plane, judged):
     first = pool("elder", "gateway: {name: shared}")
     assert attempt(control_plane, judged, first, dry=False).is_success
-    differing = "{gateway: {name: shared}, endpointPicker: {policy: random}}"
+    differing = "{gateway: {name: shared}, endpointPicker: {replicas: 2}}"
     said = until_said(control_plane, judged, pool("younger", differing), "elder")
     assert "InferencePool elder shares gateway shared and asks for other settings" in said
     for text, warned in {
@@ -297,7 +297,8 @@ def test_pools_that_disagree_on_their_gateway_are_warned_of(control_plane, judge
         "gateway: {name: shared, standalone: {port: 80}}": False,
         "gateway: {name: shared, standalone: {port: 81}}": True,
         "gateway: {name: shared, parentRefs: [{name: g}]}": True,
-        "{gateway: {name: alone}, endpointPicker: {policy: random}}": False,
+        "{gateway: {name: alone}, endpointPicker: {replicas: 2}}": False,
+        "{gateway: {name: shared}, endpointPicker: {policy: random}}": False,
     }.items():
         reply = attempt(control_plane, judged, pool("younger", text))
         assert reply.is_success

@@ -208,18 +208,24 @@ def test_what_a_picker_said_is_forgotten_when_it_stays_silent_or_goes() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"pools": {"p": {"endpoints": [{"name": 3}]}}}', b"<html>"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b'{"pools": {"p": {"endpoints": [{"name": 3}]}}}', b"<html>", b'{"pools":{"\xff":{}}}', b"[" * 9999],
+)
 def test_an_answer_that_is_none_is_no_view(body: bytes) -> None:
     async def main() -> None:
         store, observer, picker, probe, _ = set_up()
         store.put(picker_pod(2))
 
-        async def ask(address: str) -> bytes:
+        async def ask(address: str, port: int) -> bytes:
             return body
 
-        picker.ask = ask  # type: ignore[method-assign]
+        picker.lists("a")
         task = asyncio.create_task(probe.run())
         probe.look("n", "treeline")
+        await asyncio.sleep(1)
+        assert observer.pickers
+        picker.ask = ask  # type: ignore[method-assign]
         await asyncio.sleep(60)
         assert not observer.pickers
         await probe.stop()

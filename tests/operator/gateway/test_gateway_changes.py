@@ -18,7 +18,7 @@ def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
     before = sorted(ref for ref in cluster.objects if ref.kind != "Pod")
     cluster.converge(attached)
     assert not [ref for ref in cluster.objects if "edge" in ref.name]
-    assert cluster.names("Service") == ["treeline-epp"]
+    assert cluster.names("Service") == ["treeline-epp", "treeline-epp-peers"]
     cluster.converge(standalone)
     assert sorted(ref for ref in cluster.objects if ref.kind != "Pod") == before
 
@@ -68,12 +68,15 @@ def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
 
 
 def test_the_oldest_pool_decides_and_the_plan_says_whom_it_overrules() -> None:
-    a, b = pool("a"), pool("b", created=1, endpointPicker={"policy": "random", "replicas": 2})
+    a, b = (
+        pool("a"),
+        pool("b", created=1, endpointPicker={"policy": "random", "replicas": 2, "failureMode": "FailClose"}),
+    )
     cluster = Cluster()
     cluster.converge(b, a)
     assert "--policy=treeline" in container(cluster, "treeline-epp")["args"]
     assert plan_gateway(cluster.world(a, b)).notes == (
-        "pool b: endpointPicker.policy is random here, treeline in pool a (older)",
+        "pool b: endpointPicker.failureMode is FailClose here, FailOpen in pool a (older)",
         "pool b: endpointPicker.replicas is 2 here, 1 in pool a (older)",
     )
     cluster.converge(b)

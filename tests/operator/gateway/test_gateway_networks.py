@@ -28,7 +28,7 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     to_picker, to_pods, dns = envoy["egress"]
     assert (numbers(to_picker), numbers(to_pods), numbers(dns)) == ([9002, 9003], [8000, 30000], [53, 53])
     picker = cluster.get("NetworkPolicy", "treeline-epp")["spec"]
-    from_envoy, from_operator, readers = picker["ingress"]
+    from_envoy, from_operator, from_pickers, readers = picker["ingress"]
     assert from_envoy["from"] == [{"podSelector": selector_of("edge")}]
     assert to_picker["to"] == [{"podSelector": selector_of("epp")}]
     assert (numbers(from_operator), numbers(readers)) == ([9004, 9090], [9090])
@@ -36,7 +36,9 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     (operator,) = from_operator["from"]
     assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "treeline-system"}
     assert operator["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "treeline-operator"}
-    to_pods, to_api, dns = picker["egress"]
+    to_pods, to_pickers, to_api, dns = picker["egress"]
+    assert to_pickers["to"] == from_pickers["from"] == [{"podSelector": selector_of("epp")}]
+    assert to_pickers["ports"] == from_pickers["ports"] == [{"port": 9005, "protocol": "UDP"}]
     assert numbers(to_pods) == [8000, 30000, (5557, 5560), (5657, 5660), (5757, 5760)]
     assert (numbers(to_api), numbers(dns)) == ([443, 6443], [53, 53])
     # What goes out at this end is let in at the other.
@@ -60,7 +62,7 @@ def selector_of(component: str) -> dict[str, Any]:
 def test_a_gateway_that_exists_is_let_in_instead_of_an_envoy() -> None:
     cluster = converged(pool("a", **ATTACHED))
     assert cluster.names("Deployment") == ["treeline-epp"]
-    assert cluster.names("Service") == ["treeline-epp"]
+    assert cluster.names("Service") == ["treeline-epp", "treeline-epp-peers"]
     assert "--secure-serving" in container(cluster, "treeline-epp")["args"]
     ingress = cluster.get("NetworkPolicy", "treeline-epp")["spec"]["ingress"][0]
     admitted = [peer["namespaceSelector"]["matchLabels"] for peer in ingress["from"]]

@@ -20,10 +20,12 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.envoy.launcher import options_of as launcher_options
 from treeline_operator.plan.gateway import gateway_url, plan_gateway
 from treeline_operator.plan.gateway_common import GatewayContext
+from treeline_operator.plan.objects import POD_MONITOR
 from treeline_operator.plan.revision import TargetRevision
 from treeline_operator.plan.runtime import deployment
 from treeline_operator.plan.shared_gateway import share
 from treeline_operator.world import Images, Platform
+from treeline_wire import ports
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -94,7 +96,7 @@ def test_the_anchor_comes_first_and_owns_the_rest() -> None:
     uid = cluster.get("ConfigMap", "treeline-gateway")["metadata"]["uid"]
     actions = plan_gateway(cluster.world(a, b)).actions
     objects = [action.object for action in actions if isinstance(action, Apply | CreateKeys)]
-    assert len(objects) == len(actions) == 15
+    assert len(objects) == len(actions) == 16
     for obj in objects:
         assert obj["metadata"]["labels"]["treeline.dev/gateway"] == "treeline"
         assert obj["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "treeline"
@@ -170,7 +172,7 @@ def test_pods_are_restricted_and_only_the_picker_has_a_token(case: str) -> None:
 def test_the_picker_may_read_what_was_declared_and_change_nothing() -> None:
     cluster = converged(pool("a"))
     rules = cluster.get("Role", "treeline-epp")["rules"]
-    assert rules == [need.rule() for need in rbac.PICKER]
+    assert rules == [need.rule() for need in (*rbac.PICKER, rbac.rules_need(rbac.RULES_GROUPS[0]))]
     assert {verb for rule in rules for verb in rule["verbs"]} <= {"get", "list", "watch"}
     resources = {(group, r) for rule in rules for group in rule["apiGroups"] for r in rule["resources"]}
     assert {
@@ -178,7 +180,8 @@ def test_the_picker_may_read_what_was_declared_and_change_nothing() -> None:
         ("treeline.dev", "inferencepools"),
         ("treeline.dev", "inferencemodels"),
     } <= resources
-    assert {name for _, name in resources} <= {"pods", "inferencepools", "inferencemodels"}
+    kinds = {"inferencepools", "inferencemodels", "inferenceobjectives", "inferencemodelrewrites"}
+    assert {name for _, name in resources} <= {"pods", *kinds}
     binding = cluster.get("RoleBinding", "treeline-epp")
     assert binding["roleRef"]["name"] == binding["subjects"][0]["name"] == "treeline-epp"
 
@@ -288,3 +291,38 @@ def test_through_a_gateway_that_exists_mutual_tls_and_limits_of_our_own_envoy_me
     cluster = converged(pool("a", **ATTACHED))
     args = container(cluster, "treeline-epp")["args"]
     assert not [word for word in args if "client" in word or "cert" in word]
+
+
+def test_the_headers_of_objectives_are_believed_where_a_pool_says_so_and_rules_are_followed_where_there_are_any() -> (
+    None
+):
+    def told(platform: Platform, **picker: Any) -> Any:
+        cluster = Cluster()
+        cluster.converge(pool("a", endpointPicker=picker), platform=platform)
+        rules = cluster.get("Role", "treeline-epp")["rules"]
+        return picker_options(container(cluster, "treeline-epp")["args"]), [rule["apiGroups"] for rule in rules]
+
+    options, groups = told(Platform())
+    assert (options.trust_request_headers, options.rules_group) == (False, rbac.RULES_GROUPS[0])
+    options, groups = told(Platform(rules_group="llm-d.ai"), parameters={"trustRequestHeaders": True})
+    assert (options.trust_request_headers, options.rules_group) == (True, "llm-d.ai")
+    assert groups[2:] == [["llm-d.ai"]]
+    options, groups = told(Platform(rules_group=""))
+    assert (options.rules_group, len(groups)) == ("", 2)
+
+
+def test_prometheus_is_told_of_the_picker_where_it_can_be_and_the_monitor_outlives_a_moment_without() -> None:
+    cluster, pools = Cluster(), [pool("a")]
+    cluster.converge(*pools)
+    assert cluster.names("PodMonitor") == []
+    able = Platform(apis=frozenset({POD_MONITOR}))
+    cluster.converge(*pools, platform=able)
+    monitor = cluster.get("PodMonitor", "treeline-epp")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    pod = cluster.get("Deployment", "treeline-epp")["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert {"name": endpoint["port"], "containerPort": ports.METRICS}.items() <= next(
+        port for port in container(cluster, "treeline-epp")["ports"] if port["name"] == endpoint["port"]
+    ).items()
+    for platform in (able, Platform()):
+        assert plan_gateway(cluster.world(*pools, platform=platform)).actions == ()

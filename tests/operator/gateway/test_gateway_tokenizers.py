@@ -92,12 +92,12 @@ def test_a_claim_is_mounted_read_only_where_it_may_be_and_at_the_path_that_the_p
 )
 def test_what_the_picker_cannot_read_is_not_named_to_it_but_in_the_status(model: dict[str, Any], why: str) -> None:
     one = pool("a", model=model, **VLLM)
-    assert why in by_history(one, shared(one))
+    assert why in by_history(one)
     assert Tokenizers.of(shared(one)).flags == []
     blind = pool("a", model=model, endpointPicker={"policy": "round_robin"}, **VLLM)
-    assert by_history(blind, shared(blind)) == "", "nobody would look at the caches"
+    assert by_history(blind) == "", "nobody would look at the caches"
     silent = pool("a", model=model, engine={"type": "custom", "image": "i"})
-    assert by_history(silent, shared(silent)) == "", "it publishes nothing that would be missed"
+    assert by_history(silent) == "", "it publishes nothing that would be missed"
 
 
 def test_the_token_is_a_reference_that_no_pod_waits_for() -> None:
@@ -215,5 +215,5 @@ def test_every_name_is_told_once_and_what_is_told_is_there(asked: list[tuple[str
         assert uri.startswith("hf://") or any(uri.startswith(f"{path}/") for path in mounted)
     assert found == Tokenizers.of(shared(*reversed(pools))), "the order in which pools are listed does not matter"
     for one in pools:
-        if one.spec.engine.type != "treeline" and not by_history(one, shared(*pools)):
+        if one.spec.engine.type != "treeline" and not by_history(one):
             assert one.spec.model.served_name in found.sources

@@ -48,11 +48,6 @@ def test_pools_of_one_gateway_name_share_it_and_others_do_not() -> None:
     ("old", "new", "message"),
     [
         (
-            {},
-            picker(policy="round_robin"),
-            "endpointPicker.policy is round_robin here, treeline in pool a (older)",
-        ),
-        (
             picker(failureMode="FailClose"),
             {},
             "endpointPicker.failureMode is FailOpen here, FailClose in pool a (older)",
@@ -105,6 +100,12 @@ def test_the_same_quantity_in_other_words_is_no_conflict() -> None:
     assert conflicts(share([a, b]), b) == ()
 
 
+def test_every_pool_has_a_policy_of_its_own() -> None:
+    a = pool("a", **picker(policy="cache_aware", policyParameters={"cacheThreshold": 0.5}))
+    b = pool("b", created=1, **picker(policy="round_robin"))
+    assert conflicts(share([a, b]), b) == ()
+
+
 def test_attaching_to_different_gateways_is_no_conflict() -> None:
     a = pool("a", gateway={"parentRefs": [{"name": "one"}], "hostnames": ["a.example"]})
     b = pool("b", created=1, gateway={"parentRefs": [{"name": "two"}]})
@@ -112,15 +113,15 @@ def test_attaching_to_different_gateways_is_no_conflict() -> None:
 
 
 def test_the_next_oldest_is_promoted_when_the_oldest_is_being_deleted() -> None:
-    b, c = pool("b", created=1, **picker(policy="random")), pool("c", created=2)
+    b, c = pool("b", created=1, **picker(failureMode="FailClose")), pool("c", created=2)
     a = pool("a", deleting=True)
     shared = of(share([c, a, b]), c)
     assert [p.name for p in shared.members] == ["b", "c", "a"]
-    assert shared.picker.policy == "random"
+    assert shared.picker.failure_mode == "FailClose"
     assert not shared.leaving
     assert shared.conflicts == {
-        "c": ("endpointPicker.policy is treeline here, random in pool b (older)",),
-        "a": ("endpointPicker.policy is treeline here, random in pool b",),
+        "c": ("endpointPicker.failureMode is FailOpen here, FailClose in pool b (older)",),
+        "a": ("endpointPicker.failureMode is FailOpen here, FailClose in pool b",),
     }
     assert of(share([a]), a).leaving
 
@@ -135,7 +136,7 @@ POOLS = st.lists(
         st.sampled_from("abcdefgh"),
         st.integers(0, 3) | st.none(),
         st.booleans(),
-        st.sampled_from([{}, picker(policy="random"), picker(replicas=3), edge(port=81), PARENT]),
+        st.sampled_from([{}, picker(failureMode="FailClose"), picker(replicas=3), edge(port=81), PARENT]),
     ),
     min_size=1,
     max_size=6,
@@ -180,7 +181,7 @@ def test_of_hundreds_that_share_only_what_is_new_is_looked_at(monkeypatch: pytes
     first = share(pools)
     assert len(looked) == 300
     assert share(pools) is first
-    changed = pool("p007", endpointPicker={"policy": "random"})
+    changed = pool("p007", endpointPicker={"replicas": 2})
     again = share((*pools[:7], changed, *pools[8:]))
     assert looked[300:] == ["p007"]
     assert conflicts(again, changed)

@@ -53,7 +53,7 @@ def test_a_conflict_is_told_without_denying_that_requests_succeed():
     seen = world(LATE, others=(pool("older"),), picker=view(LATE, "late-1"))
     told = conditions_of(seen)[T.READY]
     assert told["status"] == "True"
-    assert "endpointPicker.policy is random here" in told["message"]
+    assert "endpointPicker.replicas is 2 here" in told["message"]
     assert pool_status(seen)["gateway"]["owner"] == "older"
 
 

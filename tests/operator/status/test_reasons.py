@@ -21,6 +21,7 @@ ELSEWHERE = {
     Reason.CREATED,
     Reason.APPLIED,
     Reason.SCALED,
+    Reason.AUTOSCALED,
     Reason.DELETED,
     Reason.DRIFT_CORRECTED,
     Reason.DRAIN_CANCELLED,

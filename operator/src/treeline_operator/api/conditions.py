@@ -322,7 +322,7 @@ class Reason(StrEnum):
     NOT_AUTOSCALED = _passes(
         "NotAutoscaled",
         "Nobody but you sets spec.replicas.",
-        "Nothing; with autoscaling.type HPA or KEDA an autoscaler does it.",
+        "Nothing; with another autoscaling.type than None something else does it.",
     )
     AUTOSCALER_ACTIVE = _well("AutoscalerActive", "The autoscaler sets spec.replicas.")
     AUTOSCALER_NOT_READY = _needs_you(
@@ -330,6 +330,17 @@ class Reason(StrEnum):
         "The autoscaler cannot compute the replicas; the message quotes it.",
         "Correct the metric or trigger that the message names.",
         patience_s=120,
+    )
+    SCALED_BY_ANOTHER = _needs_you(
+        "ScaledByAnother",
+        "An autoscaler of somebody else sets spec.replicas, and so the operator does not.",
+        "Delete that autoscaler, or set autoscaling.type to None.",
+        patience_s=60,
+    )
+    SIGNALS_MISSING = _passes(
+        "SignalsMissing",
+        "No picker of the pool tells of the demand; the replicas stay as they are.",
+        "See EndpointPickerReady. Pickers of before this version tell nothing: raise rollout.templateVersion.",
     )
     KEDA_MISSING = _needs_you(
         "KedaMissing",
@@ -396,6 +407,7 @@ class Reason(StrEnum):
     # What the operator did (Events only)
     CREATED = _well("Created", "The operator made an object.")
     APPLIED = _well("Applied", "The operator changed an object that it made.")
+    AUTOSCALED = _well("Autoscaled", "The operator set spec.replicas by what the pickers tell.")
     SCALED = _well("Scaled", "The operator changed the number of a revision's pods.")
     DELETED = _well("Deleted", "The operator removed an object that is not needed any more.")
     DRIFT_CORRECTED = _passes(

@@ -20,6 +20,7 @@ from treeline_operator.api.parts import (
     Port,
     Resources,
 )
+from treeline_operator.api.picker_policy import HEEDING, Policy, PolicyParameters, parameter_rules
 from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.names import MAX_NAME
 
@@ -32,13 +33,22 @@ class PickerParameters(Part):
     longer than this; its own prefill does not count. Other requests wait. Absent means 30."""
     max_body_bytes: Annotated[StrictInt, Field(ge=1024, le=1 << 30)] | None = None
     """Longest request body; a longer one is answered 413."""
+    trust_request_headers: StrictBool | None = None
+    """Believe the headers x-gateway-inference-objective and x-gateway-model-name-rewrite: whoever can send them chooses
+    a request's priority by the name of an InferenceObjective, and its model. Absent: they are not believed."""
 
 
 class EndpointPicker(Part):
     """The picker, which chooses the pod for every request. Shared by the pools of a gateway."""
 
-    policy: Literal["treeline", "round_robin", "random"] = "treeline"
-    """How a pod is chosen: by cached prefix and load, in turn, or by chance."""
+    RULES = parameter_rules()
+
+    policy: Policy = "treeline"
+    """How a pod of this pool is chosen. predicted_ttft, of which treeline is another name: by cached prefix and load.
+    The others are for comparisons and for needs of their own; docs/routing.md says when which. Pools that share a
+    picker need not have the same."""
+    policy_parameters: PolicyParameters | None = None
+    """Parameters of the policy."""
     parameters: PickerParameters = Field(default_factory=PickerParameters)
     """Parameters of the picker."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
@@ -49,6 +59,18 @@ class EndpointPicker(Part):
     """Resources of the picker's container."""
     image: Image | None = None
     """Image of the picker; absent means the operator's default."""
+
+    @property
+    def chosen(self) -> str:
+        """The policy with its parameters, as the picker's flag takes it."""
+        given = self.policy_parameters.given if self.policy_parameters is not None else {}
+        words = ",".join(f"{name}={value}" for name, value in given.items())
+        return f"{self.policy}:{words}" if words else self.policy
+
+    @property
+    def heeds_caches(self) -> bool:
+        """Whether it matters to the policy what pods hold of a prompt."""
+        return self.policy in HEEDING
 
 
 class Tls(Part):

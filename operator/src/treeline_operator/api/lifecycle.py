@@ -33,13 +33,33 @@ class Keda(Part):
     """Seconds after the last active trigger until the pool goes to zero."""
 
 
+class PickerScaling(Part):
+    """By how much demand a replica more is asked for. What asks for most counts."""
+
+    queued_tokens: Annotated[StrictInt, Field(ge=1, le=1_000_000_000)] = 16384
+    """Prompt tokens that may wait for each replica, at its engine or in the picker. Cached ones do not count."""
+    in_flight_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 32
+    """Requests that each replica is to have at once, those that the picker holds included."""
+    ttft_milliseconds: Annotated[StrictInt, Field(ge=1, le=3_600_000)] | None = None
+    """Time to first token that nine of ten requests are to stay below, as the picker predicts it when it sends them.
+    Absent: it is not looked at."""
+    scale_down_seconds: Annotated[StrictInt, Field(ge=0, le=86400)] = 300
+    """Pods are taken away when nothing has asked for more for so long, and a pool goes to zero when it was idle for so
+    long."""
+
+
 class Autoscaling(Part):
     """Who owns the replicas."""
 
     RULES = (
         forbidden(
             "self.type != 'None' || (!has(self.minReplicas) && !has(self.maxReplicas))",
-            "type None follows spec.replicas: remove minReplicas and maxReplicas, or set type to HPA or KEDA",
+            "type None follows spec.replicas: remove minReplicas and maxReplicas, or set type to Picker, HPA or KEDA",
+        ),
+        forbidden(
+            "self.type == 'Picker' || !has(self.picker)",
+            "picker is for type Picker only: remove it, or set type to Picker",
+            field=".picker",
         ),
         forbidden(
             "self.type == 'HPA' || !has(self.hpa)",
@@ -76,17 +96,20 @@ class Autoscaling(Part):
         ),
         Rule(
             "self.type != 'HPA' || !has(self.minReplicas) || self.minReplicas > 0",
-            "a HorizontalPodAutoscaler cannot wake a pool from zero: set minReplicas to 1 or more, or use type KEDA",
+            "a HorizontalPodAutoscaler cannot wake a pool from zero: set minReplicas to 1 or more, or use type Picker",
             field=".minReplicas",
         ),
     )
 
-    type: Literal["None", "HPA", "KEDA"] = "None"
-    """None: you, by spec.replicas. HPA and KEDA: an object that the operator makes and that sets spec.replicas."""
+    type: Literal["None", "Picker", "HPA", "KEDA"] = "None"
+    """None: you, by spec.replicas. Picker: the operator, by what the pool's pickers see; a request wakes a pool from
+    zero. HPA and KEDA: an object that the operator makes and that sets spec.replicas."""
     min_replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
-    """Fewest replicas; absent means 1. Zero needs KEDA."""
+    """Fewest replicas; absent means 1. Zero needs Picker or KEDA."""
     max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Most replicas."""
+    picker: PickerScaling | None = None
+    """Settings of type Picker."""
     hpa: Hpa | None = None
     """Settings of type HPA."""
     keda: Keda | None = None

@@ -287,6 +287,28 @@ class DownloadStatus(TypedDict, total=False):
 
 
 @DOCUMENTED
+class AutoscalingStatus(TypedDict, total=False):
+    """The last time that the operator set the replicas, and the figures by which it did."""
+
+    lastScaleTime: str
+    """When it was."""
+    replicas: int
+    """How many replicas it set."""
+    message: Annotated[str, StringConstraints(max_length=512)]
+    """What asked for them."""
+    heldRequests: int
+    """Requests that waited in the pickers."""
+    missedRequests: int
+    """Requests that had come lately while no pod was ready."""
+    queuedTokens: int
+    """Prompt tokens that waited to be computed, in the pickers and at the engines."""
+    inFlightRequests: int
+    """Requests that the engines had."""
+    ttftMilliseconds: int
+    """The time to first token that was predicted, which nine of ten requests stayed below; absent without requests."""
+
+
+@DOCUMENTED
 class PoolStatus(TypedDict, total=False):
     """What the pool is."""
 
@@ -316,6 +338,8 @@ class PoolStatus(TypedDict, total=False):
     """The gateway that the pool shares."""
     download: DownloadStatus
     """How far the download of the weights is; absent when nothing is downloaded."""
+    autoscaling: AutoscalingStatus
+    """The last time that the operator set the replicas; absent until it has."""
     routing: RoutingStatus
     """How the picker finds what the pods have cached; absent until it has asked them."""
 

@@ -14,7 +14,7 @@ from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION, Resource
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.store import MODEL, POOL, Change, Store
-from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Platform, PoolWorld, Ref
+from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Platform, PoolWorld, Ref, Scaling
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ class Observer:
     platform: Platform
     pickers: dict[tuple[str, str], PickerView] = field(default_factory=dict)
     """What each gateway's picker said last; filled by the picker probe."""
+    scaling: dict[tuple[str, str], Scaling] = field(default_factory=dict)
+    """How scaling each pool by its pickers goes; filled by the scaler."""
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
     """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | str]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Observer:
             pods=pods,
             gateway=self.gateway_world(namespace, gateway, now),
             picker=self.pickers.get((namespace, gateway)),
+            scaling=self.scaling.get((namespace, pool.name)),
             picker_silent_since=self.silent.get((namespace, gateway)),
             platform=self.platform,
             now=now,

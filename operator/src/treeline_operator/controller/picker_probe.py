@@ -179,7 +179,7 @@ class PickerProbe:
 
     async def _probe(self, key: Key) -> Outcome:
         gateway = (key.namespace, key.name)
-        addresses = self._addresses(key)
+        addresses = self.addresses(key.namespace, key.name)
         if not addresses:
             self._failures.pop(gateway, None)
             self._set(gateway, None)
@@ -189,7 +189,7 @@ class PickerProbe:
             asked_at = self.clock()
             answers = await asyncio.gather(*(self.asker.ask(*address) for address in addresses))
             view = merge(_view(_decode(answer), asked_at) for answer in answers)
-        except (OSError, msgspec.MsgspecError) as exc:
+        except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
             failures = self._failures[gateway] = self._failures.get(gateway, 0) + 1
             log.log(logging.INFO if failures == _PATIENCE else logging.DEBUG, "%s", exc)
             if failures >= _PATIENCE:
@@ -202,9 +202,10 @@ class PickerProbe:
     def _is_awaited(self, namespace: str, gateway: str) -> bool:
         return any(space == namespace and of == gateway for (space, _), of in self._waiting.items())
 
-    def _addresses(self, key: Key) -> list[tuple[str, int]]:
+    def addresses(self, namespace: str, gateway: str) -> list[tuple[str, int]]:
+        """Where the pickers of a gateway that are ready are asked."""
         found = []
-        for observed in self.observer.store.gateway_children(key.namespace, key.name):
+        for observed in self.observer.store.gateway_children(namespace, gateway):
             if observed.ref.kind != "Pod":
                 continue
             pod = observed.object

@@ -29,6 +29,8 @@ from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
 from treeline_operator.controller.queue import Queue
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
+from treeline_operator.controller.scaler import Scaler
+from treeline_operator.controller.signals import HttpSource
 from treeline_operator.controller.store import Change, Store
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
 from treeline_operator.settings import LeaseTiming, Settings
@@ -70,6 +72,16 @@ class Operator:
         self._recorder = Recorder(cluster, metrics, options.identity, _clock)
         self._downloads = Downloads(self.store, cluster, self.enqueue)
         self._probe = PickerProbe(self.observer, HttpAsker(self._session), self.enqueue, options.picker_port)
+        self._signals = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._scaler = Scaler(
+            observer=self.observer,
+            scales=cluster,
+            source=HttpSource(self._signals),
+            recorder=self._recorder,
+            addresses=self._probe.addresses,
+            changed=self.enqueue,
+            clock=_clock,
+        )
         reconciler = Reconciler(
             observer=self.observer,
             executor=Executor(cluster, self.store, _clock),
@@ -82,7 +94,7 @@ class Operator:
             wake=self._wake,
         )
         self.queue = Queue(reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,))
-        self.store.listeners += [self.observer.forget, self._changed]
+        self.store.listeners += [self.observer.forget, self._changed, self._scaler.on_change]
         metrics.depth, metrics.oldest = self.queue.depth, self.queue.oldest
         metrics.objects = self.store.__len__
         metrics.watch_ages = vitals.watch_ages = self.informer.ages
@@ -111,6 +123,7 @@ class Operator:
                 self._downloads.run(),
                 self._resync(),
                 self._rediscover(),
+                self._scaler.run(),
                 *([self._probe.run()] if self.options.platform.picker_probe else []),
             ):
                 group.create_task(coroutine)
@@ -125,6 +138,8 @@ class Operator:
     async def close(self) -> None:
         """Cut off what still runs, and close all connections."""
         await self.queue.stop(0.0)
+        await self._scaler.stop()
+        await self._signals.close()
         await self._probe.stop()
         await self._downloads.stop()
         await self.informer.stop()

@@ -203,19 +203,19 @@ def _routes(config: EnvoyConfig) -> route_v3.RouteConfiguration:
 
 
 def _local_replies() -> hcm_v3.LocalReplyConfig:
-    """Errors made by Envoy itself, in the shape that OpenAI clients parse. Those of the picker pass unchanged."""
+    """Errors made by Envoy itself, in the shape that clients parse. Those of the picker pass unchanged."""
 
     def flags(*names: str) -> accesslog_v3.AccessLogFilter:
         return accesslog_v3.AccessLogFilter(response_flag_filter=accesslog_v3.ResponseFlagFilter(flags=list(names)))
 
     return hcm_v3.LocalReplyConfig(
         mappers=[
-            paths.not_found(),
+            *paths.not_found(),
             *overload.mappers(),
-            reply(status(401), "Missing or unknown API key.", "authentication_error", "invalid_api_key"),
-            reply(status(413), "The request body is too large.", "invalid_request_error", "request_too_large"),
-            reply(flags("UH"), "No endpoint is ready.", "service_unavailable", "no_endpoints"),
-            reply(
+            *reply(status(401), "Missing or unknown API key.", "authentication_error", "invalid_api_key"),
+            *reply(status(413), "The request body is too large.", "invalid_request_error", "request_too_large"),
+            *reply(flags("UH"), "No endpoint is ready.", "service_unavailable", "no_endpoints"),
+            *reply(
                 flags("UF", "UC", "UR", "URX", "UO", "UT", "UPE"),
                 "The endpoint failed before it answered.",
                 "service_unavailable",
@@ -223,7 +223,7 @@ def _local_replies() -> hcm_v3.LocalReplyConfig:
                 # Envoy itself says 502 where an endpoint ended in the middle of its answer's headers.
                 as_status=503,
             ),
-            reply(
+            *reply(
                 # No response flag tells it, and the picker's own answers are 503 too.
                 expression('response.code_details.startsWith("ext_proc_error")'),
                 "The picker does not answer; try again.",

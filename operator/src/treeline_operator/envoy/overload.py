@@ -130,14 +130,14 @@ def client_rate(config: EnvoyConfig) -> LocalRateLimit | None:
 def mappers() -> list[ResponseMapper]:
     """What clients are told where a bound was reached."""
     return [
-        replies.reply(
+        *replies.reply(
             replies.expression('response.code_details == "local_rate_limited"'),
             "Too many requests from this client.",
             "rate_limit_error",
             "rate_limit_exceeded",
             retry_after="1",
         ),
-        replies.reply(
+        *replies.reply(
             replies.expression('response.code_details == "overload"'),
             "The gateway is out of memory; try again.",
             "service_unavailable",
@@ -146,7 +146,7 @@ def mappers() -> list[ResponseMapper]:
             # Envoy itself says 500 where the request was still arriving.
             as_status=503,
         ),
-        replies.reply(
+        *replies.reply(
             replies.expression('response.code_details in ["request_overall_timeout", "request_header_timeout"]'),
             "The request did not arrive in time.",
             "invalid_request_error",

@@ -34,7 +34,7 @@ def routes(engines: Iterable[str], to_pods: route_v3.RouteAction) -> list[route_
     return [*served, route_v3.Route(match=route_v3.RouteMatch(prefix="/"), direct_response=nothing)]
 
 
-def not_found() -> ResponseMapper:
+def not_found() -> list[ResponseMapper]:
     """The answer to what is not in the list. (A 404 of the picker says which model is unknown, and stays as it is.)"""
     return replies.reply(
         replies.expression('response.code_details in ["direct_response", "route_not_found"]'),

@@ -1,12 +1,18 @@
-"""Errors made by Envoy itself, in the shape that OpenAI clients parse: how one is written, and when it applies."""
+"""Errors made by Envoy itself, in the shapes that clients of OpenAI and Anthropic parse: how one is written, and when
+it applies."""
 
 from __future__ import annotations
 
+from typing import Final
+
 from envoy_data_plane.envoy.config.accesslog import v3 as accesslog_v3
 from envoy_data_plane.envoy.config.core import v3 as core_v3
+from envoy_data_plane.envoy.config.route import v3 as route_v3
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import ResponseMapper
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any, Struct
+from treeline_wire.openai_errors import error_body
 
 
 def reply(
@@ -17,15 +23,42 @@ def reply(
     *,
     retry_after: str = "",
     as_status: int | None = None,
-) -> ResponseMapper:
-    """The answer where `when` holds: OpenAI's `message`, `type` (`kind`) and `code`."""
-    body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
-    return ResponseMapper(
-        filter=when,
-        status_code=as_status,
-        body_format_override=core_v3.SubstitutionFormatString(json_format=Struct.from_dict(body)),
-        headers_to_add=[header("retry-after", retry_after)] if retry_after else [],
-    )
+) -> list[ResponseMapper]:
+    """The answer where `when` holds: OpenAI's `message`, `type` (`kind`) and `code`; before it Anthropic's, for who
+    asks at its paths."""
+
+    def mapper(filter: accesslog_v3.AccessLogFilter, body: dict[str, object]) -> ResponseMapper:
+        return ResponseMapper(
+            filter=filter,
+            status_code=as_status,
+            body_format_override=core_v3.SubstitutionFormatString(json_format=Struct.from_dict(body)),
+            headers_to_add=[header("retry-after", retry_after)] if retry_after else [],
+        )
+
+    theirs = _ANTHROPICS.get(code) or _ANTHROPICS.get(kind, kind)
+    return [
+        mapper(_both(_at_messages(), when), {"type": "error", "error": {"type": theirs, "message": message}}),
+        mapper(when, error_body(message, kind, code=code)),
+    ]
+
+
+_ANTHROPICS: Final = {
+    "gateway_failed": "api_error",
+    "not_found": "not_found_error",
+    "request_too_large": "request_too_large",
+    "service_unavailable": "overloaded_error",
+}
+"""What Anthropic's API calls a code or a type of error, where it is another name."""
+
+
+def _at_messages() -> accesslog_v3.AccessLogFilter:
+    """Replies to requests of Anthropic's clients."""
+    path = route_v3.HeaderMatcher(name=":path", string_match=StringMatcher(prefix="/v1/messages"))
+    return accesslog_v3.AccessLogFilter(header_filter=accesslog_v3.HeaderFilter(header=path))
+
+
+def _both(*filters: accesslog_v3.AccessLogFilter) -> accesslog_v3.AccessLogFilter:
+    return accesslog_v3.AccessLogFilter(and_filter=accesslog_v3.AndFilter(filters=list(filters)))
 
 
 def status(code: int) -> accesslog_v3.AccessLogFilter:
@@ -56,13 +89,13 @@ def anything_else() -> list[ResponseMapper]:
     """Last: what no other mapper knows, such as a request that is no HTTP, or a path that cannot be normalized."""
     not_ours = '!response.code_details.startsWith("treeline_")'
     return [
-        reply(
+        *reply(
             expression(f"response.code >= 400 && response.code < 500 && {not_ours}"),
             "The gateway refuses this request: it is not HTTP as the gateway speaks it.",
             "invalid_request_error",
             "bad_request",
         ),
-        reply(
+        *reply(
             expression(f"response.code >= 500 && {not_ours}"),
             "The gateway cannot serve this request.",
             "service_unavailable",

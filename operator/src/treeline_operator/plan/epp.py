@@ -66,13 +66,16 @@ def inputs(context: GatewayContext) -> str:
         made_from["tokenizers"] = tokenizers
     if (secret := _tls_secret(context)) is not None:
         made_from["tls"] = secret
+    if (group := context.platform.rules_group) != rbac.RULES_GROUPS[0]:
+        made_from["rulesGroup"] = group
     return names.digest(canonical(made_from))
 
 
 def identity(context: GatewayContext) -> list[Object]:
     """ServiceAccount, Role and RoleBinding: what a picker may see of the namespace, and nothing it may change."""
     name = names.epp(context.gateway)
-    rules = [need.rule() for need in rbac.PICKER]
+    group = context.platform.rules_group
+    rules = [need.rule() for need in (*rbac.PICKER, *([rbac.rules_need(group)] if group else ()))]
     role = {"apiGroup": _RBAC, "kind": "Role", "name": name}
     subject = {"kind": "ServiceAccount", "name": name, "namespace": context.namespace}
     return [
@@ -89,7 +92,8 @@ def service(context: GatewayContext) -> Object:
     at once, instead of after the next look-up. With several pickers each connection of Envoy goes to one of them, so
     that one may announce the endpoints and another choose. That is sound: every picker sees all events and loads, an
     endpoint is chosen that Envoy does not know yet only in the moment between two announcements, and then Envoy's
-    fallback serves the request. Only what a picker learns from its own routing (engines without events) is its own.
+    fallback serves the request. What pickers have in flight, and where they have sent which prompts, they tell each
+    other (`peers_service`).
     """
     spec = {
         "type": "ClusterIP",
@@ -97,6 +101,19 @@ def service(context: GatewayContext) -> Object:
         "ports": [service_port(name, number, name) for name, number in _SERVED],
     }
     return manifest("v1", "Service", context.meta_of("epp"), spec=spec)
+
+
+def peers_service(context: GatewayContext) -> Object:
+    """The pickers' own addresses, by which they tell each other what they have in flight; also of those that are not
+    ready, since one that starts wants to know."""
+    spec = {
+        "type": "ClusterIP",
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": context.pods("epp"),
+        "ports": [{"name": "peers", "port": ports.PEERS, "targetPort": ports.PEERS, "protocol": "UDP"}],
+    }
+    return manifest("v1", "Service", context.meta(names.epp_peers(context.gateway), "epp"), spec=spec)
 
 
 def workload(context: GatewayContext, image: str) -> Object:
@@ -149,15 +166,20 @@ def arguments(context: GatewayContext) -> list[str]:
         "--gateway": context.gateway,
         "--pool-namespace": context.namespace,
         "--host": "0.0.0.0",
-        "--policy": picker.policy,
+        "--policy": picker.chosen,
         "--curve-dir": KEYS_DIR,
+        "--peers": f"{names.epp_peers(context.gateway)}.{context.namespace}.svc:{ports.PEERS}",
         "--drain-timeout": context.drain_s,
     }
+    if group := context.platform.rules_group:
+        flags["--rules-group"] = group
     parameters = picker.parameters
     if parameters.max_ttft_seconds is not None:
         flags["--max-ttft-seconds"] = f"{parameters.max_ttft_seconds:g}"
     if parameters.max_body_bytes is not None:
         flags["--max-body-bytes"] = parameters.max_body_bytes
+    if parameters.trust_request_headers:
+        flags["--trust-request-headers"] = "true"
     words = ["--kubernetes", *(f"{flag}={value}" for flag, value in flags.items())]
     if context.shared.mode == "gateway-api":
         # A Gateway speaks TLS to an endpoint picker and may ask for its health there; our own Envoy does neither.

@@ -20,7 +20,7 @@ from treeline_operator.plan.gateway_common import (
 )
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.network import gateway_policies
-from treeline_operator.plan.objects import manifest
+from treeline_operator.plan.objects import POD_MONITOR, manifest, pod_monitor
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
@@ -179,7 +179,9 @@ class _Planning:
             self._apply(thing, "what the picker may see")
         self._keys()
         self._apply(epp.service(context), "the picker's address")
+        self._apply(epp.peers_service(context), "how pickers find each other")
         self._picker()
+        self._monitor()
         if context.shared.mode == "standalone":
             self._apply(service_account(context, "edge"), "an identity without rights for Envoy")
             self._apply(edge.service(context), "the URL")
@@ -220,6 +222,15 @@ class _Planning:
         if not self._kept(decided, settings.replicas, "the picker"):
             self._apply(epp.workload(context, decided.image), "the picker")
         self._apply(disruption_budget(context, "epp"), "evictions of pickers one at a time")
+
+    def _monitor(self) -> None:
+        """Autoscalers that go by the picker's metrics find them in Prometheus."""
+        meta = self._context.meta_of("epp")
+        monitor = pod_monitor(meta, self._context.pods("epp"), "metrics")
+        if POD_MONITOR in self._context.platform.apis:
+            self._apply(monitor, "metrics of the picker")
+        else:  # discovery may have missed the kind for a moment
+            self._wanted.append(Ref.of(monitor))
 
     def _envoy(self) -> None:
         context, children = self._context, self._world.children

@@ -104,11 +104,14 @@ def _picker(context: GatewayContext) -> Object:
         # A picker that an earlier operator made has its admin page on the port for metrics.
         {"from": [_operator(context)], "ports": [port(ports.PICKER_ADMIN), port(ports.METRICS)]},
     ]
+    peers = {"ports": [{"port": ports.PEERS, "protocol": "UDP"}]}
+    ingress.append({"from": [_pods(context.gateway, "epp")], **peers})
     if platform.metrics_from:
         ingress.append({"from": list(platform.metrics_from), "ports": [port(ports.METRICS)]})
     ranks = max(pool.spec.engine.data_parallel for pool in context.pools)
     egress = [
         {"to": [_pods(context.gateway, "runtime")], "ports": _serving_ports(context) + _event_ports(ranks)},
+        {"to": [_pods(context.gateway, "epp")], **peers},
         # The API server has no labels; which of its ports counts depends on whether its Service is resolved first.
         {"ports": [port(number) for number in platform.api_server_ports]},
         # To anywhere: a node's own DNS cache has an address that no selector covers.

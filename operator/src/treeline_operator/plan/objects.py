@@ -11,6 +11,8 @@ USER: Final = 65532
 SECRET_MODE: Final = 0o440
 """Readable by the group (fsGroup) and nobody else: what reads keys refuses those that are open to everyone."""
 
+POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
+
 
 def manifest(api_version: str, kind: str, meta: Object, **fields: Any) -> Object:
     """An object; `fields` are what it has besides its metadata, mostly a `spec`."""
@@ -40,6 +42,12 @@ def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int 
         "selector": {"matchLabels": match},
     }
     return manifest("policy/v1", "PodDisruptionBudget", meta, spec=spec)
+
+
+def pod_monitor(meta: Object, match: dict[str, str], port: str) -> Object:
+    """What tells the Prometheus operator to read the metrics of pods, on this port of theirs."""
+    spec = {"selector": {"matchLabels": match}, "podMetricsEndpoints": [{"port": port, "path": "/metrics"}]}
+    return manifest("monitoring.coreos.com/v1", "PodMonitor", meta, spec=spec)
 
 
 def pod_security(*, fixed_user: bool = True, **more: Any) -> Object:

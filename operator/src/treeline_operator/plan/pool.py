@@ -29,7 +29,7 @@ from treeline_operator.plan.keys import (
     misses_admin_key,
 )
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
-from treeline_operator.plan.objects import disruption_budget, manifest, service_port
+from treeline_operator.plan.objects import POD_MONITOR, disruption_budget, manifest, pod_monitor, service_port
 from treeline_operator.plan.revision import (
     ExistingRevision,
     TargetRevision,
@@ -51,7 +51,6 @@ from treeline_operator.plan.runtime import (
 from treeline_operator.plan.scaling import KEDA, autoscaler
 from treeline_operator.world import Observed, PoolWorld, Ref
 
-POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
 _REPLICAS: Final = "spec.replicas"
 _PICKER_RECHECK_S: Final = 5.0
 
@@ -307,11 +306,7 @@ class _Planner:
         if POD_MONITOR not in self.world.platform.apis:
             self._leave(POD_MONITOR)
         elif scraped := scraped_port(pool, self.world.platform):
-            spec = {
-                "selector": {"matchLabels": match},
-                "podMetricsEndpoints": [{"port": scraped[0], "path": "/metrics"}],
-            }
-            monitor = manifest("monitoring.coreos.com/v1", "PodMonitor", self._meta(pool.name), spec=spec)
+            monitor = pod_monitor(self._meta(pool.name), match, scraped[0])
             yield from self._apply(monitor, "metrics of the pods")
 
     def _routes(self) -> Iterator[Action]:

@@ -16,6 +16,8 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.canonical import canonical
 
 _UNSET: Final = object()
+_OF_EACH: Final = "endpointPicker.policy"
+"""The picker reads these from each pool: they need not agree."""
 _asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
 """What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
 _decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Mapping[str, SharedGateway]]] = OrderedDict()
@@ -29,8 +31,8 @@ class SharedGateway:
 
     `members` are in the order in which their settings count: the oldest first, and those that are being deleted
     last, so that the next oldest is promoted as soon as the oldest goes. `conflicts` maps a pool's name to the
-    settings of it that do not hold, each a sentence such as "endpointPicker.policy is round_robin here, treeline in
-    pool a (older)"; pools without conflicts are not in it.
+    settings of it that do not hold, each a sentence such as "endpointPicker.replicas is 1 here, 2 in pool a
+    (older)"; pools without conflicts are not in it.
     """
 
     name: str
@@ -145,6 +147,7 @@ def _conflicts(pool: InferencePool, held: Mapping[str, Any], owner: InferencePoo
 def _asked_by(pool: InferencePool) -> dict[str, Any]:
     gateway = pool.spec.gateway
     found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
+    found = {path: value for path, value in found.items() if not path.startswith(_OF_EACH)}
     if gateway.isolation is not None:
         found["gateway.isolation"] = gateway.isolation
     found["gateway"] = "Gateway API (parentRefs)" if gateway.mode == "gateway-api" else "standalone"

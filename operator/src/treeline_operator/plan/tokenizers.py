@@ -118,11 +118,11 @@ class Tokenizers:
         return [*found, mount(_CACHE, CACHE_DIR, read_only=False)] if self.hub else found
 
 
-def by_history(pool: InferencePool, shared: SharedGateway) -> str:
+def by_history(pool: InferencePool) -> str:
     """Why the picker makes nothing of the events of a pool's engines: it cannot have their tokenizer. Empty where it
     can, where the engine serves it, and where nobody would look at it."""
     source = _source(pool)
-    if source is None or shared.picker.policy != "treeline" or not adapter_of(pool).publishes:
+    if source is None or not pool.spec.endpoint_picker.heeds_caches or not adapter_of(pool).publishes:
         return ""
     return _refusal(pool, source)
 
@@ -172,8 +172,9 @@ def _refusal(pool: InferencePool, source: Source) -> str:
 
 def _readable(shared: SharedGateway) -> Iterator[tuple[InferencePool, Source]]:
     """The pools whose tokenizer the picker gets from their model's own source, the oldest first."""
-    for pool in shared.members if shared.picker.policy == "treeline" else ():
-        source = None if pool.deleting else _source(pool)
+    for pool in shared.members:
+        blind = pool.deleting or not pool.spec.endpoint_picker.heeds_caches
+        source = None if blind else _source(pool)
         if source is not None and not _refusal(pool, source):
             yield pool, source
 

@@ -16,6 +16,7 @@ from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.shared_gateway import SharedGateway
+from treeline_operator.status.autoscaling import by_pickers
 from treeline_operator.status.causes import diagnose
 from treeline_operator.status.conditions import Judgement, few
 from treeline_operator.world import Observed, PickerView, PoolWorld, Ref
@@ -129,6 +130,8 @@ def scaling(world: PoolWorld) -> Judgement | None:
     auto = world.pool.spec.autoscaling
     if auto.type == "None":
         return None
+    if auto.type == "Picker":
+        return by_pickers(world)
     if auto.type == "KEDA" and KEDA not in world.platform.apis:
         return "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
     sought = "ScaledObject" if auto.type == "KEDA" else "HorizontalPodAutoscaler"

@@ -24,6 +24,7 @@ from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
+from treeline_operator.status.autoscaling import last_scaled
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
@@ -71,6 +72,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         status["url"] = url
     if (download := _download(view)) is not None:
         status["download"] = download
+    if scaled := last_scaled(world):
+        status["autoscaling"] = scaled
     if (told := view.routing) is not None:
         status["routing"] = RoutingStatus(way=told.way, reason=told.reason) if told.reason else {"way": told.way}
     return status
@@ -248,6 +251,7 @@ def _ready(view: _PoolView, needed: list[Finding]) -> Judgement:
     broken = bool(failing) and failing[0].reason.info.good is False
     if view.desired == 0 and not broken:
         text = "replicas is 0: requests for the model are answered 503"
+        text += ", and wake it" * (pool.spec.autoscaling.type == "Picker")
         return "False", Reason.SCALED_TO_ZERO, text
     if failing and not (view.serving and all(map(_lets_serve, failing))):
         status: Status = "False" if any(finding.status == "False" for finding in failing) else "Unknown"
@@ -398,9 +402,9 @@ def _history(view: _PoolView) -> str:
     """Why the picker does not route by what the pods publish; empty where it does, and where they are to publish
     nothing."""
     pool, told = view.world.pool, view.routing
-    if why := by_history(pool, view.shared):
+    if why := by_history(pool):
         return why
-    heeded = view.shared.picker.policy == "treeline" and adapter_of(pool).publishes
+    heeded = pool.spec.endpoint_picker.heeds_caches and adapter_of(pool).publishes
     if not heeded or told is None or told.way != "history":
         return ""
     return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())

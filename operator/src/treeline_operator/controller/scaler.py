@@ -1,0 +1,208 @@
+"""Sets the replicas of pools with autoscaling.type Picker, by what their pickers stream.
+
+A pool is looked at whenever one of its pickers says something, and every other second. It is left to whoever else
+scales it: a HorizontalPodAutoscaler of somebody else (KEDA makes one, too) that names the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, Protocol
+
+from treeline_kube.clock import now
+from treeline_kube.errors import KubeError, LostLease
+from treeline_wire.signals import PoolSignals
+
+from treeline_operator.api.conditions import Reason
+from treeline_operator.api.parts import API_VERSION
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.queue import Backoff, Outcome, Queue
+from treeline_operator.controller.recorder import Recorder
+from treeline_operator.controller.signals import Address, Following, Source
+from treeline_operator.controller.store import POOL, Change
+from treeline_operator.plan.replicas import Desired, Heard, History, Target, desired
+from treeline_operator.world import Key, Ref, Scaled, Scaling
+
+log = logging.getLogger(__name__)
+
+_LOOK_S: Final = 2.0
+_OWNERS_S: Final = 10.0
+_AUTOSCALERS: Final = "autoscaling/v2"
+
+
+class Scales(Protocol):
+    """The requests that scaling is made of. All raise KubeError."""
+
+    async def scale_by_subresource(self, ref: Ref, resource_version: str, replicas: int) -> None:
+        """Set `spec.replicas` through `/scale`; Conflict if it has changed since that version."""
+
+    def list(self, api_version: str, kind: str, namespace: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        """The objects of a kind in a namespace."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one pool, for as long as it is scaled here. `written`: the generation that was seen before the last write, and
+    the replicas that it set."""
+
+    gateway: tuple[str, str]
+    uid: str
+    target: Target
+    history: History = ()
+    written: tuple[int, int] | None = None
+    last: Scaled | None = None
+
+
+@dataclass(slots=True)
+class Scaler:
+    """Keeps `observer.scaling` filled, and tells of the pools of which it says something new (`changed`).
+
+    `addresses(namespace, gateway)` are the admin ports of a gateway's pickers.
+    """
+
+    observer: Observer
+    scales: Scales
+    source: Source
+    recorder: Recorder
+    addresses: Callable[[str, str], list[Address]]
+    changed: Callable[[Key], None]
+    clock: Callable[[], datetime]
+    monotonic: Callable[[], float] = now
+    _known: dict[Key, _Known] = field(default_factory=dict)
+    _following: dict[tuple[str, str], Following] = field(default_factory=dict)
+    _owners: dict[str, tuple[float, dict[str, str]]] = field(default_factory=dict)
+    _queue: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = Queue(self._scale, concurrency=8, backoff=Backoff(0.2, 5.0), fatal=(LostLease,))
+
+    def on_change(self, change: Change) -> None:
+        """A listener of the store's."""
+        if (change.ref.api_version, change.ref.kind) == (API_VERSION, POOL):
+            self._queue.add(Key("pool", change.ref.namespace, change.ref.name))
+
+    async def run(self) -> None:
+        """Until `stop`."""
+        await self._queue.run()
+
+    async def stop(self) -> None:
+        """Scale no more, and listen to nobody."""
+        await self._queue.stop(0.0)
+        for following in list(self._following.values()):
+            await following.stop()
+        self._following.clear()
+
+    async def _scale(self, key: Key) -> Outcome:
+        pool = self.observer.pool(key.namespace, key.name)
+        observed = self.observer.store.get(Ref(API_VERSION, POOL, key.namespace, key.name))
+        if observed is None or not isinstance(pool, InferencePool) or not _is_scaled_here(pool):
+            await self._forget(key)
+            return Outcome("none")  # a change of it brings it back
+        known = await self._know(key, pool)
+        following = self._listening(known.gateway)
+        heard = following.heard(pool.name)
+        replicas = pool.spec.replicas
+        if known.written is not None and known.written[0] == pool.metadata.generation:
+            replicas = known.written[1]  # what we wrote has not come back yet
+        try:
+            wanted = desired(heard, known.target, replicas, known.history, self.monotonic())
+            owner = await self._owner(pool, writes=wanted.replicas != replicas)
+            if owner:
+                known.history = ()
+            else:
+                known.history = wanted.history
+                if wanted.replicas != replicas:
+                    await self._write(pool, observed.resource_version, known, replicas, wanted, heard)
+        except LostLease:
+            raise
+        except KubeError as exc:
+            log.info("pool %s is not scaled: %s", pool.name, exc, extra={"fields": key._asdict()})
+            return Outcome("unavailable", retry=True)
+        self._tell(key, Scaling(heard is not None, owner, known.last))
+        return Outcome(after_s=_LOOK_S)
+
+    async def _write(
+        self, pool: InferencePool, version: str, known: _Known, before: int, wanted: Desired, heard: Heard | None
+    ) -> None:
+        await self.scales.scale_by_subresource(pool.ref, version, wanted.replicas)
+        known.written = pool.metadata.generation, wanted.replicas
+        signals: PoolSignals | None = None if heard is None else heard.pool
+        known.last = Scaled(self.clock(), wanted.replicas, wanted.why, signals)
+        text = f"replicas {before} \u2192 {wanted.replicas}: {wanted.why}"
+        log.info("%s", text, extra={"object": pool.ref})
+        self.recorder.emit(pool.ref, pool.metadata.uid, "Normal", Reason.AUTOSCALED, text)
+
+    async def _know(self, key: Key, pool: InferencePool) -> _Known:
+        """What is known of it. Another window, other bounds: what was asked for before says nothing of them."""
+        gateway = (pool.namespace, pool.spec.gateway.name)
+        target = Target.of(pool.spec.autoscaling)
+        known = self._known.get(key)
+        if known is not None and (known.uid, known.gateway) != (pool.metadata.uid, gateway):
+            await self._forget(key)
+            known = None
+        if known is None:
+            known = self._known[key] = _Known(gateway, pool.metadata.uid, target)
+        if known.target != target:
+            known.target, known.history = target, ()
+        return known
+
+    def _listening(self, gateway: tuple[str, str]) -> Following:
+        following = self._following.get(gateway)
+        if following is None:
+
+            def told() -> None:
+                for key, known in self._known.items():
+                    if known.gateway == gateway:
+                        self._queue.add(key)
+
+            following = self._following[gateway] = Following(self.source, told, self.monotonic)
+        following.set(self.addresses(*gateway))
+        return following
+
+    async def _forget(self, key: Key) -> None:
+        known = self._known.pop(key, None)
+        self._tell(key, None)
+        if known is None or any(other.gateway == known.gateway for other in self._known.values()):
+            return
+        if (following := self._following.pop(known.gateway, None)) is not None:
+            await following.stop()
+
+    def _tell(self, key: Key, scaling: Scaling | None) -> None:
+        place = (key.namespace, key.name)
+        if self.observer.scaling.get(place) == scaling:
+            return
+        if scaling is None:
+            self.observer.scaling.pop(place, None)
+        else:
+            self.observer.scaling[place] = scaling
+        self.changed(key)
+
+    async def _owner(self, pool: InferencePool, *, writes: bool) -> str:
+        """Who else scales it, as kind and name; empty where nobody does. Looked at every so many seconds, and before
+        what `writes`, unless somebody was known a moment ago."""
+        looked_at, owners = self._owners.get(pool.namespace, (float("-inf"), {}))
+        old = self.monotonic() - looked_at > _OWNERS_S
+        if old or (writes and pool.name not in owners):
+            found = [one async for one in self.scales.list(_AUTOSCALERS, "HorizontalPodAutoscaler", pool.namespace)]
+            owners = dict(_scaled_by(found))
+            self._owners[pool.namespace] = self.monotonic(), owners
+        return owners.get(pool.name, "")
+
+
+def _is_scaled_here(pool: InferencePool) -> bool:
+    return not pool.deleting and pool.spec.autoscaling.type == "Picker"
+
+
+def _scaled_by(autoscalers: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """`(pool, autoscaler)` for each that scales a pool of ours."""
+    found = []
+    for one in autoscalers:
+        target = (one.get("spec") or {}).get("scaleTargetRef") or {}
+        group = str(target.get("apiVersion", "")).partition("/")[0]
+        if (group, target.get("kind")) == (API_VERSION.partition("/")[0], POOL):
+            found.append((str(target.get("name")), f"{one['kind']} {one['metadata']['name']}"))
+    return found

@@ -1,0 +1,139 @@
+"""How many replicas a pool should have, by what its pickers tell of the demand.
+
+Each measure asks for a number of its own, and the largest counts. More is given at once. Less is given when it has been
+enough for the whole of a window: what was asked for within it is remembered, and the most of that is kept. So a
+history says of each moment in the window how many replicas were asked for; it begins with what there is, so that
+whoever starts anew, or has heard nothing for a while, takes no pod away before a window has passed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from treeline_wire.signals import PoolSignals
+
+from treeline_operator.api.lifecycle import Autoscaling, PickerScaling
+
+_TOLERANCE = 0.1
+"""So far a predicted time may be off its target without asking for another number."""
+_STEEPEST = 2.0
+"""The time asks for so many times the replicas at most: it does not fall in proportion, and new pods take time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a pool's spec says of its replicas; `ttft_s` is None where it is not looked at."""
+
+    least: int
+    most: int
+    queued_tokens: int
+    in_flight_requests: int
+    ttft_s: float | None = None
+    window_s: float = 300.0
+
+    @classmethod
+    def of(cls, auto: Autoscaling) -> Target:
+        """From `spec.autoscaling` of type Picker."""
+        by = auto.picker or PickerScaling()
+        least = 1 if auto.min_replicas is None else auto.min_replicas
+        return cls(
+            least,
+            max(least, auto.max_replicas or 1),
+            by.queued_tokens,
+            by.in_flight_requests,
+            None if by.ttft_milliseconds is None else by.ttft_milliseconds / 1000.0,
+            float(by.scale_down_seconds),
+        )
+
+
+class Heard(NamedTuple):
+    """What the pickers of a pool say together. `whole`: each of them was heard, so that nothing is missing in it."""
+
+    pool: PoolSignals
+    whole: bool = True
+
+
+class Ask(NamedTuple):
+    """So many replicas, and what asks for them."""
+
+    replicas: int
+    why: str
+
+
+History = tuple[tuple[float, int], ...]
+"""`(when, replicas asked for)`, oldest first, without those that a later one exceeds: the numbers fall."""
+
+
+class Desired(NamedTuple):
+    """`replicas` from now on, why, and the history to come with the next time."""
+
+    replicas: int
+    why: str
+    history: History
+
+
+def desired(heard: Heard | None, target: Target, replicas: int, history: History, now: float) -> Desired:
+    """How many replicas there should be where there are `replicas` now.
+
+    `heard` is None while no picker is heard: then nothing changes but what the bounds ask for. `now` is in seconds of
+    any monotonic clock, the same for all calls.
+    """
+    if heard is None:
+        ask = Ask(replicas, "no picker is heard")
+    else:
+        ask = max(asks(heard.pool, target, replicas), key=lambda one: one.replicas)
+        if replicas > 0 and not heard.pool.ready and ask.replicas < 1:
+            ask = Ask(1, "no pod has been ready yet")
+        if not heard.whole and ask.replicas < replicas:
+            ask = Ask(replicas, "not all pickers are heard")
+    bounded = min(max(ask.replicas, target.least), target.most)
+    known = history or ((now, replicas),)
+    known = _remember(known, bounded, now, target.window_s)
+    if bounded >= replicas:
+        return Desired(bounded, _bound(ask, bounded), known)
+    kept = min(max(known[0][1], target.least), target.most)
+    why = f"for {target.window_s:g} s no more was asked for: {_bound(ask, bounded)}"
+    return Desired(kept, why, known) if kept < replicas else Desired(replicas, "", known)
+
+
+def asks(pool: PoolSignals, target: Target, replicas: int) -> Iterator[Ask]:
+    """What each measure asks for, at least one of them. Pods beyond the replicas (in a rollout) ask for none more."""
+    asked = pool.asked
+    waiting = pool.queued_tokens + asked.held.tokens
+    yield Ask(-(-waiting // target.queued_tokens), f"{waiting} prompt tokens wait, {target.queued_tokens} a replica")
+    requests = pool.in_flight_requests + asked.held.requests
+    text = f"{_requests(requests)} to serve, {target.in_flight_requests} a replica"
+    yield Ask(-(-requests // target.in_flight_requests), text)
+    if asked.missed.requests:
+        yield Ask(1, f"{_requests(asked.missed.requests)} found no pod ready")
+    if pool.silent and (requests or asked.picks):
+        yield Ask(replicas, f"{pool.silent} pods do not tell their load, and requests come")
+    if asked.picks:
+        yield Ask(1, f"{_requests(asked.picks)} came lately")
+    if target.ttft_s is not None and asked.ttft_p90_s is not None and pool.ready:
+        ratio = min(asked.ttft_p90_s / target.ttft_s, _STEEPEST)
+        if abs(ratio - 1.0) <= _TOLERANCE:
+            ratio = 1.0
+        text = f"the predicted time to first token is {asked.ttft_p90_s:.3g} s, {target.ttft_s:g} s is wanted"
+        yield Ask(math.ceil(min(pool.ready, replicas) * ratio - 1e-9), text)
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' * (count != 1)}"
+
+
+def _remember(history: History, replicas: int, now: float, window_s: float) -> History:
+    """The history with one more entry: those that it reaches or exceeds, and those before the window, say nothing."""
+    kept = tuple((at, number) for at, number in history if at > now - window_s and number > replicas)
+    return (*kept, (now, replicas))
+
+
+def _bound(ask: Ask, bounded: int) -> str:
+    if ask.replicas == bounded:
+        return ask.why
+    return (
+        f"{ask.why}, which asks for {ask.replicas}; {bounded} is the {'most' if ask.replicas > bounded else 'fewest'}"
+    )
