@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -17,6 +15,7 @@ from treeline_bench.client.process import ClientFailed
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.display import RichDisplay
 from treeline_bench.envoy import EnvoyMissing
+from treeline_bench.interrupts import take_interrupts
 from treeline_bench.machine import this_machine, versions
 from treeline_bench.plots import plot
 from treeline_bench.processes import ChildFailed
@@ -36,6 +35,7 @@ EPILOG = """examples:
   python -m treeline_bench --readme             the summary of bench/results as Markdown
   python -m treeline_bench --readme README.md   the same, written between the markers in that file
   python -m treeline_bench serving --help       load for any OpenAI server, and what its clients see
+  python -m treeline_bench conformance --help   does an endpoint picker keep the protocol?
 
 Measure on a quiet machine: anything else that runs is in the figures. bench/README.md says what each figure means."""
 
@@ -127,17 +127,16 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
     return 1 if failed else 0
 
 
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does: through every `finally`, so that no process stays."""
-    raise KeyboardInterrupt
-
-
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
 
-    `serving` measures any server, and takes arguments of its own.
+    `serving` measures any server, `conformance` asks any picker; they take arguments of their own.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["conformance"]:
+        from treeline_bench.conformance.command import main as conformance  # gRPC, which nothing else here needs
+
+        return conformance(argv[1:], prog=f"{prog} conformance")
     if argv[:1] == ["serving"]:
         return serving(argv[1:], prog=f"{prog} serving")
     bench = parser(prog)
@@ -153,7 +152,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         chosen = select(args.names)
     except KeyError as error:
         bench.error(error.args[0])
-    signal.signal(signal.SIGTERM, _interrupt)
+    take_interrupts()
     try:
         return _run(chosen, args, console)
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,36 @@ def bootstrap(
     }
 
 
-def _address(port: int) -> dict[str, Any]:
-    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+def bootstrap_for_pods(
+    port: int, admin_port: int, ext_proc_port: int, pods: Sequence[tuple[str, int]]
+) -> dict[str, Any]:
+    """The same for pods that are known beforehand, asking as the inference extension has it: bodies go through the
+    picker as streams, both ways."""
+    asking = _ext_proc_filter()
+    asking["typed_config"]["processing_mode"] |= {
+        "request_body_mode": "FULL_DUPLEX_STREAMED",
+        "response_body_mode": "FULL_DUPLEX_STREAMED",
+        "request_trailer_mode": "SEND",
+        "response_trailer_mode": "SEND",
+    }
+    lb_endpoints = [{"endpoint": {"address": _address(port, address)}} for address, port in pods]
+    static = _pods() | {
+        "type": "STATIC",
+        "load_assignment": {"cluster_name": PODS, "endpoints": [{"lb_endpoints": lb_endpoints}]},
+    }
+    del static["eds_cluster_config"]
+    return {
+        "node": {"id": "bench", "cluster": "bench"},
+        "admin": {"address": _address(admin_port)},
+        "static_resources": {
+            "listeners": [_listener("picker", port, [asking])],
+            "clusters": [static, _picker_cluster(EXT_PROC, ext_proc_port)],
+        },
+    }
+
+
+def _address(port: int, host: str = "127.0.0.1") -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}
 
 
 def _grpc(cluster: str) -> dict[str, Any]:

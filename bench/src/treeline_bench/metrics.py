@@ -6,74 +6,10 @@ that selects no entry of its own: `routing.hit_rate.random` is described by `rou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+from treeline_bench.metric import EXPECTED, Metric, of_engine, simulated
 from treeline_bench.results import Row
 
-
-@dataclass(frozen=True)
-class Metric:
-    """What a figure means. `reference` is None where it is measured beside the value; `source`: where it is from."""
-
-    unit: str
-    meaning: str
-    better: Literal["lower", "higher"]
-    reference: float | None = None
-    source: str = ""
-    beside: str = ""
-    """What was measured beside it, in a word."""
-    headline: bool = True
-    """Shown in the README's summary."""
-
-
-EXPECTED = "expected on 2 cores"
-
-
-def _of_engine(engine: str) -> dict[str, Metric]:
-    """Those of two servers of an engine that is not ours."""
-    name = f"engines.{engine.lower()}"
-    return {
-        f"{name}.hit_vs_oracle": Metric(
-            "share",
-            f"prompt tokens that two {engine} servers had cached, by what one endless cache of both would have had",
-            "higher",
-            0.95,
-            EXPECTED,
-        ),
-        f"{name}.ttft_vs_rr": Metric(
-            "times", "time to first token of the same, median, by that of round robin", "lower", 0.5, EXPECTED
-        ),
-        f"{name}.event_ms.p50": Metric(
-            "ms",
-            f"a batch of {engine}'s KV events from its making to the picker's tree, median",
-            "lower",
-            headline=False,
-        ),
-        f"{name}.event_ms.p99": Metric("ms", "the same at the 99th percentile", "lower", 20.0, EXPECTED),
-        f"{name}.event_wire_ms": Metric(
-            "ms", "the same from the moment when another subscriber has it", "lower", headline=False
-        ),
-        f"{name}.event_busy_ms": Metric(
-            "ms", "the latter while the servers compute long prompts on the picker's cores", "lower", headline=False
-        ),
-        f"{name}.hit_rate": Metric(
-            "share",
-            f"prompt tokens that {engine} had cached, by its own count",
-            "higher",
-            source="an endless cache of all servers",
-            beside="oracle",
-            headline=False,
-        ),
-        f"{name}.ttft_ms": Metric(
-            "ms",
-            "time to first token",
-            "lower",
-            source="round robin, same run",
-            beside="round robin",
-            headline=False,
-        ),
-    }
+_CHAOS = "the bound that was set for free requests beside hostile ones"
 
 
 METRICS: dict[str, Metric] = {
@@ -110,9 +46,20 @@ METRICS: dict[str, Metric] = {
         beside="random",
         headline=False,
     ),
+    **simulated(),
     "routing.errors": Metric("requests", "requests without a complete answer", "lower", source="none expected"),
-    **_of_engine("vLLM"),
-    **_of_engine("SGLang"),
+    **of_engine("vLLM"),
+    **of_engine("SGLang"),
+    "gie.vs_gie.rps_per_core.1kb": Metric("×", "requests per CPU-second by GIE 1.5's, 1 KB bodies", "higher", 1.5),
+    "gie.vs_gie.rps_per_core.30kb": Metric("×", "the same, 30 KB bodies", "higher", 3.0),
+    "gie.vs_gie.rps_per_core.220kb": Metric("×", "the same, 220 KB bodies", "higher", 7.0),
+    "gie.rps_per_core": Metric("requests/s", "requests decided per CPU-second of our picker", "higher", headline=False),
+    "gie.rps_per_core_gie": Metric("requests/s", "the same of GIE 1.5's", "higher", headline=False),
+    "gie.vs_gie.paced_p99": Metric("×", "p99 of a paced load by that through GIE 1.5's", "lower", 0.5),
+    "gie.paced_ms": Metric("ms", "latency of a paced load through Envoy and our picker", "lower", headline=False),
+    "gie.paced_gie_ms": Metric("ms", "the same with GIE 1.5's", "lower", headline=False),
+    "gie.errors": Metric("requests", "requests without a 200 through ours", "lower", source="none expected"),
+    "gie.errors_gie": Metric("requests", "requests without a 200 through GIE 1.5's", "lower", headline=False),
     "picker.added_ms.p50": Metric(
         "ms", "latency that asking the picker adds to bare Envoy, median", "lower", 2.0, EXPECTED
     ),
@@ -123,12 +70,7 @@ METRICS: dict[str, Metric] = {
         "ms", "Envoy without the picker, median", "lower", 0.21, "prototype, top of its range", headline=False
     ),
     "picker.bare_ms.p99": Metric(
-        "ms",
-        "Envoy without the picker, 99th percentile",
-        "lower",
-        0.46,
-        "prototype, top of its range",
-        headline=False,
+        "ms", "Envoy without the picker, 99th percentile", "lower", 0.46, "prototype, top of its range", headline=False
     ),
     "picker.rps_per_core.1kb": Metric(
         "requests/s", "requests decided per CPU-second of the picker, 1 KB bodies", "higher", 800.0, EXPECTED
@@ -140,6 +82,10 @@ METRICS: dict[str, Metric] = {
         130.0,
         "published plateau of the Go picker with 220 KB prompts (all its cores together, not stated how many)",
     ),
+    "picker.rps_per_core_grpc": Metric(
+        "requests/s", "the same with grpc.aio as its transport", "higher", source="", headline=False
+    ),
+    "picker.vs_grpc": Metric("×", "requests per CPU-second by those with grpc.aio", "higher"),
     "picker.rps": Metric(
         "requests/s", "requests answered per second at saturation", "higher", source="", headline=False
     ),
@@ -152,12 +98,7 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "picker.send_late_ms.p99": Metric(
-        "ms",
-        "how late the paced client sent, 99th percentile",
-        "lower",
-        1.0,
-        "one tick of its timer",
-        headline=False,
+        "ms", "how late the paced client sent, 99th percentile", "lower", 1.0, "one tick of its timer", headline=False
     ),
     "picker.errors": Metric("requests", "requests without a 200", "lower", source="none expected"),
     "chat.render_us.4k": Metric(
@@ -264,6 +205,9 @@ METRICS: dict[str, Metric] = {
         1.6,
         "the bound that was set for 30 % and more",
     ),
+    "structured.jump_forward_steps": Metric(
+        "×", "steps without jump-forward by those with it: where the speedup ends", "higher", headline=False
+    ),
     "structured.forced_share": Metric("share", "of the tokens then that were not sampled", "higher", headline=False),
     "structured.tokens": Metric("tokens", "of an answer, with and without", "lower", headline=False),
     "structured.tpot_ms": Metric("ms", "a decode step of so many requests", "lower", headline=False),
@@ -275,6 +219,10 @@ METRICS: dict[str, Metric] = {
     ),
     "structured.jump_us": Metric("µs", "to tokenize the end of a sequence anew", "lower", headline=False),
     "structured.mask_ms": Metric("ms", "a step's masks of so many requests, filled and sent", "lower", headline=False),
+    "chaos.gap_ms": Metric("ms", "99th percentile between tokens of free streams", "lower", headline=False),
+    "chaos.total_ms": Metric("ms", "99th percentile of their whole answers", "lower", headline=False),
+    "chaos.gap": Metric("×", "between tokens: beside the one by beside the other, p99", "lower", 1.5, _CHAOS),
+    "chaos.total": Metric("×", "whole answers: beside the one by beside the other, p99", "lower", 1.5, _CHAOS),
     "cpu.tokens_s": Metric("tokens/s", "output on a CPU, so many streams at once", "higher", headline=False),
     "cpu.transformers_tokens_s": Metric("tokens/s", "the same by transformers.generate", "higher", headline=False),
     "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run, so many streams", "higher"),
@@ -304,20 +252,10 @@ METRICS: dict[str, Metric] = {
     ),
     "serving.errors": Metric("requests", "without a whole answer", "lower", source="none expected", headline=False),
     "serving.ttft_ms": Metric(
-        "ms",
-        "due to first output",
-        "lower",
-        source="the other server, same run",
-        beside="beside",
-        headline=False,
+        "ms", "due to first output", "lower", source="the other server, same run", beside="beside", headline=False
     ),
     "serving.itl_ms": Metric(
-        "ms",
-        "between chunks of output",
-        "lower",
-        source="the other server, same run",
-        beside="beside",
-        headline=False,
+        "ms", "between chunks of output", "lower", source="the other server, same run", beside="beside", headline=False
     ),
     "serving.tpot_ms": Metric(
         "ms",
@@ -355,11 +293,7 @@ METRICS: dict[str, Metric] = {
     "picker.pick_ms.5000": Metric("ms", "the same among 5,000 endpoints", "lower", 1.0, EXPECTED),
     "picker.pick_p99_ms": Metric("ms", "CPU time of one choice, 99th percentile", "lower", source="", headline=False),
     "picker.followed": Metric(
-        "endpoints",
-        "publishers that one picker follows, each of whose events arrived",
-        "higher",
-        2000.0,
-        EXPECTED,
+        "endpoints", "publishers that one picker follows, each of whose events arrived", "higher", 2000.0, EXPECTED
     ),
     "picker.live_s": Metric(
         "s", "start of the picker's process to all publishers being live", "lower", source="", headline=False
@@ -369,12 +303,7 @@ METRICS: dict[str, Metric] = {
         "cores", "the picker's process while publishers only report their load", "lower", 1.0, EXPECTED
     ),
     "picker.files": Metric(
-        "files",
-        "file descriptors of the picker's process",
-        "lower",
-        20_000.0,
-        "a usual hard limit",
-        headline=False,
+        "files", "file descriptors of the picker's process", "lower", 20_000.0, "a usual hard limit", headline=False
     ),
     "picker.rss_mb": Metric("MB", "memory of the picker's process", "lower", source="", headline=False),
     "scrape.cores": Metric(
@@ -403,11 +332,7 @@ METRICS: dict[str, Metric] = {
         "MB", "resident memory of the operator, 500 pools × 8 children", "lower", 200.0, EXPECTED
     ),
     "operator.idle_writes": Metric(
-        "writes",
-        "to the API server when nothing changes, 10 minutes, but for its lease",
-        "lower",
-        0.0,
-        EXPECTED,
+        "writes", "to the API server when nothing changes, 10 minutes, but for its lease", "lower", 0.0, EXPECTED
     ),
     "operator.idle_reconciles": Metric(
         "reconciles", "made meanwhile, which shows that it looked", "higher", headline=False
@@ -429,10 +354,7 @@ METRICS: dict[str, Metric] = {
         "reconciles", "of the operator for each of so many pools of one gateway", "lower", headline=False
     ),
     "operator.one_gateway.delete_reconciles": Metric(
-        "reconciles",
-        "of the operator when one of so many pools of one gateway is deleted",
-        "lower",
-        headline=False,
+        "reconciles", "of the operator when one of so many pools of one gateway is deleted", "lower", headline=False
     ),
     "operator.one_gateway.change_cpu_ms": Metric(
         "ms",
@@ -454,11 +376,7 @@ METRICS: dict[str, Metric] = {
     ),
     "e2e.streams": Metric("streams", "sent in these journeys", "higher", headline=False),
     "e2e.ready_to_routed_s.p95": Metric(
-        "s",
-        "a pod's Ready to the first request that is routed to it, 95th percentile",
-        "lower",
-        2.0,
-        EXPECTED,
+        "s", "a pod's Ready to the first request that is routed to it, 95th percentile", "lower", 2.0, EXPECTED
     ),
     "e2e.cluster_up_s": Metric("s", "`make cluster-up` of two nodes, everything built before", "lower", 60.0, EXPECTED),
     "e2e.duration_s": Metric("s", "all of `make e2e`", "lower", 1500.0, EXPECTED),

@@ -12,7 +12,7 @@ renders, matches and scores.
 - `picker.rps_per_core`: a saturating closed loop (64 clients with 1 KB bodies, 20 with 220 KB); the figure is the
   requests answered ÷ the CPU-seconds that the picker's process used meanwhile, all its threads counted. It does not
   depend on what else the machine's cores did, and is not the throughput of one loop on one core; `picker.rps` is that
-  throughput.
+  throughput. `picker.rps_per_core_grpc` is the same with `--transport grpc`, afterwards; `picker.vs_grpc` is the ratio.
 
 Where there are two cores or more the picker has the last one to itself, and Envoy, engines and client share the others.
 
@@ -123,7 +123,7 @@ class Bench:
 
 
 @contextmanager
-def running(load: Load, context: Context) -> Iterator[Bench]:
+def running(load: Load, context: Context, transport: str) -> Iterator[Bench]:
     """Engines, picker and Envoy, ready; stopped at the end. Raises ChildFailed."""
     cores = usable_cores()
     picker_cores, other_cores = cores[-1:], cores[:-1] or cores
@@ -149,6 +149,8 @@ def running(load: Load, context: Context) -> Iterator[Bench]:
             "treeline",
             "--log-level",
             "warning",
+            "--transport",
+            transport,
             *endpoints,
         ]
         argv += ["--grpc-port", str(grpc_port), "--grpc-health-port", str(eds_port)]
@@ -243,18 +245,29 @@ def _saturate(bench: Bench, name: str, load: Load, settings: Settings, context: 
     return report, bench.picker.cpu_seconds() - before
 
 
-def _rows(latency: dict[str, Report], saturated: dict[str, tuple[Report, float]]) -> list[Row]:
+def _per_core(saturated: tuple[Report, float]) -> float:
+    report, cpu_s = saturated
+    return len(report.answered()) / cpu_s
+
+
+Saturated = dict[str, tuple[Report, float]]
+
+
+def _rows(latency: dict[str, Report], saturated: Saturated, by_grpc: Saturated) -> list[Row]:
     times = {name: [outcome.latency_ms for outcome in report.answered()] for name, report in latency.items()}
     late = [outcome.late_ns / 1e6 for report in latency.values() for outcome in report.outcomes]
-    reports = [*latency.values(), *(report for report, _ in saturated.values())]
+    reports = [*latency.values(), *(report for found in (saturated, by_grpc) for report, _ in found.values())]
     rows: list[Row] = []
     for q in (50, 99):
         bare, asking = percentile(times["bare"], q), percentile(times["asking"], q)
         rows += [row(f"picker.added_ms.p{q}", asking - bare), row(f"picker.bare_ms.p{q}", bare)]
-    for name, (report, cpu_s) in saturated.items():
+    for name, (report, _) in saturated.items():
         answered = report.answered()
+        ours, other = _per_core(saturated[name]), _per_core(by_grpc[name])
         rows += [
-            row(f"picker.rps_per_core.{name}", len(answered) / cpu_s),
+            row(f"picker.rps_per_core.{name}", ours),
+            row(f"picker.rps_per_core_grpc.{name}", other),
+            row(f"picker.vs_grpc.{name}", ours / other),
             row(f"picker.rps.{name}", len(answered) / report.wall_s()),
             row(f"picker.hit_rate.{name}", sum(hit(outcome) for outcome in answered) / len(answered)),
         ]
@@ -267,21 +280,25 @@ def run(context: Context) -> list[Row]:
     settings = QUICK if context.quick else FULL
     context.display.phase("starting Envoy, the picker and 2 simulated engines")
     load = build_load(settings, PromptMaker.of_model(context.model))
-    with running(load, context) as bench:
+    with running(load, context, "http2") as bench:
         context.display.phase("warm-up: until every prompt is routed to an engine that holds it")
         _warm_up(bench, load)
         latency = _latency(bench, load, settings, context)
         saturated = {name: _saturate(bench, name, load, settings, context) for name in settings.sizes}
-    for report in (*latency.values(), *(report for report, _ in saturated.values())):
+    context.display.phase("the same with grpc.aio")
+    with running(load, context, "grpc") as bench:
+        _warm_up(bench, load)
+        by_grpc = {name: _saturate(bench, name, load, settings, context) for name in settings.sizes}
+    for report in (*latency.values(), *(report for found in (saturated, by_grpc) for report, _ in found.values())):
         if not report.answered():
             first = report.outcomes[0] if report.outcomes else None
             raise BenchmarkError(f"no request was answered; the first: {first}")
-    return _rows(latency, saturated)
+    return _rows(latency, saturated, by_grpc)
 
 
 BENCHMARK = Benchmark(
     "picker",
     "What asking the picker costs",
-    "latency added to bare Envoy, requests/s per core (a minute and a half)",
+    "latency added to bare Envoy, requests/s per core (two minutes)",
     run,
 )

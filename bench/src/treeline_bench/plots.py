@@ -131,6 +131,19 @@ def _picker(result: Result) -> Figure:
     return figure
 
 
+def _gie(result: Result) -> Figure:
+    sizes = ("1kb", "30kb", "220kb")
+    ratios = [result.value(f"gie.vs_gie.rps_per_core.{size}") for size in sizes]
+    title = f"Our picker decides {number(ratios[0])} to {number(max(ratios))} times as many requests per core as GIE's"
+    figure, axes = _figure(title, 2, f"one Envoy worker, pickers on a core of their own; {_size(result)}")
+    _bars(axes[0], ["1 KB", "30 KB", "220 KB"], ratios, [OURS] * 3)
+    axes[0].set(title="Requests per CPU-second ÷ GIE 1.5's", ylabel="×")
+    paced = [result.value(f"gie.{name}.p99") for name in ("paced_ms", "paced_gie_ms")]
+    _bars(axes[1], ["ours", "GIE 1.5's"], paced, [OURS, OTHER])
+    axes[1].set(title="A paced load through Envoy, p99", ylabel="ms")
+    return figure
+
+
 def _expected(axes: Axes, row: Row, label: str, bars: int = 1, first: int = 0) -> None:
     if isinstance(row.reference, float | int):
         _line(axes, row.reference, label, bars, first)
@@ -372,6 +385,20 @@ def _structured(result: Result) -> Figure:
     return figure
 
 
+def _chaos(result: Result) -> Figure:
+    names = ("chaos.gap.", "chaos.total.")
+    values = {row.metric: row.value for row in result.rows if row.metric.startswith(names)}
+    worst = max(value for name, value in values.items() if name.endswith("_by_control"))
+    title = f"Free requests wait at most {number(worst)} times as long beside grammars as beside free ones"
+    figure, axes = _figure(title, 2, _size(result))
+    for axis, name, what in zip(axes, names, ("Between tokens", "Whole answers"), strict=True):
+        bars = {key.removeprefix(name): value for key, value in values.items() if key.startswith(name)}
+        _bars(axis, [key.replace("_by_", "\n÷ ") for key in bars], list(bars.values()), [OURS] * len(bars))
+        _line(axis, 1.5, "bound", bars=len(bars))
+        axis.set(title=f"{what}, p99", ylabel="times")
+    return figure
+
+
 def _serving(result: Result) -> Figure:
     """Output and waiting for the first token, a bar a server; one that never showed a token has no second one."""
     rates, waits = (
@@ -390,9 +417,42 @@ def _serving(result: Result) -> Figure:
     return figure
 
 
+def _routing_sim(result: Result) -> Figure:
+    """Our hit rate and waits on each trace, as a share of the best there is."""
+    endings = ("hit_vs_oracle", "ttft_p90_vs_best")
+    found = {
+        ending: {
+            row.metric.split(".")[1]: row.value
+            for row in result.rows
+            if row.metric.endswith(f".{ending}") and ".faults." not in row.metric
+        }
+        for ending in endings
+    }
+    least = min(found["hit_vs_oracle"].values())
+    title = f"At least {100 * least:.0f} % of the hits of routers that know every cache"
+    figure, axes = _figure(title, 2, "8 simulated engines of Llama-3.1-8B on an H200")
+    figure.set_size_inches(11, 4.8)
+    for axis, ending, bound, what in (
+        (axes[0], endings[0], 0.98, "Hit rate ÷ the better oracle's"),
+        (axes[1], endings[1], 1.0, "TTFT p90 ÷ the best other policy's"),
+    ):
+        values = found[ending]
+        missed = {name: (value < bound) == (ending == endings[0]) and value != bound for name, value in values.items()}
+        colours = [REFERENCE if missed[name] else OURS for name in values]
+        bars = axis.barh(list(values), list(values.values()), color=colours, height=0.6)
+        axis.bar_label(bars, labels=[f"{value:.3f}" for value in values.values()], **LABEL)
+        axis.axvline(bound, color=REFERENCE, linestyle="--", linewidth=1.3)
+        axis.invert_yaxis()
+        axis.margins(x=0.2)
+        axis.set(title=what)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure]] = {
     "routing": _routing,
+    "routing-sim": _routing_sim,
     "picker": _picker,
+    "gie": _gie,
     "tree": _tree,
     "chat": _chat,
     "bodies": _bodies,
@@ -407,6 +467,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "radix": _radix,
     "cpu": _cpu,
     "structured": _structured,
+    "chaos": _chaos,
     "fleet": _fleet,
     "scrape": _scrape,
     "operator": _operator,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from treeline_bench import (
     bodies,
+    chaos,
     chat,
     engine,
     fleet,
@@ -20,6 +21,7 @@ from treeline_bench import (
     tokenization,
     tree,
 )
+from treeline_bench import versus_gie as gie
 from treeline_bench import versus_transformers as cpu
 from treeline_bench import versus_vllm as vllm
 from treeline_bench.context import Benchmark
@@ -27,6 +29,7 @@ from treeline_bench.engines import benchmark as engines
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import one_gateway
 from treeline_bench.serving.datasets import DATASETS
+from treeline_bench.sim import benchmark as routing_sim
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
@@ -35,7 +38,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         chat.BENCHMARK,
         fleet.BENCHMARK,
         picker.BENCHMARK,
+        gie.BENCHMARK,
         routing.BENCHMARK,
+        routing_sim.BENCHMARK,
         scrape.BENCHMARK,
         bodies.BENCHMARK,
         tokenization.BENCHMARK,
@@ -48,6 +53,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         radix.BENCHMARK,
         cpu.BENCHMARK,
         structured.BENCHMARK,
+        chaos.BENCHMARK,
         operator.BENCHMARK,
         one_gateway.BENCHMARK,
     )

@@ -69,13 +69,13 @@ def _measured(results: Sequence[Result]) -> list[str]:
     return [f"Measured {date} on {machine}, with {', '.join(found)}." for (date, machine), found in commands.items()]
 
 
-def replace_between_markers(text: str, content: str) -> str:
+def replace_between_markers(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
     """`text` with what stands between the two markers replaced by `content`. Raises MarkersMissing."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise MarkersMissing(f"there must be one {BEGIN} and, after it, one {END}")
-    return f"{before}{BEGIN}\n{content.strip()}\n{END}{after}"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise MarkersMissing(f"there must be one {begin} and, after it, one {end}")
+    return f"{before}{begin}\n{content.strip()}\n{end}{after}"
 
 
 def _expected(row: Row) -> str:

@@ -25,9 +25,10 @@ SMALL = ["--token-ids", "--num-prompts", "8", "--input-len", "6", "--output-len"
 
 @pytest.fixture(autouse=True)
 def keep_signals() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
@@ -195,33 +196,45 @@ def test_a_server_that_goes_away_ends_the_run_with_what_there_was(
     assert not (tmp_path / "serving-random.json").exists()
 
 
-def test_ctrl_c_reports_what_there_is(tmp_path: Path) -> None:
+DEAF = """import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("before", [[], ["-c", DEAF]], ids=["usual", "ignored and blocked by who started it"])
+def test_ctrl_c_reports_what_there_is(before: list[str], tmp_path: Path) -> None:
     enough = threading.Event()
 
     def answer(body: dict[str, Any]) -> Iterator[bytes]:
-        if len(server.bodies) > 20:
-            enough.set()
-        return whole(body)
+        if len(server.bodies) <= 20:
+            return whole(body)
+        enough.set()
+        return iter([token(), b""])
 
     out = tmp_path / "run.json"
     with serving() as server:
         server.answer = answer
-        words = ["--url", server.url, *SMALL, "--num-prompts", "20000", "--output", str(out)]
+        words = ["--url", server.url, *SMALL, "--num-prompts", "100", "--output", str(out)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "treeline_bench.serving", *words],
+            [sys.executable, *before, "-m", "treeline_bench.serving", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert enough.wait(60)
-        process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        try:
+            assert enough.wait(60)
+            process.send_signal(signal.SIGINT)
+            said, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130, errors
     assert "interrupted: these are the figures until then" in said
     assert "Traceback" not in errors
     document = json.loads(out.read_text())
     assert document["interrupted"] is True
-    assert 10 < document["servers"][0]["rounds"][0]["completed"] < 20_000
+    assert 10 < document["servers"][0]["rounds"][0]["completed"] <= 20
 
 
 def test_a_load_that_runs_out_of_prompts_says_so(capsys: pytest.CaptureFixture[str]) -> None:

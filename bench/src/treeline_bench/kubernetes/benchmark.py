@@ -3,7 +3,7 @@
 Method. etcd, kube-apiserver and kube-controller-manager run on this machine (`control_plane/`), the operator
 (`python -m treeline_operator`) beside them, over TLS, for all namespaces, with its lease, as one replica. There is no
 kubelet and no scheduler: pods are made and stay Pending. 500 pools in 25 namespaces, 4 behind each of 125 gateways:
-4 children a pool and 16 a gateway, which is 8 a pool and 4,000 in all, and 750 pods.
+4 children a pool and 17 a gateway, which is 8.25 a pool and 4,125 in all, and 750 pods.
 
 - `operator.rss_mb.0`, `.500`: resident memory of the operator's process without pools, and with all of them when it has
   had nothing to do for a while after making their children.

@@ -8,7 +8,7 @@ from typing import Any
 
 API_VERSION = "treeline.dev/v1alpha1"
 POOLS_PER_GATEWAY = 4
-CHILDREN_OF_POOL, CHILDREN_OF_GATEWAY = 4, 16
+CHILDREN_OF_POOL, CHILDREN_OF_GATEWAY = 4, 17
 """What the operator makes of one; with 4 pools behind each gateway that is 8 a pool."""
 
 

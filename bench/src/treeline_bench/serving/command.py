@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from treeline_bench.client.process import ClientFailed
+from treeline_bench.interrupts import take_interrupts
 from treeline_bench.prompts import PromptError, PromptMaker
 from treeline_bench.serving.datasets import DATASETS
 from treeline_bench.serving.datasets.base import DatasetError, Ids, Shape, Texts, Words
@@ -229,7 +228,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_benc
     top = parser(prog)
     args = top.parse_args(argv)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, _interrupt)
+    take_interrupts()
     try:
         if args.ceiling:
             from treeline_bench.serving.ceiling import say_ceiling
@@ -277,8 +276,3 @@ def _report_on(found: Run, plan: Plan, args: argparse.Namespace, argv: Sequence[
         return 130
     answered = all(any(one.completed for one in each.rounds) for each in found.measured)
     return 0 if answered and complete else 1
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does: with what there is."""
-    raise KeyboardInterrupt

@@ -35,6 +35,13 @@ class SimCase(msgspec.Struct, frozen=True):
     held: bool
 
 
+_IDLE = {b"num_requests_running": b"0", b"num_requests_waiting": b"0", b"kv_cache_usage_perc": b"0.1"}
+_METRICS = b"".join(
+    b'# TYPE vllm:%b gauge\nvllm:%b{model_name="sim"} %b\n' % (name, name, value) for name, value in _IDLE.items()
+)
+"""Of an idle vLLM, for pickers that read nothing else."""
+
+
 @dataclass(frozen=True)
 class SimOptions:
     """Port 0 binds any free port. A `fixed` cache never changes; otherwise a known prompt is held once served."""
@@ -90,6 +97,7 @@ class SimEngine:
             "/health": ok,
             "/live": ok,
             "/ready": ok,
+            "/metrics": response(_METRICS),
             "/v1/models": json_response(models),
             "/treeline/tokenizer": response(self._bundle.to_json()),
             "/server_info": json_response(self._server_info()),

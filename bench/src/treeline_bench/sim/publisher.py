@@ -4,27 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 from treeline_wire import frames
+from treeline_wire.frames import ReplayRequest, Reply, Request
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad, encode
-
-from treeline_bench.sim.cache import SimCache
 
 TOPIC = b""
 HEARTBEAT_S = 1.0
-PAGES = 1 << 20
-PREFILL_TOKENS_PER_S = 10_000.0
-DECODE_STEP_MS = 10.0
+
+
+class Source(Protocol):
+    """Whose events and load are published."""
+
+    def reply(self, request: Request, topic: bytes) -> Iterator[Reply]:
+        """What the ROUTER socket answers."""
+        ...
+
+    def load(self) -> TreelineLoad:
+        """A report, with the next number."""
+        ...
 
 
 class Publisher:
-    """Binds its sockets to `host` when made; `run` serves them until it is cancelled. Port 0 binds any free port."""
+    """Binds its sockets to `host` when made; `run` serves them until it is cancelled. Port 0 binds any free port.
 
-    def __init__(self, cache: SimCache, host: str, events_port: int, replay_port: int, load_port: int) -> None:
-        self._cache = cache
-        self._reports = 0
+    `ours`: as our runtime does; else as vLLM, which knows replays alone and reports no load here.
+    """
+
+    def __init__(
+        self, source: Source, host: str, events_port: int, replay_port: int, load_port: int, *, ours: bool = True
+    ) -> None:
+        self._source = source
+        self._ours = ours
         # A PUB socket never waits for anybody, so it needs no event loop.
         self._pub_context, self._context = zmq.Context(), zmq.asyncio.Context()
         self._events = self._pub_context.socket(zmq.PUB)
@@ -40,43 +55,48 @@ class Publisher:
 
     async def run(self) -> None:
         try:
-            await asyncio.gather(self._serve_requests(), self._heartbeat())
+            await asyncio.gather(self._serve_requests(), *([self._heartbeat()] if self._ours else []))
         finally:
-            self._context.destroy(linger=0)
-            self._pub_context.destroy(linger=0)
+            self.close()
+
+    def close(self) -> None:
+        """Close every socket."""
+        self._context.destroy(linger=0)
+        self._pub_context.destroy(linger=0)
 
     async def _serve_requests(self) -> None:
         while True:
             identity, *message = await self._router.recv_multipart()
             with contextlib.suppress(zmq.ZMQError):  # the asker has gone
-                if (request := frames.parse_request(message)) is not None:
-                    for reply in self._cache.reply(request, TOPIC):
+                request = frames.parse_request(message)
+                if request is not None and (self._ours or isinstance(request, ReplayRequest)):
+                    for reply in self._source.reply(request, TOPIC):
                         await self._router.send_multipart([identity, *frames.encode_reply(reply)])
+
+    def report(self) -> None:
+        """Send a load report in both forms."""
+        load = self._source.load()
+        for topic, form in ((LOAD_TOPIC, load_stat(load)), (TREELINE_LOAD_TOPIC, load)):
+            self._load.send_multipart(frames.live(topic, load.seq, encode(form)), zmq.NOBLOCK)
 
     async def _heartbeat(self) -> None:
         while True:
-            for topic, report in ((LOAD_TOPIC, self._stat()), (TREELINE_LOAD_TOPIC, self._report())):
-                self._load.send_multipart(frames.live(topic, self._reports, encode(report)), zmq.NOBLOCK)
-            self._reports += 1
+            self.report()
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _stat(self) -> LoadStat:
-        size = self._cache.block_size
-        held = self._cache.blocks * size
-        return LoadStat(num_tokens=held, num_total_tokens=held, max_total_num_tokens=PAGES * size)
 
-    def _report(self) -> TreelineLoad:
-        """An idle engine: requests are answered at once, so none is ever running when a report is made."""
-        return TreelineLoad(
-            epoch=self._cache.epoch,
-            seq=self._reports,
-            pages_used=self._cache.blocks,
-            pages_total=PAGES,
-            page_size=self._cache.block_size,
-            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
-            decode_step_ms=DECODE_STEP_MS,
-            max_running=1024,
-        )
+def load_stat(load: TreelineLoad) -> LoadStat:
+    """The same report in SGLang's form."""
+    used = (load.pages_used + load.pages_cached) * load.page_size
+    return LoadStat(
+        num_running=load.running,
+        num_waiting=load.waiting,
+        num_tokens=load.pages_used * load.page_size,
+        max_total_num_tokens=load.pages_total * load.page_size,
+        num_waiting_uncached_tokens=load.waiting_uncached_tokens,
+        num_total_tokens=used + load.waiting_uncached_tokens,
+        max_running_requests=load.max_running,
+    )
 
 
 def _bind(sock: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> int:

@@ -1,0 +1,160 @@
+"""Messages of ext_proc as Envoy sends them, and any message as JSON for a report."""
+
+from __future__ import annotations
+
+import base64
+import enum
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from envoy.config.core.v3 import base_pb2
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from google.protobuf import json_format, struct_pb2
+
+DESTINATION = "x-gateway-destination-endpoint"
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+LB, LB_SUBSET = "envoy.lb", "envoy.lb.subset_hint"
+_SHOWN_BYTES = 160
+_SHOWN_MESSAGES = 4
+
+
+class Mode(enum.Enum):
+    """How a proxy sends a request's body; the values are those of `ProcessingMode.BodySendMode`."""
+
+    NONE = 0
+    STREAMED = 1
+    BUFFERED = 2
+    DUPLEX = 4
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
+class NoHint(enum.Enum):
+    """There is no subset hint, which is not the same as one of null."""
+
+    NO_HINT = 0
+
+
+NO_HINT = NoHint.NO_HINT
+
+
+def config(request: Mode, response: Mode) -> pb.ProtocolConfiguration:
+    """What a stream's first message tells of the proxy's body modes."""
+    modes = processing_mode_pb2.ProcessingMode
+    return pb.ProtocolConfiguration(
+        request_body_mode=modes.BodySendMode.Name(request.value),
+        response_body_mode=modes.BodySendMode.Name(response.value),
+    )
+
+
+def headers(fields: Mapping[str, str], *, end: bool) -> pb.HttpHeaders:
+    """Envoy gives values as bytes."""
+    entries = [base_pb2.HeaderValue(key=key, raw_value=value.encode()) for key, value in fields.items()]
+    return pb.HttpHeaders(headers=base_pb2.HeaderMap(headers=entries), end_of_stream=end)
+
+
+def request_headers(method: str, path: str, more: Mapping[str, str], *, end: bool) -> pb.ProcessingRequest:
+    fields = {
+        ":method": method,
+        ":path": path,
+        ":scheme": "http",
+        ":authority": "conformance.example",
+        "content-type": "application/json",
+        "x-request-id": "5f3c7a52-0c4b-4f6e-9f0a-6d1f6f0f0001",
+        "x-forwarded-proto": "http",
+    }
+    return pb.ProcessingRequest(request_headers=headers(fields | dict(more), end=end))
+
+
+def body(data: bytes, *, end: bool) -> pb.HttpBody:
+    return pb.HttpBody(body=data, end_of_stream=end)
+
+
+def hinted(message: pb.ProcessingRequest, hint: Any) -> pb.ProcessingRequest:
+    """The message with a subset hint in its metadata; `hint` as JSON has it."""
+    if hint is not NO_HINT:
+        with_metadata(message, LB_SUBSET, SUBSET, hint)
+    return message
+
+
+def with_metadata(message: pb.ProcessingRequest, namespace: str, key: str, value: Any) -> pb.ProcessingRequest:
+    found = message.metadata_context.filter_metadata[namespace]
+    found.fields[key].CopyFrom(json_format.ParseDict(value, struct_pb2.Value()))
+    return message
+
+
+def in_chunks(data: bytes, size: int) -> list[bytes]:
+    """At least one, which is empty for an empty body."""
+    return [data[at : at + size] for at in range(0, len(data), size)] or [b""]
+
+
+# --- as JSON ----------------------------------------------------------------------------------------------------------
+
+
+def shown(message: pb.ProcessingRequest | pb.ProcessingResponse) -> dict[str, Any]:
+    """A message as JSON: values of headers as text, long bodies by length, digest and beginning."""
+    short = type(message)()
+    short.CopyFrom(message)
+    long = _shorten(short)
+    try:
+        found: dict[str, Any] = _plain(json_format.MessageToDict(short, preserving_proto_field_name=True))
+    except json_format.SerializeToJsonError as error:  # numbers that JSON has not, in metadata
+        return {"no_json": str(error)}
+    return found | {"long_body": long} if long else found
+
+
+def _shorten(message: pb.ProcessingRequest | pb.ProcessingResponse) -> dict[str, Any]:
+    holder = _body_holder(message)
+    if holder is None or len(holder.body) <= _SHOWN_BYTES:
+        return {}
+    data = bytes(holder.body)
+    holder.body = data[:_SHOWN_BYTES]
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _body_holder(message: pb.ProcessingRequest | pb.ProcessingResponse) -> Any:
+    """The part of a message that has the field `body`, if there is one."""
+    kind = message.WhichOneof("request" if isinstance(message, pb.ProcessingRequest) else "response")
+    if kind is None:
+        return None
+    part = getattr(message, kind)
+    if isinstance(part, pb.HttpBody | pb.ImmediateResponse):
+        return part
+    if not isinstance(part, pb.BodyResponse):
+        return None
+    mutation = part.response.body_mutation
+    which = mutation.WhichOneof("mutation")
+    return mutation.streamed_response if which == "streamed_response" else mutation if which == "body" else None
+
+
+def _plain(value: Any) -> Any:
+    """Base64 back to text: names of fields say which strings are bytes."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _text(item) if key in ("raw_value", "body") else _plain(item) for key, item in value.items()}
+
+
+def _text(value: Any) -> Any:
+    if not isinstance(value, str):
+        return _plain(value)
+    return base64.b64decode(value).decode(errors="backslashreplace")
+
+
+def transcript(entries: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Who said what; of long exchanges the beginning and the end."""
+    left_out = len(entries) - 2 * _SHOWN_MESSAGES
+    if left_out <= 0:
+        return [_entry(*entry) for entry in entries]
+    gap = ("suite", f"({left_out} messages are left out here)")
+    return [_entry(*entry) for entry in (*entries[:_SHOWN_MESSAGES], gap, *entries[-_SHOWN_MESSAGES:])]
+
+
+def _entry(who: str, said: Any) -> dict[str, Any]:
+    return {"who": who, "said": said if isinstance(said, str) else shown(said)}
