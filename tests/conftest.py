@@ -1,5 +1,6 @@
 """Fixtures that tests of several rooms take, and what holds for all properties."""
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -19,12 +20,23 @@ sys.dont_write_bytecode = False
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
 usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", usual)
-settings.register_profile("treeline", usual)
+settings.register_profile("treeline", settings(usual, derandomize=True))
 settings.load_profile("treeline")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-seconds", type=float, default=7.0, help="load of tests/runtime/server/test_chaos.py")
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_left() -> Iterator[None]:
+    """A program that logs set up its handlers in this process: they write to what the test captured, and are gone."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in [handler for handler in root.handlers if type(handler) is logging.StreamHandler]:
+        if handler not in before:
+            root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -157,11 +157,17 @@ def reported(answer: dict[str, Any]) -> int:
 
 def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
     """The same request twice: of the second, the picker predicts what the engine then reports."""
-    known = len(stack.decisions())
+
+    def held() -> set[int]:
+        return set().union(*(stack.announced(name) for name in stack.names))
+
+    known, before = len(stack.decisions()), held()
     counted = {"max_tokens": 4} if path not in ("/v1/responses", "/generate") else {}
     for _ in range(2):
         answer = stack.http.post(f"{stack.url}{path}", json={"model": "tiny", **counted, **fields})
         assert answer.status_code == 200, answer.text
+        until(lambda: held() - before, "the engine has told of it")
+        agree(stack)
     decision = until(lambda: found[1] if len(found := stack.decisions()[known:]) == 2 else None, "both are in the log")
     found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
     assert found == reported(answer.json()) > 0, (decision, answer.json())

@@ -13,7 +13,7 @@ from .edge_fuzz.run import run
 
 def test_attacks_get_no_5xx_leave_nothing_behind_and_do_not_touch_another_client(tmp_path: Path) -> None:
     with running_stack(tmp_path) as stack:
-        report = run(stack, seconds=6, rate=12, settle_s=3)
+        report = run(stack, seconds=6, rate=12, settle_s=3, hold_s=3)
     assert report.attacked.attacks == (3 + 6) * 12
     assert report.attacked.statuses[200] > 10, "some of it is served"
     assert report.attacked.statuses[400] > 10, "some of it is refused"

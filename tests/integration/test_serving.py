@@ -8,8 +8,10 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from support.metrics_page import compare
 from support.prompts import messages, text
 from support.stack import Stack, until
+from treeline_tools import metrics
 from treeline_wire import headers
 
 pytestmark = pytest.mark.integration
@@ -57,6 +59,16 @@ def test_the_models_are_listed_and_an_unknown_one_is_not_found(client: OpenAI):
     with pytest.raises(openai.NotFoundError) as refusal:
         client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "hello"}])
     assert refusal.value.body["code"] == "model_not_found"
+
+
+def test_metrics_are_those_that_the_page_lists(stack: Stack, client: OpenAI):
+    chat(client, "What is 17 + 25?")
+    listed = metrics.families()
+    for name, process in stack.processes.items():
+        if name != "envoy":
+            page = stack.http.get("http://{}:{}/metrics".format(*process.spec.ports["metrics-port"])).text
+            absent = compare(page, listed["picker" if name == "picker" else "runtime"])
+            assert not {one for one in absent if one.startswith("treeline:")}, name
 
 
 def test_nobody_administers_a_runtime_through_the_gateway(stack: Stack, client: OpenAI):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from treeline_tools import GENERATED, api_page, crds, policies, rbac, reasons_page, serve_page
+from treeline_tools import GENERATED, api_page, crds, dashboards, metrics_page, policies, rbac, reasons_page, serve_page
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -23,6 +23,9 @@ def documents() -> dict[Path, str]:
     written[Path("docs/api.md")] = api_page.page()
     written[Path("docs/reasons.md")] = reasons_page.page()
     written[Path("docs/serve.md")] = serve_page.page()
+    written[Path("docs/metrics.md")] = metrics_page.page()
+    for name, board in dashboards.documents().items():
+        written[Path("charts/treeline/files/dashboards", name)] = board
     return written
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from treeline_operator.api.gateway import Standalone
+from treeline_operator.api.gateway import EndpointPicker, Standalone
 from treeline_operator.api.parts import API_VERSION, GROUP, VERSION
 from treeline_operator.plan.security import CONFINED_SELINUX, SAFE_SYSCTLS
 
@@ -183,6 +183,11 @@ def _gateway_settings() -> list[dict[str, Any]]:
     def own(pool: str) -> str:
         return f"size({pool}.spec.gateway.?parentRefs.orValue([])) == 0"
 
+    def picker(pool: str, name: str) -> str:
+        return f"{pool}.spec.endpointPicker.?{name}"
+
+    shared = [str(field.alias) for name, field in EndpointPicker.model_fields.items() if not name.startswith("policy")]
+
     def isolation(pool: str) -> str:
         return f"{pool}.spec.gateway.?isolation.orValue('')"
 
@@ -202,7 +207,7 @@ def _gateway_settings() -> list[dict[str, Any]]:
         why="Pools of a gateway share its picker and its Envoy. The status says what conflicts; this says it at once.",
         failure="Ignore",
         variables={
-            "samePicker": "params.spec.endpointPicker == object.spec.endpointPicker",
+            "samePicker": " && ".join(f"{picker('params', name)} == {picker('object', name)}" for name in shared),
             "sameEdge": f"({own('params')}) == ({own('object')})"
             f" && (!({own('object')}) || {edge('params')} == {edge('object')})"
             f" && {isolation('params')} == {isolation('object')}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import yaml
-from treeline_operator.rbac import PICKER, WATCH, Need
+from treeline_operator.rbac import PICKER, RULES_GROUPS, WATCH, Need, rules_need
 
 from treeline_tools import GENERATED
 
@@ -95,6 +95,14 @@ WATCHED: Final = (
         ),
     ),
     Feature(
+        "picker-rules",
+        tuple(
+            Need(need.group, need.resources, need.verbs, f"granted to pickers: {need.why}", asked=False)
+            for need in map(rules_need, RULES_GROUPS)
+        ),
+        value="gatewayRules",
+    ),
+    Feature(
         "ownership",
         (
             Need(
@@ -121,6 +129,10 @@ WATCHED: Final = (
                 "what the operator did and saw; while a pool is not Ready, what others saw of its pods",
             ),
         ),
+    ),
+    Feature(
+        "picker-scaling",
+        (Need("treeline.dev", ("inferencepools/scale",), ("patch",), "autoscaling.type Picker"),),
     ),
     Feature("hpa", (Need("autoscaling", ("horizontalpodautoscalers",), CHILD, "autoscaling.type HPA"),)),
     Feature("keda", (Need("keda.sh", ("scaledobjects",), CHILD, "autoscaling.type KEDA"),), value="keda"),

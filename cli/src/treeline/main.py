@@ -54,6 +54,15 @@ def _bench(argv: Sequence[str]) -> int:
     return bench(argv, prog="treeline bench")
 
 
+def _sim(argv: Sequence[str]) -> int:
+    try:
+        from treeline_bench.sim.command import main as sim
+    except ModuleNotFoundError as error:
+        print(f"treeline sim: {error.name} is not installed: pip install treeline-bench", file=sys.stderr)
+        return 1
+    return sim(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     from treeline.doctor import main as doctor
 
@@ -69,9 +78,10 @@ def _version(argv: Sequence[str]) -> int:
 WORDS = {
     "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", _up),
     "serve": Word("run one runtime: an OpenAI-compatible server for one model", _serve),
-    "pick": Word("run the endpoint picker that Envoy asks where each request goes", _pick),
+    "pick": Word("run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain", _pick),
     "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", _operate),
     "bench": Word("measure a server that is running (bench serving), or Treeline itself", _bench),
+    "sim": Word("let the picker route to simulated engines, and compare policies", _sim),
     "doctor": Word("what this machine can run, and what is missing", _doctor),
     "version": Word("the version of Treeline and of what it stands on", _version),
 }

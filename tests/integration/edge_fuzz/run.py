@@ -31,7 +31,7 @@ from .attacks import Attack, attack
 
 ATTACKER = "127.0.0.2"
 _AT_ONCE = 48
-_IDLE_S, _LONGEST_S, _HOLD_S = 1.5, 15.0, 10.0
+_IDLE_S, _LONGEST_S, HOLD_S = 1.5, 15.0, 10.0
 _MOST_BYTES = 1 << 20
 GROWTH, GROWTH_BYTES, GROWTH_FILES = 0.25, 64 << 20, 24
 
@@ -94,14 +94,14 @@ def of_number(seed: int, number: int) -> Attack:
     return attack(random.Random(f"{seed}:{number}"))
 
 
-async def perform(made: Attack, host: str, port: int) -> list[answers.Answer]:
-    """One attack over one connection; returns what was answered."""
+async def perform(made: Attack, host: str, port: int, hold_s: float = HOLD_S) -> list[answers.Answer]:
+    """One attack over one connection; returns what was answered. hold_s: how long it waits, if it is one that waits."""
     reader, writer = await asyncio.open_connection(host, port, local_addr=(ATTACKER, 0))
     got = b""
     try:
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(_LONGEST_S):
-                reading = asyncio.create_task(_collect(reader, made.end))
+                reading = asyncio.create_task(_collect(reader, hold_s if made.end == "hold" else 5.0))
                 try:
                     for part in made.sends:
                         writer.write(part)
@@ -120,9 +120,8 @@ async def perform(made: Attack, host: str, port: int) -> list[answers.Answer]:
     return answers.read(got, made.http2)
 
 
-async def _collect(reader: asyncio.StreamReader, end: str) -> bytes:
+async def _collect(reader: asyncio.StreamReader, wait_s: float) -> bytes:
     got = b""
-    wait_s = _HOLD_S if end == "hold" else 5.0
     while len(got) < _MOST_BYTES:
         try:
             part = await asyncio.wait_for(reader.read(65536), wait_s)
@@ -135,7 +134,7 @@ async def _collect(reader: asyncio.StreamReader, end: str) -> bytes:
     return got
 
 
-async def _assault(host: str, port: int, seed: int, first: int, seconds: float, rate: float) -> Attacked:
+async def _assault(host: str, port: int, seed: int, first: int, seconds: float, rate: float, hold_s: float) -> Attacked:
     seen = Attacked()
     room = asyncio.Semaphore(_AT_ONCE)
 
@@ -143,7 +142,7 @@ async def _assault(host: str, port: int, seed: int, first: int, seconds: float, 
         made = of_number(seed, number)
         seen.kinds[made.name] += 1
         try:
-            found = await perform(made, host, port)
+            found = await perform(made, host, port, hold_s)
         except OSError as error:  # the edge may refuse connections; that the other client is served is asked elsewhere
             seen.kinds[f"refused: {error.strerror or type(error).__name__}"] += 1
             return
@@ -171,12 +170,12 @@ def _attackers(pipe: Any, *arguments: Any) -> None:
 class Assault:
     """The attackers' process while it runs; a context."""
 
-    def __init__(self, url: str, seed: int, first: int, seconds: float, rate: float) -> None:
+    def __init__(self, url: str, seed: int, first: int, seconds: float, rate: float, hold_s: float) -> None:
         split = httpx.URL(url)
         context = multiprocessing.get_context("spawn")
         self._seconds = seconds
         self._pipe, self._theirs = context.Pipe()
-        arguments = (self._theirs, split.host, split.port, seed, first, seconds, rate)
+        arguments = (self._theirs, split.host, split.port, seed, first, seconds, rate, hold_s)
         self._process = context.Process(target=_attackers, args=arguments, daemon=True)
 
     def __enter__(self) -> Assault:
@@ -236,18 +235,20 @@ def run(
     rate: float = 20.0,
     asked_rate: float = 8.0,
     settle_s: float = 12.0,
+    hold_s: float = HOLD_S,
 ) -> Report:
-    """Warm up under attack, look, ask in quiet, ask under attack, let it settle, look again. Rates are per second."""
+    """Warm up under attack, look, ask in quiet, ask under attack, let it settle, look again. Rates are per second;
+    hold_s: how long the attackers keep connections on which they say no more."""
     failures: list[str] = []
     warm = min(15.0, seconds / 2)
     with httpx.Client(timeout=60, trust_env=False) as client:
-        with Assault(stack.url, seed, 1_000_000, warm, rate) as assault:
+        with Assault(stack.url, seed, 1_000_000, warm, rate, hold_s) as assault:
             _ask(client, stack.url, warm, asked_rate, failures)
             seen = assault.result()
         time.sleep(settle_s)
         before = _footprints(stack)
         quiet_s = _ask(client, stack.url, seconds, asked_rate, failures)
-        with Assault(stack.url, seed, 0, seconds, rate) as assault:
+        with Assault(stack.url, seed, 0, seconds, rate, hold_s) as assault:
             beside_s = _ask(client, stack.url, seconds, asked_rate, failures)
             later = assault.result()
     seen.attacks += later.attacks

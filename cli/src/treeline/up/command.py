@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from treeline_epp.picking.policies import POLICIES
+from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_operator.envoy import EnvoyConfig, bootstrap_json
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
 
@@ -54,9 +54,10 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--port", type=_port, default=defaults.port, help="port of the gateway (default: %(default)s)")
     up.add_argument(
         "--policy",
-        choices=tuple(POLICIES),
+        metavar="NAME[:KEY=VALUE,…]",
+        type=policy_flag,
         default=defaults.policy,
-        help="how the picker chooses",
+        help=policy_help(),
     )
     _add_ports(up, defaults)
     up.add_argument(

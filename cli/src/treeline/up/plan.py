@@ -20,7 +20,7 @@ class UpOptions:
     replicas: int = 2
     host: str = "127.0.0.1"
     port: int = ports.GATEWAY
-    policy: str = "treeline"
+    policy: str = "predicted_ttft"
     served_model_name: str | None = None
     threads: int = 1
     runtime_port: int = ports.RUNTIME_HTTP

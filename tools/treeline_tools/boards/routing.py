@@ -1,0 +1,163 @@
+"""The dashboard of pickers: requests, hits, endpoints, KV events."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from treeline_tools.boards.base import HERE, Board, Panel, Query, quantiles, rate, share
+
+_E: Final = "treeline_epp_"
+BOARD: Final = Board(
+    "treeline-routing",
+    "Treeline / Routing",
+    f"{_E}extproc_ready",
+    {
+        "Requests": (
+            Panel(
+                "Decisions", "reqps", (Query(rate(f"{_E}decisions_total", "endpoint"), "{{endpoint}}"),), stacked=True
+            ),
+            Panel(
+                "Refused by the picker",
+                "reqps",
+                (Query(rate(f"{_E}refusals_total", "code"), "{{code}}"),),
+                "Answered with an error instead of a destination.",
+                stacked=True,
+            ),
+            Panel(
+                "How routed requests ended",
+                "reqps",
+                (
+                    Query(rate(f"{_E}outcomes_total", "outcome"), "{{outcome}}"),
+                    Query(rate(f"{_E}served_by_other_total", "by"), "served by {{by}}"),
+                ),
+            ),
+        ),
+        "Latency": (
+            Panel(
+                "Time to decide",
+                "s",
+                quantiles(f"{_E}pick_seconds"),
+                "Parsing, matching and choosing: what asking the picker adds, without the way to it.",
+            ),
+            Panel(
+                "Time to first token",
+                "s",
+                quantiles(f"{_E}ttft_seconds"),
+                "Streams of Treeline runtimes, from the pick.",
+            ),
+            Panel(
+                "Open streams",
+                "short",
+                (Query(f"sum({_E}extproc_streams{HERE})", "ext_proc streams"),),
+                "One for each request; where the proxy shows answers, until the end of that.",
+            ),
+        ),
+        "Prefix cache": (
+            Panel(
+                "Hit rate",
+                "percentunit",
+                (
+                    Query(share(f"{_E}reported_hit_tokens_total", f"{_E}reported_prompt_tokens_total"), "reported"),
+                    Query(share(f"{_E}predicted_hit_tokens_total", f"{_E}reported_prompt_tokens_total"), "predicted"),
+                    Query(
+                        share(f"{_E}routed_held_tokens_total", f"{_E}routed_prompt_tokens_total"),
+                        "held by the chosen one",
+                    ),
+                ),
+                "Of prompt tokens. Predicted far above reported: the index believes in what is gone.",
+            ),
+            Panel(
+                "Ways of routing",
+                "short",
+                (Query(f"sum by (pool, way, reason) ({_E}endpoints_routed{HERE})", "{{pool}} {{way}} {{reason}}"),),
+                "Endpoints by how prefixes are found; `history` with a reason can be bettered.",
+                stacked=True,
+            ),
+            Panel(
+                "Index",
+                "short",
+                (
+                    Query(f"sum by (pod) ({_E}tree_blocks{HERE})", "blocks {{pod}}"),
+                    Query(f"sum by (pod) ({_E}tree_orphan_blocks{HERE})", "blocks without parent {{pod}}"),
+                ),
+            ),
+        ),
+        "Endpoints": (
+            Panel(
+                "Endpoints by state",
+                "short",
+                (
+                    Query(f"max by (state) ({_E}endpoints{HERE})", "{{state}}"),
+                    Query(f"max({_E}endpoints_failing{HERE})", "left out for errors"),
+                ),
+            ),
+            Panel(
+                "Subscriptions to KV events",
+                "short",
+                (Query(f"max by (state) ({_E}kv_subscriptions{HERE})", "{{state}}"),),
+                "`live` and `checking` have applied all that is published.",
+            ),
+            Panel(
+                "Load that cannot be read",
+                "short",
+                (Query(f"max by (reason) ({_E}scraped_endpoints_failing{HERE})", "{{reason}}"),),
+                "Endpoints that push none, by what is wrong with their metrics page.",
+            ),
+            Panel(
+                "Age of the oldest load that was read",
+                "s",
+                (Query(f"max by (pod) ({_E}scrape_age_seconds{HERE})", "{{pod}}"),),
+                "After 3 s it counts no more.",
+            ),
+        ),
+        "KV events": (
+            Panel(
+                "Events and load reports",
+                "ops",
+                (
+                    Query(rate(f"{_E}events_total"), "events"),
+                    Query(rate(f"{_E}event_batches_total"), "batches"),
+                    Query(rate(f"{_E}load_reports_total"), "load reports"),
+                ),
+            ),
+            Panel(
+                "Blocks that are not in the index",
+                "ops",
+                (Query(rate(f"{_E}blocks_skipped_total", "reason"), "{{reason}}"),),
+            ),
+            Panel(
+                "Trouble",
+                "ops",
+                (
+                    Query(rate(f"{_E}rejected_total", "reason"), "refused: {{reason}}"),
+                    Query(rate(f"{_E}kv_disconnects_total"), "disconnects"),
+                    Query(rate(f"{_E}protocol_errors_total"), "ext_proc protocol errors"),
+                    Query(rate(f"{_E}internal_errors_total"), "internal errors"),
+                ),
+            ),
+        ),
+        "Clients, Envoy and Kubernetes": (
+            Panel(
+                "Prompt tokens by client",
+                "ops",
+                (Query(f"topk(10, {rate(f'{_E}client_prompt_tokens_total', 'client')})", "{{client}}"),),
+                "The first hundred clients have names of their own; the others are `other`.",
+                stacked=True,
+            ),
+            Panel(
+                "Envoys",
+                "short",
+                (
+                    Query(f"sum({_E}eds_connected{HERE})", "connected"),
+                    Query(f"sum({_E}eds_pending{HERE})", "have not acknowledged"),
+                    Query(f"sum(increase({_E}eds_rejections_total{HERE}[$__rate_interval]))", "rejections"),
+                ),
+            ),
+            Panel(
+                "Since the API server was heard",
+                "s",
+                (Query(f"max by (kind) ({_E}kube_watch_age_seconds{HERE})", "{{kind}}"),),
+            ),
+        ),
+    },
+)
