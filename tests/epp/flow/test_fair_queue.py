@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,18 +130,80 @@ def test_flows_that_wait_for_nothing_are_forgotten_when_they_are_many() -> None:
     (band,) = queue.bands.values()
     assert len(band.flows) <= 2 * MOST_IDLE + 1, "and the one that waits"
     assert f"flow {5 * MOST_IDLE - 1}" in band.flows, "those that were served most are remembered"
+    assert len(band._most_requests._heap) < 100, "nor is what nobody has asked for kept for a queue that never fills"
     queue.check()
 
 
 ops = st.lists(
     st.one_of(
-        st.tuples(st.just("push"), st.sampled_from("abcd"), st.integers(-1, 2), st.sampled_from("mn")),
+        st.tuples(
+            st.just("push"), st.sampled_from("abcd"), st.integers(-1, 2), st.sampled_from("mn"), st.integers(0, 9)
+        ),
         st.tuples(st.just("serve"), st.integers(0, 500), st.booleans()),
         st.tuples(st.just("remove"), st.integers(0, 50)),
         st.tuples(st.just("correct"), st.integers(0, 50), st.integers(0, 900)),
+        st.tuples(st.just("displace"), st.sampled_from("abcde"), st.integers(0, 12), st.booleans()),
     ),
     max_size=60,
 )
+
+
+def assert_it_gives_way(
+    one: Ticket[Any] | None, flow: str, size: int, waiting: list[Ticket[Any]], by_bytes: bool
+) -> None:
+    """`one` is the last of whoever has most, or nobody has more than `flow` would have with one more request."""
+    amounts = Counter[str]()
+    for each in waiting:
+        amounts[each.flow] += each.size if by_bytes else 1
+    most, mine = max(amounts.values()), amounts[flow] + (size if by_bytes else 1)
+    if one is None:
+        assert most <= mine
+        return
+    assert amounts[one.flow] == most > mine
+    assert one is [each for each in waiting if each.flow == one.flow][-1]
+
+
+def calls_in(act: Callable[[], object]) -> int:
+    """How many functions, Python's own included, are called meanwhile."""
+    calls = 0
+
+    def note(_frame: object, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("by_bytes", [False, True], ids=["by requests", "by bytes"])
+def test_a_full_queue_refuses_at_the_same_cost_however_many_flows_wait(by_bytes: bool) -> None:
+    costs = []
+    for flows in (10, 5000):
+        (band,) = filled(*(ticket(f"flow {number}", size=7) for number in range(flows))).bands.values()
+        refuse = partial(band.to_displace, "new", 7, by_bytes=by_bytes)
+        assert refuse() is None
+        costs.append(calls_in(refuse))
+    assert costs[0] == costs[1] < 20
+
+
+def test_whoever_gives_way_is_found_in_a_few_steps_however_the_queue_changes() -> None:
+    """A loud flow loses its requests to others one by one: each step costs the logarithm of the flows at most."""
+    queue = filled(*(ticket(f"flow {number}") for number in range(4000)), *(ticket("loud") for _ in range(1000)))
+    (band,) = queue.bands.values()
+
+    def replace_one(number: int) -> None:
+        one = band.to_displace(f"quiet {number}", 1, by_bytes=False)
+        assert one is not None
+        assert one.flow == "loud"
+        queue.remove(one)
+        queue.push(ticket(f"quiet {number}"))
+
+    assert calls_in(lambda: [replace_one(number) for number in range(900)]) < 900 * 100
+    queue.check()
 
 
 @given(ops)
@@ -146,8 +212,8 @@ def test_the_next_is_of_the_highest_band_and_of_the_flow_that_was_served_least(s
     queue, waiting, served = FairQueue(), list[Ticket[Any]](), list[Ticket[Any]]()
     for step in steps:
         match step:
-            case ("push", flow, priority, model):
-                waiting.append(ticket(flow, priority=priority, model=model))
+            case ("push", flow, priority, model, size):
+                waiting.append(ticket(flow, priority=priority, model=model, size=size))
                 queue.push(waiting[-1])
             case ("serve", tokens, narrow):
                 blocked = {Target(None, "m", None)} if narrow else set[Target]()
@@ -172,6 +238,12 @@ def test_the_next_is_of_the_highest_band_and_of_the_flow_that_was_served_least(s
                 estimate = served[at % len(served)].served
                 assert estimate is not None
                 estimate.took(float(tokens))
+            case ("displace", flow, size, by_bytes) if 0 in queue.bands:
+                one = queue.bands[0].to_displace(flow, size, by_bytes=by_bytes)
+                assert_it_gives_way(one, flow, size, [each for each in waiting if not each.priority], by_bytes)
+                if one is not None:
+                    queue.remove(one)
+                    waiting.remove(one)
         queue.check()
         assert len(queue) == len(waiting)
     assert set(drained(queue)) == set(waiting), "each comes once"

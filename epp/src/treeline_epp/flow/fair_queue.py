@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from itertools import count
 from typing import Any
 
@@ -27,11 +27,12 @@ MOST_IDLE = 1024
 class Flow:
     """The requests of one flow in one band, and the tokens that it was served. Written by its band."""
 
-    __slots__ = ("_heads", "bytes", "entry", "lines", "requests", "served")
+    __slots__ = ("_heads", "bytes", "entry", "lines", "served", "tickets")
 
     def __init__(self, served: float) -> None:
         self.served = served
-        self.requests = 0
+        self.tickets: OrderedDict[Ticket[Any], None] = OrderedDict()
+        """All that wait, of all lines, in the order in which they came."""
         self.bytes = 0
         self.lines: dict[Target, OrderedDict[Ticket[Any], None]] = {}
         self.entry: tuple[float, int, Flow] | None = None
@@ -60,9 +61,61 @@ class Flow:
         """See the module."""
         self._heads = None
 
+    @property
+    def requests(self) -> int:
+        """How many wait."""
+        return len(self.tickets)
+
     def tail(self) -> Ticket[Any]:
-        """What has waited the shortest of all. O(targets)."""
-        return max((next(reversed(line)) for line in self.lines.values()), key=lambda ticket: ticket.number)
+        """What has waited the shortest of all. O(1)."""
+        return next(reversed(self.tickets))
+
+
+class Largest:
+    """Which flow has most waiting, by a measure of it.
+
+    A heap with an entry for each time that a flow grew; only its last one counts. Where a flow has shrunk since, its
+    entry says too much, and is put right when it comes up: each is moved down once for what has left meanwhile.
+    """
+
+    def __init__(self, measure: Callable[[Flow], int]) -> None:
+        self._measure = measure
+        self._heap: list[tuple[int, int, Flow]] = []
+        self._entries: dict[Flow, tuple[int, int, Flow]] = {}
+        """The entry that counts, of each flow of which something waits."""
+        self._numbers = count()
+
+    def grew(self, flow: Flow) -> None:
+        """More of it waits. O(log flows)."""
+        entry = self._entries[flow] = (-self._measure(flow), next(self._numbers), flow)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 64 + 4 * len(self._entries):  # mostly of the past
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def left(self, flow: Flow) -> None:
+        """Nothing of it waits any more. O(1)."""
+        del self._entries[flow]
+
+    def first(self) -> Flow | None:
+        """O(log flows) on average, for each time that something was added or removed."""
+        while self._heap:
+            entry = self._heap[0]
+            size, number, flow = entry
+            if self._entries.get(flow) is not entry:
+                heapq.heappop(self._heap)
+            elif -size == (now := self._measure(flow)):
+                return flow
+            else:
+                self._entries[flow] = fresh = (-now, number, flow)
+                heapq.heapreplace(self._heap, fresh)
+        return None
+
+    def check(self, flows: Collection[Flow]) -> None:
+        """Assert what always holds; `flows` are those of which something waits."""
+        assert self._entries.keys() == set(flows)
+        assert all(-size >= self._measure(flow) for size, _, flow in self._entries.values())
+        assert {id(entry) for entry in self._heap} >= {id(entry) for entry in self._entries.values()}
 
 
 class Band:
@@ -87,6 +140,8 @@ class Band:
         self._looked: dict[Flow, None] = {}
         self._unblocked: list[Target] | None = None
         """Targets that may not be blocked."""
+        self._most_requests = Largest(lambda flow: flow.requests)
+        self._most_bytes = Largest(lambda flow: flow.bytes)
 
     def push(self, ticket: Ticket[Any]) -> None:
         """It waits behind the others of its flow. O(log flows)."""
@@ -101,8 +156,10 @@ class Band:
             flow.lines[ticket.target] = OrderedDict()
             flow.rewind()
         flow.lines[ticket.target][ticket] = None
-        flow.requests += 1
+        flow.tickets[ticket] = None
         flow.bytes += ticket.size
+        self._most_requests.grew(flow)
+        self._most_bytes.grew(flow)
         if ticket.target not in self.targets:
             self._unblocked = None
         self.targets[ticket.target] += 1
@@ -149,14 +206,15 @@ class Band:
         """It waits no more. O(1)."""
         flow = self.flows[ticket.flow]
         line = flow.lines[ticket.target]
-        del line[ticket]
-        flow.requests -= 1
+        del line[ticket], flow.tickets[ticket]
         flow.bytes -= ticket.size
         if not line:
             del flow.lines[ticket.target]
         if not flow.lines:
             self.active -= 1
             flow.entry = None
+            self._most_requests.left(flow)
+            self._most_bytes.left(flow)
         self.targets[ticket.target] -= 1
         if not self.targets[ticket.target]:
             del self.targets[ticket.target]
@@ -166,12 +224,15 @@ class Band:
 
     def to_displace(self, name: str, size: int, *, by_bytes: bool) -> Ticket[Any] | None:
         """Who gives way to one more request of this flow: the last of the flow that has most, if it still has as much
-        afterwards as this one. None: nobody. A queue that is full would else be shared as it is asked for. O(flows).
+        afterwards as this one. None: nobody. A queue that is full would else be shared as it is asked for. As
+        `Largest.first`.
         """
+        most = (self._most_bytes if by_bytes else self._most_requests).first()
         mine = self.flows.get(name) or Flow(0.0)
-        most = max(self.flows.values(), key=lambda flow: flow.bytes if by_bytes else flow.requests, default=mine)
+        if most is None or most is mine:
+            return None
         more = most.bytes > mine.bytes + size if by_bytes else most.requests > mine.requests + 1
-        return most.tail() if more and most is not mine else None
+        return most.tail() if more else None
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
         """Its turn has come, and it takes so many tokens, as is believed. O(log flows)."""
@@ -217,10 +278,14 @@ class Band:
         for flow in self.flows.values():
             assert all(flow.lines.values())
             mine = [ticket for line in flow.lines.values() for ticket in line]
-            assert (flow.requests, flow.bytes) == (len(mine), sum(ticket.size for ticket in mine))
+            assert list(flow.tickets) == sorted(mine, key=lambda ticket: ticket.number)
+            assert flow.bytes == sum(ticket.size for ticket in mine)
             assert (flow.entry is not None) == bool(flow.lines)
             assert flow.entry is None or (id(flow.entry) in entries and flow.entry[0] == flow.served)
         assert len(self._order) <= 65 + 4 * max(len(self.flows), 1) or not self.flows
+        waiting_flows = [flow for flow in self.flows.values() if flow.lines]
+        self._most_requests.check(waiting_flows)
+        self._most_bytes.check(waiting_flows)
 
 
 class FairQueue:
