@@ -103,3 +103,16 @@ def test_the_picker_does_not_load_torch():
     """Its image has none; nor may the command that starts it."""
     program = "import sys, treeline.main, treeline_epp.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_wrong_flag_is_answered_in_three_lines(word, capsys):
+    try:
+        status = main([word, "--no-such-flag"])
+    except SystemExit as ending:
+        status = ending.code
+    assert status == 2
+    hint, error, help = capsys.readouterr().err.splitlines()
+    assert hint.startswith(f"usage: treeline {word}")
+    assert error.startswith(f"treeline {word}: error: ")
+    assert help == f"Try 'treeline {word} --help'."

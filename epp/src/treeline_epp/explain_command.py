@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from treeline_wire import ports
+from treeline_wire.command_line import Parser
 
 from treeline_epp.debug_pages import DECISIONS, EXPLAIN, Asked, encode
 from treeline_epp.picking.explanation import Verdict
@@ -149,7 +150,7 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="treeline pick explain",
         description="Asks a running picker (with --enable-debug-endpoints) where a request would go, and prints for "
         "each endpoint its place and its cost, or what leaves it out. Nothing is sent to an engine.",

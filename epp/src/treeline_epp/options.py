@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treeline_wire import ports
+from treeline_wire.command_line import Parser
 from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, settings_of, values
 
@@ -346,7 +347,7 @@ def _given(metric: Metric | None) -> tuple[Metric, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="treeline pick",
         description="Treeline's endpoint picker. A proxy asks it over ext_proc where each request goes; it answers "
         "from what every endpoint has cached and how busy it is. Endpoints are engines with an OpenAI-compatible "

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Final
 
+from treeline_wire.command_line import Parser
 from treeline_wire.logs import set_up
 from treeline_wire.settings import add_flags, values
 
@@ -35,7 +36,7 @@ examples:
 
 def parser() -> argparse.ArgumentParser:
     """The flags of the running operator."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="treeline operate",
         usage="treeline operate [OPTIONS]\n       treeline operate plan -f FILE... [OPTIONS]",
         description="Treeline's operator: makes InferencePools and InferenceModels into running pods, pickers and "

@@ -14,6 +14,7 @@ from typing import Any, Final, TextIO
 import msgspec
 import yaml
 from pydantic import ValidationError
+from treeline_wire.command_line import Parser
 from treeline_wire.settings import add_flags, values
 
 from treeline_operator.actions import Apply
@@ -51,7 +52,7 @@ class BadInput(Exception):
 
 def parser() -> argparse.ArgumentParser:
     """The flags of the subcommand."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="treeline operate plan",
         description="Show what the operator would create, change and delete for InferencePools and InferenceModels.",
         epilog=_EXAMPLES,

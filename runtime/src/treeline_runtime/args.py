@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from treeline_wire import ports
+from treeline_wire.command_line import Parser
 from treeline_wire.security import KeyFileError, read_secret
 from treeline_wire.settings import add_flags, port_setting, setting, shown, values
 
@@ -296,13 +297,6 @@ class ServerArgs(SchedulerConfig):
         return shown(self)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors in one line that names the argument, without the page of usage above it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
-
-
 class _HelpAll(argparse.Action):
     """Prints the help of all flags, and exits."""
 
@@ -313,7 +307,7 @@ class _HelpAll(argparse.Action):
 
 def build_parser(prog: str = "treeline serve", *, short: bool = False) -> argparse.ArgumentParser:
     """`short`: its help does not show the rare flags, which it takes nevertheless."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         usage="%(prog)s --model PATH_OR_HF_ID [FLAG …]",
         description="Serve one model: an OpenAI-compatible API (and SGLang's /generate) over a radix prefix cache.",

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
+from treeline_wire.command_line import Parser
 from treeline_wire.models import HubModel
 
 from treeline_runtime.download import FILES, IGNORED, hub_problem
@@ -227,7 +228,7 @@ def _gib(size: int) -> str:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m treeline_runtime.fetch", description=__doc__)
+    parser = Parser(prog="python -m treeline_runtime.fetch", description=__doc__)
     parser.add_argument("--uri", action="append", default=[], help="hf://org/name[@revision]; may be repeated")
     parser.add_argument("--to", action="append", default=[], help="folder for the --uri of the same place")
     parser.add_argument("--tokenizer-uri", help="a repository of which only the tokenizer is needed")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from treeline_wire.command_line import Parser
 
 import treeline_bench.conformance.cases  # noqa: F401  registers them
 from treeline_bench.conformance import report
@@ -48,7 +49,7 @@ exit status: 0 no MUST failed, 1 one did, or the picker did not start, 2 wrong a
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog=prog,
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from treeline_wire.command_line import Parser
 
 from treeline_bench.client.process import ClientFailed
 from treeline_bench.interrupts import take_interrupts
@@ -51,7 +52,7 @@ exit status: 0 measured, 1 not (or nothing was answered, or the server went away
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog=prog,
         description=DESCRIPTION,
         epilog=EPILOG,

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 from treeline_wire import ports
+from treeline_wire.command_line import Parser
 
 from treeline_bench.sim.engine import SimCase, SimOptions, serve
 
@@ -21,7 +22,7 @@ once, always with the same text), publishes KV events and load, and answers hell
 
 
 def parser() -> argparse.ArgumentParser:
-    sim = argparse.ArgumentParser(
+    sim = Parser(
         prog="python -m treeline_bench.sim",
         description="A simulated engine: it speaks every contract of a runtime and computes nothing.",
         epilog=EPILOG,

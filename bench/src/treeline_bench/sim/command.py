@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from treeline_wire.command_line import Parser
 
 from treeline_bench.context import BenchmarkError
 from treeline_bench.display import RichDisplay
@@ -44,7 +45,7 @@ class Report(msgspec.Struct, frozen=True):
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """Of all of `treeline sim`."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog=prog,
         description="Simulate engines and let the picker's own code route to them: hours of load in a minute.",
     )

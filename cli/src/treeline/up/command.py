@@ -16,6 +16,7 @@ from rich.console import Console
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_operator.envoy import EnvoyConfig, bootstrap_json
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
+from treeline_wire.command_line import Parser
 
 from treeline.envoy import EnvoyNotFound, envoy_binary
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
@@ -33,7 +34,7 @@ Ports of runtime i are the base port + i. Arguments after `--` go to every runti
 
 def parser() -> argparse.ArgumentParser:
     defaults = UpOptions(model="")
-    up = argparse.ArgumentParser(
+    up = Parser(
         prog="treeline up",
         description=__doc__,
         epilog=EPILOG,

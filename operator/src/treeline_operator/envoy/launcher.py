@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from treeline_wire.command_line import Parser
 from treeline_wire.logs import set_up
 from treeline_wire.settings import add_flags, setting, values
 
@@ -85,7 +86,7 @@ class LauncherOptions:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m treeline_operator.envoy",
         description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it goes on as "
         "before for a little while, until nobody sends new connections; then /ready of the health port turns 503, the "
