@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -395,12 +395,23 @@ def options_of(argv: Sequence[str]) -> Options:
         specs_of(found["tokenizer"], found["chat_template"])
     except ValueError as error:
         p.error(str(error))
+    for why in flow.without_effect(
+        _said(p, argv, flow.DEPENDENT), found["flow_control"], found["hold_empty_pool_seconds"]
+    ):
+        p.error(why)
     _check_source(p, found)
     _check_company(p, found)
     found["log_level"] = found["log_level"] or given.verbosity or "info"
     _fill(found)
     _check_together(p, found)
     return Options(**found, ignored=(*given.ignored, *planned.told))
+
+
+def _said(p: argparse.ArgumentParser, argv: Sequence[str], names: Collection[str]) -> set[str]:
+    """Which of these settings the command line has."""
+    blank = dict.fromkeys(names)
+    given = vars(p.parse_args(argv, argparse.Namespace(**blank)))  # what is there already gets no default
+    return {name for name in names if given[name] is not None}
 
 
 def _fill(found: dict[str, Any]) -> None:

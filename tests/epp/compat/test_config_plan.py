@@ -237,6 +237,7 @@ def test_parameters_with_a_meaning_become_settings_and_others_are_told() -> None
         ("plugins: [{type: queue-scorer}, {type: queue-scorer}]", "plugins[1].name: there is another plugin"),
         ("featureGates: [flowControl]", "featureGates[0]: requests do not wait in this picker"),
         ("featureGates: [other]", "featureGates[0]: 'other' is not known"),
+        ("flowControl: {maxRequests: 10}", "flowControl: needs the feature gate flowControl: add it to featureGates"),
         ("schedulingProfiles: [{name: a}, {name: b}]", "schedulingProfiles[1]: there is one way to choose"),
         (
             "schedulingProfiles: [{name: a, plugins: [{pluginRef: x}]}]",
@@ -277,10 +278,6 @@ def test_parameters_with_a_meaning_become_settings_and_others_are_told() -> None
 )
 def test_what_would_choose_otherwise_is_refused_with_its_place(text: str, told: str) -> None:
     assert told in why(text)
-
-
-def test_flow_control_without_its_gate_has_no_effect_as_there() -> None:
-    assert "flowControl has no effect" in planned(DEFAULT + "flowControl: {maxRequests: 10}").told[-1]
 
 
 def test_members_of_llm_d_without_a_meaning_here_are_told() -> None:

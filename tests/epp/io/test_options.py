@@ -161,3 +161,45 @@ def test_a_policy_is_named_with_its_parameters(capsys: pytest.CaptureFixture[str
     assert "valid: bucket, cache_aware" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "best")
     assert "--trust-request-headers" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "manual")
     assert policy("--policy", "manual", "--trust-request-headers") == "manual"
+
+
+FLOW_CONFIG = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, featureGates: [flowControl]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--flow-wait-seconds 2", "--flow-wait-seconds needs --flow-control wait"),
+        ("--flow-wait-seconds 2 --flow-control requests", "--flow-wait-seconds needs --flow-control wait"),
+        ("--flow-endpoint-requests 5", "--flow-endpoint-requests needs --flow-control requests"),
+        ("--flow-endpoint-requests 5 --flow-control wait", "--flow-endpoint-requests needs --flow-control requests"),
+        (f"--flow-endpoint-requests 5 --config-text={FLOW_CONFIG}", "needs --flow-control requests"),
+        ("--flow-ttl-seconds 60", "--flow-ttl-seconds needs --flow-control wait or requests"),
+        (
+            "--flow-ttl-seconds 9 --hold-empty-pool-seconds 9",
+            "--flow-ttl-seconds needs --flow-control wait or requests",
+        ),
+        ("--flow-max-requests 5000", "needs --flow-control wait or requests, or --hold-empty-pool-seconds"),
+        (
+            "--flow-max-bytes=1 --flow-control=off",
+            "needs --flow-control wait or requests, or --hold-empty-pool-seconds",
+        ),
+    ],
+)
+def test_flags_of_flow_control_that_would_change_nothing_are_refused(
+    capsys: pytest.CaptureFixture[str], words: str, needed: str
+) -> None:
+    before, found, text = words.partition("--config-text=")
+    assert needed in refused(capsys, "--gateway", "g", *before.split(), *([found + text] if found else []))
+
+
+def test_flags_of_flow_control_are_taken_where_they_mean_something() -> None:
+    bounds = ["--flow-max-requests", "7", "--flow-max-bytes", "9"]
+    for words in (
+        ["--flow-control", "wait", "--flow-wait-seconds", "2", "--flow-ttl-seconds", "3", *bounds],
+        ["--flow-control", "requests", "--flow-endpoint-requests", "2", "--flow-ttl-seconds", "3", *bounds],
+        ["--hold-empty-pool-seconds", "4", *bounds],
+        ["--config-text", FLOW_CONFIG, "--flow-wait-seconds", "2", *bounds],
+    ):
+        options = options_of(["--gateway", "g", *words])
+        assert (options.flow_max_requests, options.flow_max_bytes) == (7, 9)

@@ -64,7 +64,7 @@ def plan(config: EndpointPickerConfig, policies: Collection[str], *, flow: bool 
             raise ConfigError(f"featureGates[{gates.index(FLOW_GATE)}]", "requests do not wait in this picker")
         flow_plan(made, config, {name: spec for name, (_, spec) in specs.items()})
     elif config.flow_control is not None:
-        made.told.append("flowControl has no effect without its feature gate, here as there")
+        raise ConfigError("flowControl", f"needs the feature gate {FLOW_GATE}: add it to featureGates, or leave it out")
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,20 @@ from treeline_epp.picking.saturation import POLICIES, Saturation, saturation_of
 GROUP = "flow control"
 LONGEST_WAIT_S = 3600.0
 """As long as the proxies of our gateways let a request wait."""
+
+
+_ANY = frozenset({"wait", "requests"})
+_NEEDED = {
+    "flow_wait_seconds": frozenset({"wait"}),
+    "flow_endpoint_requests": frozenset({"requests"}),
+    "flow_ttl_seconds": _ANY,
+    "flow_max_requests": _ANY,
+    "flow_max_bytes": _ANY,
+}
+"""Settings that mean nothing without `--flow-control`, and with which values of it they do."""
+_OF_EMPTY_POOLS = frozenset({"flow_max_requests", "flow_max_bytes"})
+"""They bound what waits for an endpoint, too."""
+DEPENDENT = frozenset(_NEEDED)
 
 
 @dataclass(frozen=True)
@@ -99,3 +114,13 @@ class FlowSettings:
     def may_hold(self) -> bool:
         """Is there anything that a request may wait for?"""
         return self.flow_control != "off" or self.hold_empty_pool_seconds > 0
+
+
+def without_effect(said: Collection[str], flow_control: str, hold_empty_pool_seconds: float) -> Iterator[str]:
+    """Of the settings that somebody `said`, by name: a sentence for each that would change nothing."""
+    for name, needed in _NEEDED.items():
+        used = flow_control in needed or (name in _OF_EMPTY_POOLS and hold_empty_pool_seconds > 0)
+        if name in said and not used:
+            modes = " or ".join(sorted(needed, reverse=True))
+            or_else = ", or --hold-empty-pool-seconds" if name in _OF_EMPTY_POOLS else ""
+            yield f"--{name.replace('_', '-')} needs --flow-control {modes}{or_else}"
