@@ -116,7 +116,7 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
         observing = await stack.enter_async_context(_observing(options, picker, metrics))
         fleet = _fleet(options, picker, registry, eds, curve, tokenizers, observing)
         metrics.observe(lambda: fleet_report.samples(fleet))
-        rules = GatewayRules(trust_headers=options.trust_request_headers)
+        rules = GatewayRules(trust_headers=options.trust_request_headers, fairness_header=options.fairness_header)
         kube = await _kubernetes(options, registry, rules, metrics, picker.policies, stack)
         router = _router(options, picker, registry, metrics, rules, fleet, curve, observing)
         metrics_pages = pages.metrics_pages(observing)
@@ -162,7 +162,7 @@ def _picker(options: Options) -> Picker:
         options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed, options.saturation
     )
     picker = Picker(config)
-    use_headers(picker.policies.headers)
+    use_headers({*picker.policies.headers, *filter(None, [options.fairness_header])})
     log.info("policy %s", options.policy)
     return picker
 

@@ -112,6 +112,17 @@ async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> No
         assert metrics["treeline_epp_flow_quota_exceeded_total"] == 1
 
 
+@pytest.mark.integration
+async def test_clients_are_told_apart_by_the_header_that_the_picker_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("clients: {batch: {requests_per_minute: 1}}")
+    flags = ("--quotas-file", str(file), "--fairness-header", "X-Team")
+    async with engines(count=1) as fakes, data_plane(tmp_path, fakes, *flags) as plane:
+        for team, statuses in (("batch", [200, 429]), ("chat", [200, 200])):
+            answers = [await plane.complete("hello", headers={"x-team": team}) for _ in range(2)]
+            assert [answer.status_code for answer in answers] == statuses
+
+
 async def test_a_quota_file_that_cannot_be_read_ends_the_start_in_words(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"--quotas-file .*no-such: "):
         async with running_picker("--endpoint", "a=127.0.0.1:1", "--quotas-file", str(tmp_path / "no-such")):

@@ -156,3 +156,13 @@ def test_objects_are_read_as_their_crds_have_them() -> None:
     ), "a match that is not understood is no rule for all"
     with pytest.raises(msgspec.MsgspecError):
         read_rewrite(obj({"rules": []}))
+
+
+def test_a_header_of_ones_own_says_whose_a_request_is_and_is_believed_alone() -> None:
+    headers = {names.FAIRNESS_ID: "told", "x-team": "ours"}
+    assert rules().fairness_id(headers) == "told"
+    assert rules(trust=False).fairness_id(headers) == ""
+    for trust in (True, False):
+        own = GatewayRules(trust_headers=trust, fairness_header="x-team")
+        assert own.fairness_id(headers) == "ours"
+        assert own.fairness_id({names.FAIRNESS_ID: "told"}) == ""

@@ -163,6 +163,12 @@ def test_a_policy_is_named_with_its_parameters(capsys: pytest.CaptureFixture[str
     assert policy("--policy", "manual", "--trust-request-headers") == "manual"
 
 
+def test_a_fairness_header_is_one_header(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_of(["--gateway", "g", "--fairness-header", "X-Team"]).fairness_header == "x-team"
+    for name in ("", "x team", ":authority", "x-" + 63 * "a"):
+        assert "is no name of a header" in refused(capsys, "--gateway", "g", "--fairness-header", name)
+
+
 FLOW_CONFIG = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, featureGates: [flowControl]}"
 
 

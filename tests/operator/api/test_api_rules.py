@@ -27,6 +27,32 @@ HOSTILE_WORDS = ("--trust-remote-code", "-", *(f"a{end}" for end in HOSTILE_ENDS
 """What no word of a command line, path, label or header may be."""
 
 REFUSED_POOLS = [
+    (
+        "endpointPicker: {flowControl: {enabled: true, waitSeconds: 1.0, endpointRequests: 3}}",
+        "a pod is full by its predicted work or by its requests: remove waitSeconds or endpointRequests",
+    ),
+    ("endpointPicker: {flowControl: {waitSeconds: 1.0}}", "set enabled, or remove waitSeconds"),
+    ("endpointPicker: {flowControl: {endpointRequests: 3}}", "set enabled, or remove endpointRequests"),
+    (
+        "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 9.0, ttlSeconds: 60.0}}",
+        "ttlSeconds says how long a request waits for room, and none does: set enabled, or remove ttlSeconds",
+    ),
+    ("endpointPicker: {flowControl: {maxRequests: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxRequests"),
+    ("endpointPicker: {flowControl: {maxBytes: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxBytes"),
+    (
+        "endpointPicker: {flowControl: {fairnessHeader: x-team}}",
+        "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
+    ),
+    ("endpointPicker: {flowControl: {quotas: {}}}", "set configMapRef or secretRef, and not both"),
+    (
+        "endpointPicker: {flowControl: {quotas: {configMapRef: {name: a}, secretRef: {name: b}}}}",
+        "quotas are in one file: set configMapRef or secretRef, and not both",
+    ),
+    (
+        "{endpointPicker: {flowControl: {enabled: true, fairnessHeader: x-team}},"
+        " gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
+        "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
+    ),
     ("model: {uri: s3://bucket/model}", "no model URI: write hf://org/name"),
     ("model: {uri: hf://name}", "write hf://org/name or hf://org/name@revision"),
     ("model: {uri: hf://org/name@}", "write hf://org/name or hf://org/name@revision"),
@@ -394,6 +420,12 @@ ACCEPTED_POOLS = [
     "{model: {uri: 'hf://o/n@v1.0', name: 'm:8b'}, engine: {type: vllm}}",
     "template: {metadata: {labels: {a: b}, annotations: {kubectl.kubernetes.io/default-container: runtime}},"
     " spec: {containers: [{name: runtime, env: []}], hostIPC: true}}",
+    "endpointPicker: {flowControl: {}}",
+    "{endpointPicker: {flowControl: {enabled: true, waitSeconds: 0.5, maxRequests: 9, maxBytes: 9, ttlSeconds: 3600.0,"
+    " quotas: {secretRef: {name: a}}}}, gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
+    "endpointPicker: {flowControl: {enabled: true, endpointRequests: 5, fairnessHeader: x-team}}",
+    "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 300.0, maxRequests: 9, maxBytes: 9}}",
+    "endpointPicker: {flowControl: {fairnessHeader: x-team, quotas: {configMapRef: {name: a, key: b.json}}}}",
     "replicas: 0",
 ]
 ACCEPTED_MODELS = [

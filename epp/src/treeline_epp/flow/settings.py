@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,12 @@ _NEEDED = {
 _OF_EMPTY_POOLS = frozenset({"flow_max_requests", "flow_max_bytes"})
 """They bound what waits for an endpoint, too."""
 DEPENDENT = frozenset(_NEEDED)
+
+
+def _header_name(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text.lower()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a header")
+    return text.lower()
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,14 @@ class FlowSettings:
         "it (max_message_timeout of Envoy's ext_proc filter; our own does) (default %(default)s: at once)",
     )
 
+    fairness_header: str | None = setting(
+        None,
+        group=GROUP,
+        metavar="NAME",
+        parse=_header_name,
+        help="request header that says whose a request is, believed as it is: whoever can send it chooses. It takes "
+        "the place of those of --trust-request-headers; API keys (--trust-edge) go before it",
+    )
     quotas_file: Path | None = setting(
         None,
         group=GROUP,
@@ -101,8 +117,8 @@ class FlowSettings:
         help="YAML or JSON: `clients: {NAME: {tokens_per_minute?, tokens_per_day?, requests_per_minute?, "
         "requests_per_day?}}`, and `default:` with the same for each client that is not named; what comes beyond is "
         "answered 429, with Retry-After and OpenAI's x-ratelimit-* headers. A client is an API key's name "
-        "(--trust-edge), or else the fairness id of --trust-request-headers; those of whom nothing is known are one, "
-        "default-flow. Read again when it has changed",
+        "(--trust-edge), or else what --fairness-header says, or the fairness id of --trust-request-headers; those of "
+        "whom nothing is known are one, default-flow. Read again when it has changed",
     )
 
     @property

@@ -30,10 +30,15 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class GatewayRules:
-    """The objectives and rewrites of our pools. Owner: discovery (`set`); read on every request."""
+    """The objectives and rewrites of our pools. Owner: discovery (`set`); read on every request.
 
-    def __init__(self, *, trust_headers: bool = False) -> None:
+    `fairness_header` (lower-case) is believed, and takes the place of the headers that the inference extension has for
+    it, whether those are trusted or not.
+    """
+
+    def __init__(self, *, trust_headers: bool = False, fairness_header: str | None = None) -> None:
         self._trust_headers = trust_headers
+        self._fairness_header = fairness_header
         self._objectives: dict[tuple[str, str], int] = {}
         self._by_name: dict[str, int] = {}
         self._exact: dict[str, dict[str, RewriteRule]] = {}
@@ -55,6 +60,8 @@ class GatewayRules:
 
     def fairness_id(self, headers: Mapping[str, str]) -> str:
         """Whose flow a request is in, by its own word; "" where it says nothing that is believed."""
+        if self._fairness_header:
+            return headers.get(self._fairness_header, "")
         return self._said(headers, _FAIRNESS)
 
     def priority(self, headers: Mapping[str, str], pool: str | None) -> int:

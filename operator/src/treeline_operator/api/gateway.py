@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints
 
 from treeline_operator.api.engine import Image, Text
+from treeline_operator.api.flow_control import FlowControl
 from treeline_operator.api.parts import (
     DNS_NAME_PATTERN,
     NO_QUALIFIED_NAME,
@@ -51,6 +52,8 @@ class EndpointPicker(Part):
     """Parameters of the policy."""
     parameters: PickerParameters = Field(default_factory=PickerParameters)
     """Parameters of the picker."""
+    flow_control: FlowControl | None = None
+    """Requests that wait in the picker, and quotas; absent: none waits, and there are none."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
     """Without a picker: FailOpen sends requests to any ready pod, FailClose refuses them."""
     replicas: Annotated[StrictInt, Field(ge=1, le=10)] = 1

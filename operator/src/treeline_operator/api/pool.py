@@ -171,6 +171,13 @@ class PoolSpec(Part):
             " remove them from template.metadata.annotations",
             field=".template.metadata.annotations",
         ),
+        forbidden(
+            "!has(self.endpointPicker) || !has(self.endpointPicker.flowControl)"
+            " || !has(self.endpointPicker.flowControl.fairnessHeader) || !has(self.gateway)"
+            " || !has(self.gateway.standalone) || !has(self.gateway.standalone.apiKeysSecretRef)",
+            "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
+            field=".endpointPicker.flowControl.fairnessHeader",
+        ),
         _keys_rule("labels"),
         _keys_rule("annotations"),
         Rule(

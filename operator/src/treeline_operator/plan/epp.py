@@ -8,6 +8,7 @@ from treeline_wire import ports
 
 from treeline_operator import names, rbac
 from treeline_operator.api.gateway import ClientLimits
+from treeline_operator.plan import flow_control
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.engines.base import HUNG_GRACE_S
 from treeline_operator.plan.gateway_common import (
@@ -133,7 +134,12 @@ def workload(context: GatewayContext, image: str) -> Object:
         },
         # Envoy's connections are moved while the picker still answers.
         "lifecycle": {"preStop": {"sleep": {"seconds": LINGER_S}}},
-        "volumeMounts": [mount("kv-keys", KEYS_DIR), mount("tmp", "/tmp", read_only=False), *tokenizers.mounts],
+        "volumeMounts": [
+            mount("kv-keys", KEYS_DIR),
+            mount("tmp", "/tmp", read_only=False),
+            *tokenizers.mounts,
+            *flow_control.mounts(picker.flow_control),
+        ],
     }
     if env := tokenizers.env:
         container["env"] = env
@@ -143,6 +149,7 @@ def workload(context: GatewayContext, image: str) -> Object:
             secret_volume("kv-keys", names.kv_keys(gateway)),
             {"name": "tmp", "emptyDir": {}},
             *tokenizers.volumes,
+            *flow_control.volumes(picker.flow_control),
         ],
     }
     if (tls := _tls_secret(context)) is not None:
@@ -193,7 +200,7 @@ def arguments(context: GatewayContext) -> list[str]:
             words += ["--fallback-endpoints=1", "--expose-routing"]
     if context.shared.has_clients:
         words.append("--trust-edge")
-    return [*words, *Tokenizers.of(context.shared).flags]
+    return [*words, *flow_control.flags(picker.flow_control), *Tokenizers.of(context.shared).flags]
 
 
 def _tls_secret(context: GatewayContext) -> str | None:

@@ -1,0 +1,147 @@
+"""Flow control as a pool asks for it: what reaches the picker is what its flags mean, and quotas are a mounted file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.control_plane import ControlPlane
+from support.gateway_cluster import Cluster, container, converged, pool
+from treeline_epp.flow.quota_file import read_quotas
+from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.options import Options, options_of
+from treeline_kube.client import Client
+from treeline_operator.actions import Apply
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.plan.shared_gateway import share
+from treeline_operator.world import GatewayWorld, Observed, Platform
+
+SAMPLE = Path(__file__).parents[3] / "manifests" / "samples" / "flow-control.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "NAMESPACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def picker_of(cluster: Cluster) -> Options:
+    return options_of(container(cluster, "treeline-epp")["args"])
+
+
+def planned(**flow: Any) -> Options:
+    return picker_of(converged(pool("a", endpointPicker={"flowControl": flow})))
+
+
+def test_a_pool_that_says_nothing_is_as_before_and_so_is_one_that_turns_nothing_on() -> None:
+    plain = container(converged(pool("a")), "treeline-epp")
+    assert not any("flow" in word or "quota" in word or "hold" in word for word in plain["args"])
+    assert container(converged(pool("a", endpointPicker={"flowControl": {}})), "treeline-epp") == plain
+
+
+def test_a_pod_is_full_by_its_work_unless_requests_are_counted() -> None:
+    assert planned(enabled=True).flow_control == "wait"
+    assert planned(enabled=True, waitSeconds=0.25).flow_wait_seconds == 0.25
+    counted = planned(enabled=True, endpointRequests=7)
+    assert (counted.flow_control, counted.flow_endpoint_requests) == ("requests", 7)
+
+
+def test_every_bound_reaches_the_picker() -> None:
+    options = planned(
+        enabled=True,
+        maxRequests=1_000_000,
+        maxBytes=1 << 29,
+        ttlSeconds=0.5,
+        holdEmptyPoolSeconds=3600,
+        fairnessHeader="x-team",
+        quotas={"configMapRef": {"name": "q"}},
+    )
+    assert (options.flow_max_requests, options.flow_max_bytes, options.flow_ttl_seconds) == (1_000_000, 1 << 29, 0.5)
+    assert (options.hold_empty_pool_seconds, options.fairness_header) == (3600.0, "x-team")
+    assert options.quotas_file == Path("/etc/treeline/quotas/quotas.yaml")
+
+
+def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> None:
+    options = planned(holdEmptyPoolSeconds=300, maxRequests=9)
+    assert options.may_hold
+    assert (options.flow_control, options.hold_empty_pool_seconds, options.flow_max_requests) == ("off", 300.0, 9)
+
+
+def test_what_a_pool_leaves_out_is_as_the_picker_has_it() -> None:
+    """The texts of the API name these."""
+    found = planned(enabled=True)
+    defaults = FlowSettings()
+    assert (found.flow_wait_seconds, found.flow_ttl_seconds) == (defaults.flow_wait_seconds, 60.0) == (1.0, 60.0)
+    assert (found.flow_max_requests, found.flow_max_bytes) == (5000, 256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("ref", "source"),
+    [
+        ({"configMapRef": {"name": "q", "key": "a.json"}}, {"configMap": {"name": "q"}}),
+        ({"secretRef": {"name": "q", "key": "a.json"}}, {"secret": {"secretName": "q", "defaultMode": 0o440}}),
+    ],
+)
+def test_quotas_are_mounted_as_a_folder_whatever_the_key_is_called(ref: dict[str, Any], source: dict[str, Any]) -> None:
+    cluster = converged(pool("a", endpointPicker={"flowControl": {"quotas": ref}}))
+    pod = cluster.get("Deployment", "treeline-epp")["spec"]["template"]["spec"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == "quotas"]
+    (kind, found), (expected_kind, expected) = volume.popitem(), source.popitem()
+    assert (kind, found) == (expected_kind, {**expected, "items": [{"key": "a.json", "path": "quotas.yaml"}]})
+    (mount,) = [one for one in container(cluster, "treeline-epp")["volumeMounts"] if one["name"] == "quotas"]
+    file = picker_of(cluster).quotas_file
+    assert file is not None
+    assert (mount["readOnly"], Path(mount["mountPath"]), "subPath" in mount) == (True, file.parent, False)
+
+
+def test_a_change_of_flow_control_rolls_the_picker_and_a_younger_pool_that_differs_is_told() -> None:
+    older, younger = pool("a", endpointPicker={"flowControl": {"enabled": True}}), pool("b", created=3)
+    cluster = converged(older, younger)
+    assert picker_of(cluster).flow_control == "wait"
+    (conflict,) = share([older, younger])["treeline"].conflicts["b"]
+    assert "endpointPicker.flowControl" in conflict
+    before = cluster.get("Deployment", "treeline-epp")["spec"]["template"]
+    cluster.converge(pool("a", endpointPicker={"flowControl": {"enabled": True, "ttlSeconds": 5}}), younger)
+    assert cluster.get("Deployment", "treeline-epp")["spec"]["template"] != before
+
+
+def test_the_samples_quotas_are_what_the_picker_reads(tmp_path: Path) -> None:
+    config_map, obj = yaml.safe_load_all(SAMPLE.read_text())
+    ref = obj["spec"]["endpointPicker"]["flowControl"]["quotas"]["configMapRef"]
+    assert ref["name"] == config_map["metadata"]["name"]
+    file = tmp_path / "quotas.yaml"
+    file.write_text(config_map["data"][ref.get("key", "quotas.yaml")])
+    limits = read_quotas(file).clients["batch"]
+    assert (limits.tokens_per_minute, limits.requests_per_minute) == (20_000, 120)
+
+
+@pytest.mark.integration
+async def test_the_sample_is_applied_and_its_picker_is_told_everything(
+    control_plane: ControlPlane, namespace: str
+) -> None:
+    control_plane.kubectl("apply", "--validate=strict", "--namespace", namespace, "-f", str(SAMPLE))
+    path = f"/apis/treeline.dev/v1alpha1/namespaces/{namespace}/inferencepools/tiny"
+    ours = InferencePool.from_object(control_plane.request("GET", path))
+    anchor = plan_gateway(GatewayWorld(namespace, "treeline", (ours,), (), (), Platform(), ours.born)).actions
+    async with await Client.from_config(control_plane.admin) as client:
+        children = []
+        for action in anchor:
+            assert isinstance(action, Apply)
+            children.append(Observed.of(await client.apply(action.object)))
+        world = GatewayWorld(namespace, "treeline", (ours,), tuple(children), (), Platform(), ours.born)
+        (workload,) = [
+            one.object
+            for one in plan_gateway(world).actions
+            if isinstance(one, Apply) and (one.ref.kind, one.ref.name) == ("Deployment", "treeline-epp")
+        ]
+        made = await client.apply(workload)
+    pod = made["spec"]["template"]["spec"]
+    (picker,) = pod["containers"]
+    options = options_of(picker["args"])
+    assert (options.flow_control, options.flow_endpoint_requests, options.fairness_header) == ("requests", 8, "x-team")
+    assert (options.hold_empty_pool_seconds, options.flow_ttl_seconds) == (300.0, 30.0)
+    names = {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
+    assert names == {"picker-quotas"}
