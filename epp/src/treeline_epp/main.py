@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,8 +33,7 @@ from treeline_epp.extproc.tls import Certificate, TlsError, credentials
 from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
-from treeline_epp.flow.quota_file import QuotaFileError
-from treeline_epp.flow.quotas import Quotas
+from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
 from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.observing import Observing, ObservingError
@@ -118,11 +117,12 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
         metrics.observe(lambda: fleet_report.samples(fleet))
         rules = GatewayRules(trust_headers=options.trust_request_headers, fairness_header=options.fairness_header)
         kube = await _kubernetes(options, registry, rules, metrics, picker.policies, stack)
-        router = _router(options, picker, registry, metrics, rules, fleet, curve, observing)
+        quotas = _quotas(options, metrics)
+        router = _router(options, picker, registry, metrics, rules, fleet, curve, observing, quotas)
         metrics_pages = pages.metrics_pages(observing)
         look = pages.demand_of(router, fleet)
         metrics.observe(lambda: signals.samples(look()))
-        admin_pages = pages.admin_pages(options, health, fleet, router, kube, look)
+        admin_pages = pages.admin_pages(options, health, fleet, router, kube, look, quotas)
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
@@ -136,9 +136,10 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
             opening = asyncio.create_task(_open(options, fleet, health, metrics, ext_proc, worker))
             opening.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else stopping.set())
             waiting = asyncio.create_task(stopping.wait())
-            tasks += [following, waiting, opening]
-            await asyncio.wait((following, waiting), return_when=asyncio.FIRST_COMPLETED)
-            for ended in filter(asyncio.Task.done, (following, opening)):
+            needed = [following, *([] if quotas is None else [asyncio.create_task(quotas.follow())])]
+            tasks += [*needed, waiting, opening]
+            await asyncio.wait((*needed, waiting), return_when=asyncio.FIRST_COMPLETED)
+            for ended in filter(asyncio.Task.done, (*needed, opening)):
                 ended.result()
         finally:
             # In order: say that we leave, finish what is open, stop following, stop listening.
@@ -261,6 +262,7 @@ def _router(
     fleet: Fleet,
     curve: CurveKeys | None,
     observing: Observing,
+    quotas: QuotaFile | None,
 ) -> Router:
     router = Router(
         picker,
@@ -274,7 +276,7 @@ def _router(
         restore_names=options.restore_model_names,
         heed_subsets=not options.disable_endpoint_subset_filter,
         observers=observing.observers,
-        quotas=_quotas(options, metrics),
+        quotas=None if quotas is None else quotas.quotas,
     )
     router.flow = flow_control(options, picker, metrics, router.clock, cost)
     if router.flow is not None:
@@ -453,8 +455,8 @@ def _read_secrets(options: Options) -> CurveKeys | None:
     return curve
 
 
-def _quotas(options: Options, metrics: Metrics) -> Callable[[float], Quotas] | None:
-    """Those of the file, if there is one. Raises `StartError`."""
+def _quotas(options: Options, metrics: Metrics) -> QuotaFile | None:
+    """Their file, if there is one. Raises `StartError`."""
     try:
         return quotas_of(options, metrics)
     except QuotaFileError as error:

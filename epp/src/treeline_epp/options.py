@@ -257,8 +257,8 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
     )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /debug/console on the "
-        "admin port, to clients on this machine (in this pod) alone",
+        help="serve /debug/endpoints, /debug/tree, /debug/quotas, /debug/decisions, /debug/explain and the page "
+        "/debug/console on the admin port, to clients on this machine (in this pod) alone",
     )
     show_prompts: bool = setting(
         False,

@@ -13,6 +13,7 @@ from treeline_epp import debug_pages, fleet_report, signals
 from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
 from treeline_epp.console.pages import console_pages
 from treeline_epp.fleet import Fleet
+from treeline_epp.flow.quota_file import QuotaFile
 from treeline_epp.health import Health
 from treeline_epp.observing import Observing
 from treeline_epp.options import Options
@@ -47,6 +48,7 @@ def admin_pages(
     router: Router,
     kube: KubernetesSource | None,
     look: Callable[[], Signals],
+    quotas: QuotaFile | None = None,
 ) -> PageServer:
     """What the kubelet, the operator and whoever looks for a fault read."""
     token = secrets.token_urlsafe()
@@ -66,6 +68,8 @@ def admin_pages(
     questions: Mapping[str, Question] = {}
     if options.enable_debug_endpoints:
         debug["/debug/endpoints"] = lambda _query: Page({"endpoints": fleet_report.describe(fleet)})
+        if quotas is not None:
+            debug["/debug/quotas"] = lambda _query: Page(quotas.describe())
         debug["/debug/tree"] = lambda query: _tree(fleet.picker, query.get("pod"))
         router.decisions = decisions = DecisionLog()
         debug |= console_pages(fleet, decisions, token=token, texts=options.show_prompts)

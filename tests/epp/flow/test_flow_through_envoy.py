@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
@@ -121,6 +122,31 @@ async def test_clients_are_told_apart_by_the_header_that_the_picker_is_told(tmp_
         for team, statuses in (("batch", [200, 429]), ("chat", [200, 200])):
             answers = [await plane.complete("hello", headers={"x-team": team}) for _ in range(2)]
             assert [answer.status_code for answer in answers] == statuses
+
+
+@pytest.mark.integration
+async def test_a_running_picker_tells_of_a_quota_file_that_went_bad_and_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("default: {requests_per_minute: 2}")
+    flags = ("--endpoint", "a=127.0.0.1:1", "--quotas-file", str(file))
+    async with running_picker(*flags, debug=True) as picker:
+
+        async def page() -> dict[str, Any]:
+            found: dict[str, Any] = (await picker.get("/debug/quotas")).json()
+            return found
+
+        async def told(usable: bool) -> bool:
+            gauge = (await picker.metrics())["treeline_epp_flow_quota_file_usable"]
+            return (await page())["usable"] is usable and gauge == usable
+
+        assert await told(True)
+        file.write_text("default: {requests_per_minuet: 2}")
+        await until(lambda: told(False), "the fault is told")
+        assert "requests_per_minuet" in (await page())["error"]
+        assert (await page())["default"]["requests_per_minute"] == 2, "the old ones hold"
+        file.write_text("default: {requests_per_minute: 3}")
+        await until(lambda: told(True), "it is mended")
+        assert (await page())["default"]["requests_per_minute"] == 3
 
 
 async def test_a_quota_file_that_cannot_be_read_ends_the_start_in_words(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_world import MODES, Caller, FlowWorld
-from treeline_epp.flow.quota_file import REREAD_S, QuotaFile, QuotaFileError, read_quotas
+from treeline_epp.flow.quota_file import MOST_BYTES, QuotaFile, QuotaFileError, read_quotas
 from treeline_epp.flow.quotas import MOST_CLIENTS, Limits, QuotaExceeded, Quotas, QuotaTable
+from treeline_epp.flow.report import quota_samples
 from treeline_epp.flow.settings import FlowSettings
 from treeline_wire import headers as names
+
+
+def gauges(file: QuotaFile) -> dict[str, float]:
+    return {name: value for _, name, _, _, value in quota_samples(file)}
 
 
 def quotas(**limits: int) -> Quotas:
@@ -136,28 +143,71 @@ def test_over_any_time_nobody_gets_more_than_its_bound(asked: list[tuple[float, 
             assert taken <= 600 + (until - since) * 10 + most + 1
 
 
-def test_the_file_is_read_again_and_a_bad_one_changes_nothing(tmp_path: Path, caplog: Any) -> None:
+async def test_the_file_is_read_again_and_a_bad_one_changes_nothing_and_is_told(tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "quotas.yaml"
     path.write_text("clients: {a: {requests_per_day: 1}}")
     file = QuotaFile(path)
-    now = file._due
-    file.look(now).spend("a", 1, now)
+    file.quotas.spend("a", 1, 0.0)
     new = tmp_path / "new.yaml"
-    for text in ("clients: {a: {requests_per_week: 1}}", "clients: [", "\xff"):
+
+    async def still_holds() -> None:
+        await file.refresh()
+        await file.refresh()
+        with pytest.raises(QuotaExceeded):
+            file.quotas.spend("a", 1, 0.0)
+        assert file.error
+        assert gauges(file)["flow_quota_file_usable"] == 0
+        assert (file.describe()["usable"], file.describe()["clients"]) == (False, 1)
+
+    for text in ("clients: {a: {requests_per_week: 1}}", "clients: [", "\xff", f"# {'long' * (MOST_BYTES // 4)}"):
         new.write_text(text)
         os.replace(new, path)
-        now += REREAD_S
-        with pytest.raises(QuotaExceeded):
-            file.look(now).spend("a", 1, now)
+        await still_holds()
     path.unlink()
-    now += REREAD_S
-    with pytest.raises(QuotaExceeded):
-        file.look(now).spend("a", 1, now)
+    await still_holds()
     new.write_text("default: {requests_per_day: 3}")
     os.replace(new, path)
-    now += REREAD_S
-    file.look(now).spend("a", 1, now)
-    assert caplog.text.count("the old quotas stay") == 4
+    await file.refresh()
+    file.quotas.spend("a", 1, 0.0)
+    assert (file.error, file.describe()["clients"], gauges(file)["flow_quota_file_usable"]) == ("", 0, 1)
+    assert caplog.text.count("the old quotas stay") == 5, "each once"
+
+
+async def test_a_file_that_comes_back_as_it_was_is_usable_and_keeps_what_was_counted(tmp_path: Path) -> None:
+    path = tmp_path / "quotas.yaml"
+    path.write_text("default: {requests_per_day: 1}")
+    file = QuotaFile(path)
+    file.quotas.spend("a", 1, 0.0)
+    path.rename(tmp_path / "away")
+    await file.refresh()
+    assert "No such file" in file.error
+    (tmp_path / "away").rename(path)
+    await file.refresh()
+    assert (file.error, len(file.quotas)) == ("", 1)
+
+
+async def test_a_file_that_takes_long_to_read_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "quotas.yaml"
+    path.write_text("default: {requests_per_day: 1}")
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slowly(file: Path) -> QuotaTable:
+        if threading.current_thread() is not threading.main_thread():
+            reading.set()
+            assert go_on.wait(60)
+        return read_quotas(file)
+
+    file = QuotaFile(path, slowly)
+    path.write_text("default: {requests_per_day: 25}")
+    looking = asyncio.create_task(file.refresh())
+    await asyncio.to_thread(reading.wait, 60)
+    file.quotas.spend("a", 1, 0.0)
+    with pytest.raises(QuotaExceeded):
+        file.quotas.spend("a", 1, 0.0)
+    assert not looking.done()
+    go_on.set()
+    await looking
+    file.quotas.spend("a", 1, 0.0)
 
 
 @pytest.mark.parametrize("text", ["clients: {a: {tokens_per_minute: 0}}", "keys: {}", "clients: {a: 5}", "- a"])
@@ -176,7 +226,7 @@ def world(table: QuotaTable, flow: FlowSettings | None = None) -> tuple[FlowWorl
     if flow is None:
         made.router.flow = None
     of = Quotas(table)
-    made.router.quotas = lambda _now: of
+    made.router.quotas = of
     return made, of
 
 

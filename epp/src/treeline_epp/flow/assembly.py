@@ -9,7 +9,6 @@ from prometheus_client import Histogram
 from treeline_epp.flow.control import FlowControl, Room
 from treeline_epp.flow.pump import Pump
 from treeline_epp.flow.quota_file import QuotaFile
-from treeline_epp.flow.quotas import Quotas
 from treeline_epp.flow.report import quota_samples, samples
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R
@@ -36,10 +35,10 @@ def flow_control(
     return control
 
 
-def quotas_of(settings: FlowSettings, metrics: Metrics) -> Callable[[float], Quotas] | None:
-    """Those of the settings' file, as they are at a time; None where there is none. Raises QuotaFileError."""
+def quotas_of(settings: FlowSettings, metrics: Metrics) -> QuotaFile | None:
+    """The settings' file, to be followed; None where there is none. Raises QuotaFileError."""
     if settings.quotas_file is None:
         return None
     file = QuotaFile(settings.quotas_file)
-    metrics.observe(lambda: quota_samples(file.quotas))
-    return file.look
+    metrics.observe(lambda: quota_samples(file))
+    return file

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import msgspec
 
@@ -14,7 +16,10 @@ from treeline_epp.yaml_text import decode_yaml
 log = logging.getLogger(__name__)
 
 REREAD_S = 2.0
-_MOST_BYTES = 4 * 1024 * 1024
+MOST_BYTES = 1024 * 1024
+"""As much as a ConfigMap or a Secret holds."""
+
+Version = tuple[int, int, int] | None
 
 
 class QuotaFileError(ValueError):
@@ -25,50 +30,84 @@ def read_quotas(file: Path) -> QuotaTable:
     """What a file (YAML or JSON) says. Raises QuotaFileError."""
     try:
         with file.open("rb") as opened:
-            data = opened.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise QuotaFileError(f"{file} has more than {_MOST_BYTES} bytes")
+            data = opened.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise QuotaFileError(f"{file} has more than {MOST_BYTES} bytes")
         return decode_yaml(data, QuotaTable)
     except (OSError, msgspec.MsgspecError) as error:
         raise QuotaFileError(f"{file}: {error}") from error
 
 
-class QuotaFile:
-    """Keeps quotas as their file has them. One that cannot be used changes nothing and is told once."""
+class _Look(NamedTuple):
+    """What a look at the file found. `table` is None where it cannot be used, for this `error`."""
 
-    def __init__(self, file: Path) -> None:
+    version: Version
+    table: QuotaTable | None
+    error: str = ""
+    changed: bool = True
+    """Is the table another one than before?"""
+
+
+class QuotaFile:
+    """Keeps quotas as their file has them. One that cannot be used changes nothing, and is told: in a line of the log
+    when that is new, and by `error` until it can be used again."""
+
+    def __init__(self, file: Path, read: Callable[[Path], QuotaTable] = read_quotas) -> None:
         """Raises QuotaFileError."""
-        self._file = file
-        self._table = read_quotas(file)
+        self.file = file
+        self.error = ""
+        """Why the file as it is now is not what holds; empty while it is."""
+        self._read = read
         self._version = _version(file)
-        self._said = ""
-        self._due = time.monotonic() + REREAD_S
+        self._table = read(file)
         self.quotas = Quotas(self._table)
 
-    def look(self, now: float) -> Quotas:
-        """The quotas, as of a look at the file not long ago."""
-        if now < self._due:
-            return self.quotas
-        self._due = now + REREAD_S
-        version = _version(self._file)
-        if version == self._version:
-            return self.quotas
-        self._version = version
+    async def follow(self) -> NoReturn:
+        """Look at the file for ever."""
+        while True:
+            await asyncio.sleep(REREAD_S)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Look once. The file is read and parsed in a thread: for a megabyte of YAML that takes more than a second."""
+        look = await asyncio.to_thread(self._look, self._version, self._table)
+        if look is None:
+            return
+        self._version = look.version
+        if look.table is None and look.error != self.error:
+            log.error("--quotas-file cannot be used, the old quotas stay: %s", look.error)
+        self.error = look.error
+        if look.table is not None and look.changed:
+            log.info("quotas of %d clients", len(look.table.clients))
+            self._table = look.table
+            self.quotas.set(look.table)
+
+    def describe(self) -> dict[str, object]:
+        """What holds, for a debug page."""
+        table = self._table
+        return {
+            "file": str(self.file),
+            "usable": not self.error,
+            "error": self.error,
+            "clients": len(table.clients),
+            "default": table.default,
+            "counted_clients": len(self.quotas),
+            "exceeded": self.quotas.exceeded,
+        }
+
+    def _look(self, version: Version, table: QuotaTable) -> _Look | None:
+        """None where the file is as it was. In a thread: it touches nothing of the object's that changes."""
+        now = _version(self.file)
+        if now == version:
+            return None
         try:
-            table, said = read_quotas(self._file), ""
+            found = self._read(self.file)
         except QuotaFileError as error:
-            table, said = self._table, str(error)
-            if said != self._said:
-                log.error("--quotas-file cannot be used, the old quotas stay: %s", said)
-        if table != self._table:
-            log.info("quotas of %d clients", len(table.clients))
-            self._table = table
-            self.quotas.set(table)
-        self._said = said
-        return self.quotas
+            return _Look(now, None, str(error))
+        return _Look(now, found, changed=found != table)
 
 
-def _version(file: Path) -> tuple[int, int, int] | None:
+def _version(file: Path) -> Version:
     """Another one, if the file was replaced or written; None where it cannot be looked at."""
     try:
         found = file.stat()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from treeline_epp.flow.control import OUTCOMES, FlowControl
-from treeline_epp.flow.quotas import Quotas
+from treeline_epp.flow.quota_file import QuotaFile
 from treeline_epp.metrics import Sample
 
 
@@ -28,8 +28,10 @@ def samples(control: FlowControl[Any]) -> Iterator[Sample]:
         yield "counter", "flow_outcomes", text, {"outcome": outcome}, control.outcomes[outcome]
 
 
-def quota_samples(quotas: Quotas) -> Iterator[Sample]:
+def quota_samples(file: QuotaFile) -> Iterator[Sample]:
     """The same of quotas."""
     text = "Requests that were refused since their client had what it may have."
-    yield "counter", "flow_quota_exceeded", text, {}, quotas.exceeded
-    yield "gauge", "flow_quota_clients", "Clients whose quota is counted.", {}, len(quotas)
+    yield "counter", "flow_quota_exceeded", text, {}, file.quotas.exceeded
+    yield "gauge", "flow_quota_clients", "Clients whose quota is counted.", {}, len(file.quotas)
+    text = "1 while the quotas that hold are those of the file; 0 while it cannot be used, and those before hold."
+    yield "gauge", "flow_quota_file_usable", text, {}, int(not file.error)

@@ -85,7 +85,7 @@ class Router:
     failed one, `on_unknown_model()` when one names a model that nobody serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to,
     whatever the proxy allows. `heed_subsets`: what the proxy allows is heeded. `decisions` notes them, where they are
-    looked at. `flow` lets requests wait; `quotas(now)` are those of clients. `restore_names`: a response names the
+    looked at. `flow` lets requests wait; `quotas` are those of clients. `restore_names`: a response names the
     model as its client did.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
@@ -108,7 +108,7 @@ class Router:
     restore_names: bool = False
     observers: Observers = NO_OBSERVERS
     flow: FlowControl[Routed] | None = None
-    quotas: Callable[[float], Quotas] | None = None
+    quotas: Quotas | None = None
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
     _routed: dict[str, RoutedRequest] = field(default_factory=dict)
@@ -308,8 +308,7 @@ class Router:
         flow = client or self.rules.fairness_id(request.headers)[:_LONGEST_NAME] or DEFAULT_FLOW
         turn = _Turn(self, request, outline, client, parsed, exchange)
         if self.quotas is not None:
-            now = self.clock()
-            turn.spend = self.quotas(now).spend(flow, _allowed(parsed.pick), now)
+            turn.spend = self.quotas.spend(flow, _allowed(parsed.pick), self.clock())
         result: Routed | Ticket[Routed] | None = None
         try:
             if self.flow is None:
