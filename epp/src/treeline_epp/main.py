@@ -28,8 +28,8 @@ from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.http2_server import Http2Server, Methods
 from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes, server_options
-from treeline_epp.extproc.session import SessionLimits
-from treeline_epp.extproc.tls import Certificate, TlsError, credentials
+from treeline_epp.extproc.session import MOST_SCORES, SessionLimits
+from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, credentials
 from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
@@ -160,7 +160,12 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
 def _picker(options: Options) -> Picker:
     seed = time.time_ns() & 0xFFFF_FFFF
     config = PickerConfig(
-        options.policy, options.max_ttft_seconds, options.fallback_endpoints, seed, options.saturation
+        options.policy,
+        options.max_ttft_seconds,
+        options.fallback_endpoints,
+        seed,
+        options.saturation,
+        scored=MOST_SCORES if options.emit_endpoint_scores else 0,
     )
     picker = Picker(config)
     use_headers({*picker.policies.headers, *filter(None, [options.fairness_header])})
@@ -355,6 +360,7 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
             options.max_body_bytes,
             strip_response_headers=not options.expose_routing,
             tell_served=options.conformance_headers,
+            tell_scores=options.emit_endpoint_scores,
             clients=None if options.max_client_requests is None else Clients(options.max_client_requests),
             waiting=BodyBudget(options.max_waiting_body_bytes),
         ),
@@ -382,9 +388,14 @@ def _ext_proc(options: Options, service: ExtProcService, health: Health) -> ExtP
 async def _listen_beside(options: Options, ext_proc: ExtProcServer) -> None:
     """Share the ext_proc port with other workers. Raises OSError and TlsError: the parent has tried it before."""
     assert isinstance(ext_proc, Http2Server)
-    clients = options.require_client_certificates
-    certificate = Certificate(options.cert_path, clients=clients) if options.secure_serving else None
-    await ext_proc.start(options.host, options.grpc_port, certificate, shared=True)
+    await ext_proc.start(options.host, options.grpc_port, _certificate(options), shared=True)
+
+
+def _certificate(options: Options) -> Certificate | None:
+    if not options.secure_serving:
+        return None
+    terms = TlsTerms(options.tls_min_version, options.tls_1_2_suites)
+    return Certificate(options.cert_path, clients=options.require_client_certificates, terms=terms)
 
 
 async def _listen(
@@ -400,9 +411,7 @@ async def _listen(
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
         if not isinstance(ext_proc, grpc.aio.Server):
-            clients = options.require_client_certificates
-            certificate = Certificate(options.cert_path, clients=clients) if options.secure_serving else None
-            await ext_proc.start(options.host, port, certificate)
+            await ext_proc.start(options.host, port, _certificate(options))
         else:
             _add_port(ext_proc, f"{host}:{port}", options, tls=options.secure_serving)
         port, flag = options.grpc_health_port, "--grpc-health-port"

@@ -445,6 +445,8 @@ def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
     if found["show_prompts"] and not found["enable_debug_endpoints"]:
         p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
+    for why in compat.tls_faults(found):
+        p.error(why)
     if found["cert_path"] is not None and not found["secure_serving"]:
         p.error("--cert-path needs --secure-serving")
     if found["require_client_certificates"] and found["cert_path"] is None:

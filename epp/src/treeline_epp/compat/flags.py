@@ -65,23 +65,8 @@ FOREIGN: dict[str, Foreign] = {
     "--model-server-metrics-https-insecure-skip-verify": Foreign("no engine is asked over HTTPS", boolean=True),
     "--grpc-max-recv-msg-size": Foreign("a message may be 4 MiB longer than --max-body-bytes"),
     "--grpc-max-send-msg-size": Foreign("answers are as long as the body that they give back"),
-    "--emit-endpoint-scores": Foreign(
-        "there is no metadata x-gateway-destination-endpoint-scores; --log-level debug logs the terms of each decision",
-        boolean=True,
-        as_here=_OFF,
-        refused=True,
-    ),
     "--enable-grpc-stream-metrics": Foreign(
         "open streams are always counted (treeline_epp_extproc_streams)", boolean=True, as_here=_ON
-    ),
-    "--tls-min-version": Foreign(
-        "TLS 1.2 and 1.3 are spoken; leave the flag out, and set tls_minimum_protocol_version in the proxy",
-        as_here=frozenset({"VersionTLS10", "VersionTLS11", "VersionTLS12"}),
-        refused=True,
-    ),
-    "--tls-cipher-suites": Foreign(
-        "the cipher suites are those of OpenSSL's default; leave the flag out, and set cipher_suites in the proxy",
-        refused=True,
     ),
     "--allow-experimental-plugins": Foreign("plugins are not loaded; --config-file says which are understood", True),
 }

@@ -23,6 +23,7 @@ from treeline_epp.extproc.state import (
     ResponsePhase,
 )
 from treeline_epp.flow.ticket import Ticket
+from treeline_epp.picking.decision import Decision
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
@@ -39,6 +40,8 @@ _FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 _UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
 _NOT_TOLD = "fail: missing destination endpoint served metadata"
 """As the reference picker words it for the conformance tests."""
+MOST_SCORES = 64
+"""Endpoints whose scores the proxy is told, where it wants them: metadata of a few kilobytes."""
 _SLICE_PIECES = 4
 """Pieces of a large body that are looked at before others get a turn: a few milliseconds."""
 
@@ -47,12 +50,14 @@ _SLICE_PIECES = 4
 class SessionLimits:
     """What all streams of a port share. `body_bytes` bounds one request's body, `waiting` all of them together,
     `clients` the requests of each client. `strip_response_headers` keeps from clients what runtimes tell us in headers,
-    `tell_served` gives them the endpoint that answered (for conformance tests).
+    `tell_served` gives them the endpoint that answered (for conformance tests). `tell_scores` gives the proxy what
+    speaks for each endpoint.
     """
 
     body_bytes: int
     strip_response_headers: bool = False
     tell_served: bool = False
+    tell_scores: bool = False
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
 
@@ -219,6 +224,9 @@ class ExtProcSession:
             if result.exchange is not None and result.exchange.added:
                 added = tuple(result.exchange.added)
                 outputs = [_adding(output, added) for output in outputs]
+            if self._limits.tell_scores:
+                scores = _scores(result.lease.decision)
+                outputs = [_scoring(output, scores) for output in outputs]
             return outputs
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
 
@@ -273,3 +281,15 @@ def _adding(output: Output, added: tuple[tuple[str, str], ...]) -> Output:
     if not isinstance(output, Reply) or output.destination is None:
         return output
     return msgspec.structs.replace(output, added=added)
+
+
+def _scores(decision: Decision) -> tuple[tuple[str, float], ...]:
+    """Of each endpoint that was ranked: more is better, as other endpoint pickers have it, and at most 1."""
+    ranked = decision.ranked[:MOST_SCORES]
+    return tuple((scored.candidate.spec.address, 1.0 / (1.0 + scored.cost_s)) for scored in ranked)
+
+
+def _scoring(output: Output, scores: tuple[tuple[str, float], ...]) -> Output:
+    if not isinstance(output, Reply) or output.destination is None:
+        return output
+    return msgspec.structs.replace(output, scores=scores)

@@ -6,6 +6,7 @@ import datetime
 import logging
 import ssl
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,14 @@ from cryptography.x509.oid import NameOID
 log = logging.getLogger(__name__)
 
 _LIFETIME = datetime.timedelta(days=3650)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsTerms:
+    """What TLS is spoken: from which version on, and 1.2 with which suites (OpenSSL's names; empty: its default)."""
+
+    minimum: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
+    suites: tuple[str, ...] = ()
 
 
 class TlsError(Exception):
@@ -65,8 +74,9 @@ def self_signed() -> tuple[bytes, bytes]:
 class Certificate:
     """The same for a server that speaks TLS by Python's `ssl`, with ALPN `h2`."""
 
-    def __init__(self, folder: Path | None, *, clients: bool = False) -> None:
+    def __init__(self, folder: Path | None, *, clients: bool = False, terms: TlsTerms | None = None) -> None:
         self._folder = folder
+        self._terms = terms or TlsTerms()
         self._files = None if folder is None else _Files(folder, clients=clients)
 
     def context(self) -> ssl.SSLContext:
@@ -76,10 +86,10 @@ class Certificate:
                 folder = Path(name)
                 for file, content in zip(("tls.key", "tls.crt"), self_signed(), strict=True):
                     (folder / file).write_bytes(content)
-                return _Files(folder, clients=False).context()
+                return _Files(folder, clients=False).context(self._terms)
         try:
             self._files.read()
-            return self._files.context()
+            return self._files.context(self._terms)
         except (OSError, ValueError) as error:
             raise TlsError(f"--cert-path {self._folder}: {error}") from error
 
@@ -88,7 +98,7 @@ class Certificate:
         if self._files is None or self._files.changed() is None:
             return None
         try:
-            return self._files.context()
+            return self._files.context(self._terms)
         except (OSError, ValueError) as error:  # changed again meanwhile
             log.error("the new certificate cannot be used, the old one stays: %s", error)
             return None
@@ -114,11 +124,13 @@ class _Files:
             x509.load_pem_x509_certificates(authority)
         return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
 
-    def context(self) -> ssl.SSLContext:
+    def context(self, terms: TlsTerms) -> ssl.SSLContext:
         """Raises OSError (`ssl.SSLError` is one)."""
         key, chain, *authorities = self._paths
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.minimum_version = terms.minimum
+        if terms.suites:
+            context.set_ciphers(":".join(terms.suites))
         context.set_alpn_protocols(["h2"])
         context.load_cert_chain(chain, key)
         for path in authorities:

@@ -44,13 +44,15 @@ class PickerConfig:
     """`policy`: that of pools which choose none, `NAME[:key=value,…]`. `max_ttft_s`: an endpoint is saturated when a
     request would wait longer than this for its turn; its own prefill, however long, is no queue. `fallbacks`:
     destinations after the first. `seed` makes ties reproducible. `saturation`: when no request goes to an endpoint;
-    None: only sheddable ones are kept from it."""
+    None: only sheddable ones are kept from it. `scored`: a decision has the cost of so many of the best endpoints, if
+    that is more than it needs."""
 
     policy: str = "predicted_ttft"
     max_ttft_s: float = 30.0
     fallbacks: int = 1
     seed: int = 0
     saturation: Saturation | None = None
+    scored: int = 0
 
 
 def _scope(spec: EndpointSpec) -> str:
@@ -154,7 +156,8 @@ class Picker:
         alone, while others go to the best of full endpoints.
         """
         policy = self.policies.of(request.pool)
-        ranked, identity = self._ranked(request, policy, _EXPLAINED + self.config.fallbacks, now)
+        count = max(self.config.scored, _EXPLAINED + self.config.fallbacks)
+        ranked, identity = self._ranked(request, policy, count, now)
         return Decision(request, ranked, self._fallbacks(ranked), policy.name, policy.tell(request, identity))
 
     def explain(self, request: PickRequest, now: float) -> Explanation:

@@ -60,8 +60,8 @@ class GatewayRules:
 
     def fairness_id(self, headers: Mapping[str, str]) -> str:
         """Whose flow a request is in, by its own word; "" where it says nothing that is believed."""
-        if self._fairness_header:
-            return headers.get(self._fairness_header, "")
+        if (name := self._fairness_header) is not None:
+            return headers.get(name, "")
         return self._said(headers, _FAIRNESS)
 
     def priority(self, headers: Mapping[str, str], pool: str | None) -> int:
