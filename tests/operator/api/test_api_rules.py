@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from support.api_dry_run import Api
+from support.api_flow_control import ACCEPTED_FLOW_CONTROL, REFUSED_FLOW_CONTROL
 from support.api_specs import Chance, document
 from support.control_plane import ControlPlane
 from treeline_operator.api.model import InferenceModel
@@ -27,32 +28,7 @@ HOSTILE_WORDS = ("--trust-remote-code", "-", *(f"a{end}" for end in HOSTILE_ENDS
 """What no word of a command line, path, label or header may be."""
 
 REFUSED_POOLS = [
-    (
-        "endpointPicker: {flowControl: {enabled: true, waitSeconds: 1.0, endpointRequests: 3}}",
-        "a pod is full by its predicted work or by its requests: remove waitSeconds or endpointRequests",
-    ),
-    ("endpointPicker: {flowControl: {waitSeconds: 1.0}}", "set enabled, or remove waitSeconds"),
-    ("endpointPicker: {flowControl: {endpointRequests: 3}}", "set enabled, or remove endpointRequests"),
-    (
-        "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 9.0, ttlSeconds: 60.0}}",
-        "ttlSeconds says how long a request waits for room, and none does: set enabled, or remove ttlSeconds",
-    ),
-    ("endpointPicker: {flowControl: {maxRequests: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxRequests"),
-    ("endpointPicker: {flowControl: {maxBytes: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxBytes"),
-    (
-        "endpointPicker: {flowControl: {fairnessHeader: x-team}}",
-        "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
-    ),
-    ("endpointPicker: {flowControl: {quotas: {}}}", "set configMapRef or secretRef, and not both"),
-    (
-        "endpointPicker: {flowControl: {quotas: {configMapRef: {name: a}, secretRef: {name: b}}}}",
-        "quotas are in one file: set configMapRef or secretRef, and not both",
-    ),
-    (
-        "{endpointPicker: {flowControl: {enabled: true, fairnessHeader: x-team}},"
-        " gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
-        "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
-    ),
+    *REFUSED_FLOW_CONTROL,
     ("model: {uri: s3://bucket/model}", "no model URI: write hf://org/name"),
     ("model: {uri: hf://name}", "write hf://org/name or hf://org/name@revision"),
     ("model: {uri: hf://org/name@}", "write hf://org/name or hf://org/name@revision"),
@@ -333,6 +309,10 @@ HOSTILE_STRINGS = [
                 "{model: {uri: hf://o/n}, engine: {type: vllm, adapters: [{name: WORD, uri: hf://o/a}]}}",
                 "spec.engine.adapters[0].name",
             ),
+            (
+                "endpointPicker: {flowControl: {enabled: true, fairnessHeader: WORD}}",
+                "spec.endpointPicker.flowControl.fairnessHeader",
+            ),
             ("engine: {dtype: WORD}", "spec.engine.dtype"),
             ("engine: {quantization: WORD}", "spec.engine.quantization"),
             ("engine: {kvCacheDtype: WORD}", "spec.engine.kvCacheDtype"),
@@ -420,13 +400,8 @@ ACCEPTED_POOLS = [
     "{model: {uri: 'hf://o/n@v1.0', name: 'm:8b'}, engine: {type: vllm}}",
     "template: {metadata: {labels: {a: b}, annotations: {kubectl.kubernetes.io/default-container: runtime}},"
     " spec: {containers: [{name: runtime, env: []}], hostIPC: true}}",
-    "endpointPicker: {flowControl: {}}",
-    "{endpointPicker: {flowControl: {enabled: true, waitSeconds: 0.5, maxRequests: 9, maxBytes: 9, ttlSeconds: 3600.0,"
-    " quotas: {secretRef: {name: a}}}}, gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
-    "endpointPicker: {flowControl: {enabled: true, endpointRequests: 5, fairnessHeader: x-team}}",
-    "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 300.0, maxRequests: 9, maxBytes: 9}}",
-    "endpointPicker: {flowControl: {fairnessHeader: x-team, quotas: {configMapRef: {name: a, key: b.json}}}}",
     "replicas: 0",
+    *ACCEPTED_FLOW_CONTROL,
 ]
 ACCEPTED_MODELS = [
     "",

@@ -1,0 +1,38 @@
+"""Pools that ask for flow control: what of them is refused, in which words, and what is taken."""
+
+REFUSED_FLOW_CONTROL = [
+    (
+        "endpointPicker: {flowControl: {enabled: true, waitSeconds: 1.0, endpointRequests: 3}}",
+        "a pod is full by its predicted work or by its requests: remove waitSeconds or endpointRequests",
+    ),
+    ("endpointPicker: {flowControl: {waitSeconds: 1.0}}", "set enabled, or remove waitSeconds"),
+    ("endpointPicker: {flowControl: {endpointRequests: 3}}", "set enabled, or remove endpointRequests"),
+    (
+        "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 9.0, ttlSeconds: 60.0}}",
+        "ttlSeconds says how long a request waits for room, and none does: set enabled, or remove ttlSeconds",
+    ),
+    ("endpointPicker: {flowControl: {maxRequests: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxRequests"),
+    ("endpointPicker: {flowControl: {maxBytes: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxBytes"),
+    (
+        "endpointPicker: {flowControl: {fairnessHeader: x-team}}",
+        "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
+    ),
+    ("endpointPicker: {flowControl: {quotas: {}}}", "set configMapRef or secretRef, and not both"),
+    (
+        "endpointPicker: {flowControl: {quotas: {configMapRef: {name: a}, secretRef: {name: b}}}}",
+        "quotas are in one file: set configMapRef or secretRef, and not both",
+    ),
+    (
+        "{endpointPicker: {flowControl: {enabled: true, fairnessHeader: x-team}},"
+        " gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
+        "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
+    ),
+]
+ACCEPTED_FLOW_CONTROL = [
+    "endpointPicker: {flowControl: {}}",
+    "{endpointPicker: {flowControl: {enabled: true, waitSeconds: 0.5, maxRequests: 9, maxBytes: 9, ttlSeconds: 3600.0,"
+    " quotas: {secretRef: {name: a}}}}, gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
+    "endpointPicker: {flowControl: {enabled: true, endpointRequests: 5, fairnessHeader: x-team}}",
+    "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 300.0, maxRequests: 9, maxBytes: 9}}",
+    "endpointPicker: {flowControl: {fairnessHeader: x-team, quotas: {configMapRef: {name: a, key: b.json}}}}",
+]
