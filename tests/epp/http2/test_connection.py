@@ -145,6 +145,18 @@ def test_what_has_no_room_waits_and_others_go_first() -> None:
     assert sent(connection).endswith(grpc.WELL + frames.rst_stream(1, Code.NO_ERROR))
 
 
+def test_an_empty_piece_is_sent_where_a_window_became_less_than_none() -> None:
+    connection = ours()
+    connection.receive(HELLO + headers(1, block()))
+    connection.send(1, grpc.BEGINNING, b"x" * frames.FIRST_WINDOW)
+    connection.receive(frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 1000}))
+    connection.take()
+    connection.send(1, grpc.BEGINNING, b"")
+    assert sent(connection) == frames.head(frames.DATA, 0, 1, 0)
+    connection.end(1, grpc.WELL)
+    assert connection.fault is None
+
+
 def test_what_a_window_costs_does_not_grow_with_the_streams_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     connection = ours()
     connection.receive(HELLO + frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 0}))
@@ -232,6 +244,11 @@ BROKEN: dict[str, tuple[bytes, Code]] = {
     "a window beyond numbers": (HELLO + frames.window_update(0, frames.MOST_WINDOW), Code.FLOW_CONTROL_ERROR),
     "data of nobody": (HELLO + data(1, b"x"), Code.PROTOCOL_ERROR),
     "a reset of nobody": (HELLO + frames.rst_stream(1, 8), Code.PROTOCOL_ERROR),
+    "fields of an ended stream": (HELLO + headers(1, block(), 5) + headers(1, block(), 5), Code.STREAM_CLOSED),
+    "fields behind a reset": (
+        HELLO + headers(1, block()) + frames.rst_stream(1, 8) + headers(1, block(), 5),
+        Code.STREAM_CLOSED,
+    ),
     "a flood of pings": (HELLO + frames.ping(b"12345678", ack=False) * 11_000, Code.ENHANCE_YOUR_CALM),
     "a flood of settings": (HELLO + SETTINGS * 11_000, Code.ENHANCE_YOUR_CALM),
     "a flood of nothing": (HELLO + headers(1, block()) + data(1, b"") * 11_000, Code.ENHANCE_YOUR_CALM),
@@ -292,6 +309,21 @@ def test_a_malformed_request_ends_its_stream_alone(name: str) -> None:
     assert isinstance(event, Requested)
     assert connection.receive(data(1, b"late")) == []
     assert connection.fault is None
+
+
+def test_what_a_peer_sends_behind_its_own_reset_was_not_on_its_way() -> None:
+    connection = ours()
+    connection.receive(HELLO + headers(1, block()) + headers(3, block()))
+    connection.end(1, grpc.WELL)
+    connection.end(3, grpc.WELL)
+    connection.take()
+    connection.receive(data(1, b"late") + headers(1, block(), 5))
+    assert sent(connection) == b"", "the peer did not know yet that we ended it"
+    connection.receive(frames.rst_stream(1, 8) + data(1, b"late"))
+    assert sent(connection) == frames.rst_stream(1, Code.STREAM_CLOSED)
+    connection.receive(frames.rst_stream(3, 8) + headers(3, block(), 5))
+    assert connection.fault is not None
+    assert connection.fault.code is Code.STREAM_CLOSED
 
 
 def test_more_streams_than_there_may_be_are_refused_and_may_be_tried_again() -> None:

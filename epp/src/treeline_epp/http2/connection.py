@@ -245,9 +245,9 @@ class Connection:
         events.append(Requested(stream, fields, ended))
 
     def _on_trailers(self, stream: int, known: _Stream, block: bytes, events: list[Event], *, ended: bool) -> None:
-        self._fields.trailers(block)
         if known.peer_ended:
             raise ConnectionFault(Code.STREAM_CLOSED, "fields of a stream that has ended")
+        self._fields.trailers(block)
         if not ended or (known.announced is not None and known.came != known.announced):
             raise Malformed("trailers that end nothing")
         known.peer_ended = True
@@ -271,6 +271,8 @@ class Connection:
             self._nothing()
         if self._forget(stream, broken=False):
             events.append(Ended(stream))
+        elif stream in self._closed:  # by us, before; behind its own reset, nothing of it can be on its way
+            self._closed[stream] = False
 
     def _on_settings(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
         if stream:

@@ -108,8 +108,9 @@ class Sending:
         queue = answer.queue
         self._blocked.pop(stream, None)
         while queue:
-            size = min(len(queue[0]), answer.room, self._room, self.frame_bytes)
-            if size <= 0 and len(queue[0]):
+            # A peer may have made a window smaller than what it holds already: there is less than no room then.
+            size = max(0, min(len(queue[0]), answer.room, self._room, self.frame_bytes))
+            if not size and len(queue[0]):
                 if answer.room > 0:
                     self._blocked[stream] = answer  # behind the others
                 return False
