@@ -15,8 +15,8 @@ die() { say "$*"; exit 1; }
 
 folder_of() { # NAME: changed sources are another folder
   local hash
-  hash=$(cd "$sources/$1" && find . -type f -not -path './target/*' -not -name Cargo.lock | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c1-10)
-  echo "$cache/http2-$1-$hash"
+  hash=$(cd "$sources/$1" && find . -type f -not -path './target/*' -not -name Cargo.lock | LC_ALL=C sort | xargs sha256sum | sha256sum)
+  echo "$cache/http2-$1-${hash:0:10}"
 }
 
 go_build() { # NAME PACKAGE FOLDER
@@ -41,7 +41,7 @@ build() { # NAME FOLDER
     rust) rust_build rust "$work" ;;
   esac || die "building $1 failed (see above)"
   chmod 755 "$work"
-  mv -T "$work" "$2"
+  mv -T "$work" "$2" 2>/dev/null || [ -d "$2" ] || die "$2 cannot be written" # somebody else may have built it meanwhile
   say "built $1 in $((SECONDS - start)) s: $2"
 }
 

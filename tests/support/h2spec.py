@@ -19,7 +19,7 @@ from typing import Final
 
 from treeline_bench.context import ROOT
 
-from support.http2_clients import pickers, program
+from support.http2_clients import built, pickers
 
 _TIMEOUT_S: Final = 5
 _PATH: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -114,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, help="a folder for h2spec.md")
     options = parser.parse_args()
-    h2spec = program("h2spec", build=True)
+    h2spec = built("h2spec")
     cases = asyncio.run(examined(h2spec))
     text = page(cases, _version(), datetime.datetime.now(datetime.UTC).date())
     if options.out is not None:

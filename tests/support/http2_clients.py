@@ -11,7 +11,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,12 +33,19 @@ class Missing(Exception):
     """A program is not built; the message says how to."""
 
 
-def program(name: str, *, build: bool = False) -> Path:
-    """A program of tests/http2_clients, which is built first where `build` says so. Raises Missing."""
-    words = [str(BUILD), *([] if build else ["--check"]), name]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=None if build else subprocess.PIPE, text=True)
+def program(name: str) -> Path:
+    """A program of tests/http2_clients. Raises Missing."""
+    done = subprocess.run([str(BUILD), "--check", name], capture_output=True, text=True)
     if done.returncode:
-        raise Missing((done.stderr or "").strip() or f"{name} cannot be built")
+        raise Missing(done.stderr.strip())
+    return Path(done.stdout.strip())
+
+
+def built(name: str) -> Path:
+    """The same, and it is built if need be. Ends the process where that fails, which the script tells of."""
+    done = subprocess.run([str(BUILD), name], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
     return Path(done.stdout.strip())
 
 
@@ -133,12 +140,12 @@ async def tried(client: Path, asked: Pickers, flags: Sequence[str], tell: Callab
     return status
 
 
-async def _all(clients: Sequence[str], flags: Sequence[str]) -> int:
+async def _all(clients: Mapping[str, Path], flags: Sequence[str]) -> int:
     found = 0
     with tempfile.TemporaryDirectory() as folder:
-        async with pickers(Path(folder)) as running:
-            for name in clients:
-                found |= await tried(program(name, build=True), running, flags, _line(name))
+        async with pickers(Path(folder)) as asked:
+            for name, client in clients.items():
+                found |= await tried(client, asked, flags, _line(name))
     return found
 
 
@@ -155,7 +162,8 @@ def main() -> int:
     parser.add_argument("--client", choices=CLIENTS, help="that one alone")
     parser.add_argument("--only", default="", help="checks: picks,body,cancel,tls,keepalive,goaway")
     options = parser.parse_args()
-    return asyncio.run(_all([options.client] if options.client else CLIENTS, ["--only", options.only]))
+    clients = {name: built(name) for name in ([options.client] if options.client else CLIENTS)}
+    return asyncio.run(_all(clients, ["--only", options.only]))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ func prompt(number, size int) []byte {
 }
 
 // many makes `count` picks, `width` at a time.
-func many(ctx context.Context, s Settings, conn *grpc.ClientConn, mode modes.ProcessingMode_BodySendMode, count, width int) error {
+func many(
+	ctx context.Context, s Settings, conn *grpc.ClientConn, mode modes.ProcessingMode_BodySendMode, count, width int,
+) error {
 	var next atomic.Int64
 	var workers sync.WaitGroup
 	faults := make([]error, width)
@@ -85,7 +87,8 @@ func body(ctx context.Context, s Settings) (string, error) {
 	return fmt.Sprintf("%d bytes in pieces of %d went and came back whole", len(sent), pieceBytes), nil
 }
 
-// cancelled gives up streams at which the picker waits for the rest of a body, with or without an answer to their headers.
+// cancelled gives up streams at which the picker waits for the rest of a body, half of them after an answer to their
+// headers.
 func cancelled(ctx context.Context, s Settings) (string, error) {
 	conn, err := dial(s.target)
 	if err != nil {

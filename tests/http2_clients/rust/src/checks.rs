@@ -80,7 +80,7 @@ async fn body(settings: &Settings) -> Result<String, Fault> {
     Ok(format!("{} bytes in pieces of {PIECE_BYTES} went and came back whole", sent.len()))
 }
 
-/// Gives up streams at which the picker waits for the rest of a body, with or without an answer to their headers.
+/// Gives up streams at which the picker waits for the rest of a body, half of them after an answer to their headers.
 async fn cancelled(settings: &Settings) -> Result<String, Fault> {
     let channel = endpoint(settings)?.connect().await?;
     for number in 0..100 {
