@@ -29,9 +29,9 @@ ROOMS = {
 }
 """Image → the packages of ours that run in it."""
 
-ELSEWHERE = {"operator": {"envoy"}, "runtime": {"flashinfer", "triton"}}
-"""What is imported by a module that the image has and does not run: Envoy's launcher is the edge's; what is for CUDA is
-not run where it is not installed."""
+ELSEWHERE = {"operator": {"envoy", "opentelemetry"}, "runtime": {"flashinfer", "triton"}}
+"""What is imported by a module that the image has and does not run: Envoy's launcher is the edge's, and spans are made
+by the picker and the runtime; what is for CUDA is not run where it is not installed."""
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:

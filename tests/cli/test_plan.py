@@ -2,8 +2,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from treeline.up.command import _options
+from treeline.up.command import _options, envoy_config
 from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan
+from treeline_operator.envoy import Tracing
 
 
 def children(**options):
@@ -108,3 +109,31 @@ def test_a_folder_of_keys_that_is_not_there_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         _options(["--model", "m", "--api-keys", str(tmp_path / "nowhere")])
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_one_flag_has_all_three_trace_to_the_collector_of_the_variables(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4400")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")
+    options, _ = _options(["--model", "m", "--tracing"])
+    assert options.tracing == Tracing("127.0.0.1", 4400, 1.0)
+    assert envoy_config(options).tracing == options.tracing
+    started = plan(options, Path("envoy"), Path("envoy.json"))
+    assert [child.name for child in started if "--tracing" in child.argv] == ["runtime-0", "runtime-1", "picker"]
+    off, _ = _options(["--model", "m"])
+    assert envoy_config(off).tracing is None
+    assert not any("--tracing" in child.argv for child in plan(off, Path("envoy"), Path("envoy.json")))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "https://collector:4317", "use http://HOST:4317"),
+        ("OTEL_TRACES_EXPORTER", "console", "Envoy sends to a collector alone"),
+        ("OTEL_TRACES_SAMPLER", "jaeger_remote", "there are always_on"),
+    ],
+)
+def test_variables_that_envoy_cannot_follow_are_refused(monkeypatch, capsys, variable, value, said):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit):
+        _options(["--model", "m", "--tracing"])
+    assert said in capsys.readouterr().err

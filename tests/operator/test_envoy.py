@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.envoy import self_signed, validate
-from treeline_operator.envoy import EnvoyConfig, Limits, Tls, bootstrap, bootstrap_json, command, tls_json
+from treeline_operator.envoy import EnvoyConfig, Limits, Tls, Tracing, bootstrap, bootstrap_json, command, tls_json
 from treeline_operator.envoy.keys import (
     FILTER,
     TYPE_URL,
@@ -56,8 +56,9 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
         ),
         EnvoyConfig(request_body_mode="STREAMED", response_body_mode="BUFFERED"),
         EnvoyConfig(request_body_mode="NONE", access_log=None),
+        EnvoyConfig(tracing=Tracing("collector.observability.svc")),
     ],
-    ids=["default", "ipv6", "dns", "everything", "duplex", "streamed", "none"],
+    ids=["default", "ipv6", "dns", "everything", "duplex", "streamed", "none", "traced"],
 )
 def test_the_real_envoy_accepts_it(config: EnvoyConfig, tmp_path: Path) -> None:
     assert validate(config, tmp_path) == ""
@@ -304,3 +305,14 @@ def test_the_command_line_bounds_the_drain() -> None:
 def test_a_limit_that_would_let_nobody_in_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Limits(**{name: 0})
+
+
+def test_spans_are_sent_only_where_a_collector_is_named_and_request_ids_stay_as_they_are() -> None:
+    assert "collector" not in bootstrap_json(EnvoyConfig())
+    assert manager(EnvoyConfig()).keys().isdisjoint({"tracing", "request_id_extension"})
+    traced = manager(EnvoyConfig(tracing=Tracing("::1", 4400, 0.25)))
+    assert traced["tracing"]["random_sampling"] == {"value": 25.0}
+    assert traced["request_id_extension"]["typed_config"]["pack_trace_reason"] is False
+    collector = cluster(EnvoyConfig(tracing=Tracing("::1", 4400)), "collector")
+    (lb,) = collector["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    assert lb["endpoint"]["address"]["socket_address"] == {"address": "::1", "port_value": 4400}

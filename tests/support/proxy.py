@@ -43,13 +43,14 @@ class Proxy:
         *,
         model: str = "tiny",
         headers: Mapping[str, str] = {},
+        metadata: Mapping[str, str] = {},
         response: int = DUPLEX,
         observed: bool = False,
         path: str = "/v1/chat/completions",
     ) -> list[pb.ProcessingResponse]:
-        """A request up to its decision; the stream stays open, as `last`."""
+        """A request up to its decision; the stream stays open, as `last`. `metadata`: of the call."""
         self.count += 1
-        self.last = ExtProcSession(self.router, SessionLimits(1 << 20))
+        self.last = ExtProcSession(self.router, SessionLimits(1 << 20), metadata)
         head = pb.ProcessingRequest(observability_mode=observed)
         head.protocol_config.request_body_mode = _MODE.BUFFERED
         head.protocol_config.response_body_mode = response

@@ -65,7 +65,10 @@ class Health:
 
     def methods(self) -> Methods:
         """The same service for a server of our own."""
-        return {f"/{_SERVICE}/Check": lambda _: _Check(self), f"/{_SERVICE}/Watch": lambda push: _Watch(self, push)}
+        return {
+            f"/{_SERVICE}/Check": lambda _push, _fields: _Check(self),
+            f"/{_SERVICE}/Watch": lambda push, _fields: _Watch(self, push),
+        }
 
     @contextlib.contextmanager
     def watched(self, told: Callable[[], None]) -> Iterator[None]:

@@ -373,7 +373,7 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
 
 def _ext_proc(options: Options, service: ExtProcService, health: Health) -> ExtProcServer:
     if options.transport == "http2":
-        methods: Methods = {f"/{SERVICE}/Process": lambda _: service.open()}
+        methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: service.open(fields)}
         if options.health_checking:
             methods |= health.methods()
         most = most_message_bytes(options.max_body_bytes)

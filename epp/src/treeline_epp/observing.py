@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from treeline_wire.tracing_env import TracingError
+
 from treeline_epp.compat.families import Families
 from treeline_epp.compat.metric_names import GIE, LLMD
 from treeline_epp.metrics import Metrics
@@ -79,12 +81,14 @@ def _usage_log(options: Options) -> UsageLog | None:
 
 def _tracing() -> Tracing | None:
     try:
+        from treeline_wire import tracing as sdk
+
         from treeline_epp import tracing
     except ImportError as error:  # both have files of one name: whichever was installed last counts
         why = "xds-protos disturbed it: pip install --force-reinstall --no-deps opentelemetry-proto"
         raise ObservingError(f"--tracing: {error}; {why}") from error
     try:
-        spans = tracing.exporter()
-    except tracing.TracingError as error:
+        spans = sdk.exporter()
+        return None if spans is None else tracing.Tracing(sdk.provider(spans, tracing.SERVICE))
+    except TracingError as error:
         raise ObservingError(f"--tracing: {error}") from error
-    return None if spans is None else tracing.Tracing(tracing.provider(spans))

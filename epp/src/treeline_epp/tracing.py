@@ -1,7 +1,8 @@
 """OpenTelemetry traces: a request's way through the picker, between the client's span and the engine's.
 
-The client's context comes in `traceparent` (W3C). Its child `gateway.request` lasts as long as the picker sees the
-request, and goes on to the engine in the same header; `gateway.request_orchestration` within it is the choice: names of
+The client's context comes in `traceparent` (W3C), and that of a proxy which traces itself with the call
+(`extproc.session`). Its child `gateway.request` lasts as long as the picker sees the request, and goes on to the engine
+in the same header; `gateway.request_orchestration` within it is the choice: names of
 GIE's picker. Attributes are those of OpenTelemetry's GenAI conventions where they have one; no prompt and no answer is
 among them. What is sampled is the client's say; without one a tenth is, as in GIE (`OTEL_TRACES_SAMPLER`).
 
@@ -10,81 +11,26 @@ Imported only with `--tracing`: the SDK costs some 15 MB.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import threading
 from collections.abc import Mapping
 from typing import Final
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.environment_variables import (
-    OTEL_RESOURCE_ATTRIBUTES,
-    OTEL_SERVICE_NAME,
-    OTEL_TRACES_SAMPLER,
-)
-from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
-from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from treeline_wire import headers as names
+from treeline_wire import tracing
+from treeline_wire.tracing_env import operation_of
 
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.requests.exchange import Exchange, Observer
 
+SERVICE: Final = "treeline-epp"
+"""`service.name`, unless the variables have another."""
 REQUEST, CHOICE = "gateway.request", "gateway.request_orchestration"
-_RATIO = 0.1
 _STOP_S = 5.0
 _LONGEST = 256
-_OPERATIONS: Final = (
-    ("/chat/completions", "chat"),
-    ("/responses", "chat"),
-    ("/messages", "chat"),
-    ("/completions", "text_completion"),
-    ("/generate", "text_completion"),
-    ("/embeddings", "embeddings"),
-)
-"""`gen_ai.operation.name` by how a path ends; the first counts."""
-for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.trace.span"):
-    logging.getLogger(_name).setLevel(logging.ERROR)  # they warn of what clients send, in clients' words
-
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-
-class TracingError(Exception):
-    """The variables ask for what there is not; the message says what to do."""
-
-
-def exporter() -> SpanExporter | None:
-    """Where spans go, by `OTEL_TRACES_EXPORTER`; None for nowhere. Raises TracingError."""
-    name = os.environ.get("OTEL_TRACES_EXPORTER", "") or "otlp"
-    if name == "none":
-        return None
-    if name == "console":
-        return ConsoleSpanExporter()
-    if name != "otlp":
-        raise TracingError(f"OTEL_TRACES_EXPORTER={name}: there are otlp, console and none")
-    for variable in _PROTOCOLS:
-        protocol = os.environ.get(variable, "")
-        if protocol not in ("", "grpc"):
-            raise TracingError(f"{variable}={protocol}: there is grpc alone; send to a collector's port for it (4317)")
-    return OTLPSpanExporter()
-
-
-def provider(spans: SpanExporter) -> TracerProvider:
-    """With the resource and the sampler that the variables ask for."""
-    sampler: Sampler | None = None  # the SDK reads it from the environment
-    if not os.environ.get(OTEL_TRACES_SAMPLER):
-        sampler = ParentBased(TraceIdRatioBased(_RATIO))
-    said = os.environ.get(OTEL_SERVICE_NAME) or "service.name=" in os.environ.get(OTEL_RESOURCE_ATTRIBUTES, "")
-    resource = Resource.create(None if said else {SERVICE_NAME: "treeline-epp"})
-    made = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
-    made.add_span_processor(BatchSpanProcessor(spans))
-    return made
 
 
 class Tracing(Observer):
@@ -98,10 +44,7 @@ class Tracing(Observer):
 
     async def stop(self) -> None:
         """Send what there is, for a few seconds at most."""
-        # Not by the loop's own threads: the process would wait for them, however long a collector says nothing.
-        stopping = threading.Thread(target=self._provider.shutdown, daemon=True)
-        stopping.start()
-        await asyncio.to_thread(stopping.join, _STOP_S)
+        await tracing.stop(self._provider, _STOP_S)
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """The request's span begins; where it is recorded, the engine is told."""
@@ -149,10 +92,8 @@ class Tracing(Observer):
 
 
 def _of_request(exchange: Exchange) -> dict[str, AttributeValue]:
-    path = exchange.path.rstrip("/")
-    operation = next((name for suffix, name in _OPERATIONS if path.endswith(suffix)), "")
     found = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": operation_of(exchange.path),
         "gen_ai.request.model": exchange.model,
         "url.path": exchange.path,
         "http.request.header.x-request-id": exchange.id,

@@ -37,7 +37,7 @@ LEAST_BYTES_IN_FLIGHT = 1 << 20
 
 GROUPS = {
     "serving": "serving",
-    "surfaces": "metrics and administration, each on a port of its own",
+    "surfaces": "metrics, traces and administration",
     "engine": "engine and memory",
     "scheduling": "scheduling",
     "publishing": "KV events and load, for a prefix-aware router",
@@ -203,6 +203,11 @@ class ServerArgs(SchedulerConfig):
         "open to everyone",
         help="the same with the key itself, which everyone on the machine sees in the list of processes; better is "
         "the file, or TREELINE_ADMIN_KEY in the environment",
+    )
+    tracing: bool = setting(
+        False,
+        group="surfaces",
+        help="OpenTelemetry traces of requests, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
     )
     profile_dir: str | None = setting(
         None,

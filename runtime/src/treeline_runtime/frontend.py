@@ -18,13 +18,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
 import zmq
 from treeline_wire.chat import TemplateError
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
+from treeline_wire.tracing_env import TracingError
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
@@ -50,6 +51,9 @@ from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
 from treeline_runtime.server.timeouts import HttpProtocol
 from treeline_runtime.tokenizer_manager import TokenizerManager
+
+if TYPE_CHECKING:
+    from treeline_runtime.server.tracing import Tracing
 
 KEEP_ALIVE_S = 3700
 """Longer than proxies keep idle connections (Envoy: an hour), so that it is never we who close one under a request."""
@@ -129,7 +133,8 @@ class Frontend:
         to_workers: Sequence[Outbox] = (),
         report: Callable[[Observed], object] | None = None,
     ) -> None:
-        """`to_publisher` and `to_workers`: of the first HTTP process. `report`: of workers, see `EngineHealth`."""
+        """`to_publisher` and `to_workers`: of the first HTTP process. `report`: of workers, see `EngineHealth`. Raises
+        ServeError."""
         self._args = args = spec.args
         name = served_name(args)
         self.to_scheduler = Outbox(context, spec.addresses.scheduler)
@@ -157,6 +162,7 @@ class Frontend:
             pool=self.pool,
             uses_priority=args.uses_priority,
             hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
+            tracing=_tracing(name) if args.tracing else None,
         )
         info = ServerInfo(
             args=args,
@@ -199,6 +205,21 @@ class Frontend:
     async def close(self) -> None:
         self.service.prompts.close()
         await self.pool.stop()
+        if self.service.tracing is not None:
+            await self.service.tracing.stop(FAREWELL_S)
+
+
+def _tracing(model_name: str) -> Tracing | None:
+    """Raises ServeError."""
+    from treeline_wire import tracing as sdk
+
+    from treeline_runtime.server import tracing
+
+    try:
+        spans = sdk.exporter()
+        return None if spans is None else tracing.Tracing(sdk.provider(spans, tracing.SERVICE), model_name)
+    except TracingError as error:
+        raise ServeError(f"--tracing: {error}") from None
 
 
 class HttpServer(uvicorn.Server):

@@ -260,6 +260,8 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     completion_tokens: int = 0
     """So far, these included."""
     retractions: int = 0
+    queued_s: float = 0.0
+    """What the request waited for its turn, in its first message."""
     output_token_logprobs: list[TokenLogprob] | None = None
     """One per entry of `token_ids`, when asked for."""
     output_top_logprobs: list[list[TokenLogprob]] | None = None
@@ -314,6 +316,8 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     cached_tokens: int = 0
     completion_tokens: int = 0
     retractions: int = 0
+    queued_s: float = 0.0
+    """As in TokenOut."""
     logprobs: list[msgspec.Raw] = []
     """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
     vector: bytes | None = None

@@ -97,6 +97,8 @@ class InflightRequest:
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
         self.on_close: Callable[[], None] | None = None
         """Called once, when this is closed."""
+        self.on_output: Callable[[int, TextOut], None] | None = None
+        """Called with each output as it comes, and the index of its generation."""
         self._open = len(ids)
         self._woken = asyncio.Event()
         self._whole = False
@@ -136,6 +138,8 @@ class InflightRequest:
             self.on_close = None
 
     def _deliver(self, generation: _Generation, out: TextOut) -> None:
+        if self.on_output is not None:
+            self.on_output(generation.index, out)
         generation.pending.append(out)
         if len(generation.pending) == MERGED_AT_ONCE:
             generation.pending = [merge(generation.pending)]
@@ -198,6 +202,7 @@ class TokenizerManager:
         on_close: Callable[[], None] | None = None,
         *,
         tenant: str | None = None,
+        on_output: Callable[[int, TextOut], None] | None = None,
     ) -> InflightRequest:
         """Starts the requests, whose `rid` is the client's; `abort` takes these and `name`, which stands for all. They
         may be many and long: others get their turn between them.
@@ -206,6 +211,7 @@ class TokenizerManager:
         this raises. Raises DuplicateRid when the tenant has one of the names in flight.
         """
         inflight = self._register(requests, name, tenant)
+        inflight.on_output = on_output
         try:
             tokens = 0
             for id, request in zip(inflight.ids, requests, strict=True):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 from treeline_epp.extproc.http2_server import Awaited, Http2Server, Push
+from treeline_epp.http2.fields import Fields
 
 METHOD = "/test.Held/Process"
 
@@ -54,7 +55,7 @@ class Held:
 async def calling() -> AsyncIterator[tuple[grpc.aio.StreamStreamCall, Gate, asyncio.Event, Http2Server]]:
     gate, closed = Gate(), asyncio.Event()
 
-    def opened(_: Push) -> Held:
+    def opened(_push: Push, _fields: Fields) -> Held:
         return Held(gate, closed)
 
     server = Http2Server({METHOD: opened}, 1 << 20)

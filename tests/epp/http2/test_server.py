@@ -14,6 +14,7 @@ from treeline_epp.extproc import http2_server
 from treeline_epp.extproc.http2_server import Http2Server, Push
 from treeline_epp.extproc.tls import Certificate, self_signed
 from treeline_epp.http2 import frames
+from treeline_epp.http2.fields import Fields
 from treeline_epp.http2.limits import Limits
 
 MOST = 4 << 20
@@ -28,7 +29,7 @@ class Echo:
     open = 0
     closed: asyncio.Event
 
-    def __init__(self, _: Push) -> None:
+    def __init__(self, _push: Push, _fields: Fields) -> None:
         self.ended = False
         Echo.open += 1
         Echo.closed = asyncio.Event()

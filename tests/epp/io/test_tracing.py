@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from support.epp_io import data_plane, engines, running_picker
 from support.epp_kube import asked
 from support.proxy import NONE, Proxy
-from treeline_epp import tracing
 from treeline_epp.main import main
 from treeline_epp.requests.exchange import Exchange, Observers
-from treeline_epp.tracing import CHOICE, REQUEST, Tracing, TracingError, exporter, provider
+from treeline_epp.tracing import CHOICE, REQUEST, SERVICE, Tracing
 from treeline_wire import headers as names
+from treeline_wire import tracing as sdk
+from treeline_wire.tracing import provider
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{CLIENT}-01", f"00-{TRACE}-{CLIENT}-00"
@@ -38,7 +37,7 @@ class Traced:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")
         self.memory = InMemorySpanExporter()
-        self.provider: TracerProvider = provider(self.memory)
+        self.provider: TracerProvider = provider(self.memory, SERVICE)
         self.tracing = Tracing(self.provider)
         self.proxy = Proxy([self.tracing])
 
@@ -115,11 +114,20 @@ def test_without_a_context_that_can_be_read_a_trace_begins(traced: Traced, heade
     assert int(sent[names.TRACEPARENT].removeprefix(begun), 16) & 1, "sampled"
 
 
+def test_what_a_proxy_tells_of_its_own_span_with_the_call_is_the_parent(traced: Traced) -> None:
+    own = f"00-{TRACE}-{'b' * 16}-01"
+    traced.sent(headers={names.TRACEPARENT: SAMPLED}, metadata={names.TRACEPARENT: own, "te": "trailers"})
+    traced.proxy.close()
+    parent = traced.spans()[REQUEST].parent
+    assert parent is not None
+    assert f"{parent.span_id:016x}" == "b" * 16
+
+
 def test_a_trace_that_is_not_sampled_here_is_not_sampled_by_engines(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    traced.proxy.router.observers = Observers([Tracing(provider(traced.memory))])
+    traced.proxy.router.observers = Observers([Tracing(provider(traced.memory, SERVICE))])
     sent = traced.sent()
     traced.proxy.close()
     assert not int(sent[names.TRACEPARENT][-2:], 16) & 1
@@ -153,30 +161,10 @@ def test_streams_that_end_early_leave_no_span_open_and_no_text_of_a_prompt_is_in
     assert statuses.count(False) == 1
 
 
-async def test_a_collector_that_says_nothing_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_STOP_S", 0.05)
-    released = threading.Event()
-
-    class Silent(InMemorySpanExporter):
-        def export(self, spans: Any) -> Any:
-            released.wait(10)
-            return super().export(spans)
-
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
-    silent = Tracing(provider(Silent()))
-    proxy = Proxy([silent])
-    proxy.open()
-    proxy.close()
-    began = time.monotonic()
-    await silent.stop()
-    assert time.monotonic() - began < 5
-    released.set()
-
-
 @pytest.mark.integration
 async def test_a_trace_joins_client_envoy_picker_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = InMemorySpanExporter()
-    monkeypatch.setattr(tracing, "exporter", lambda: memory)
+    monkeypatch.setattr(sdk, "exporter", lambda: memory)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, "--tracing") as plane:
         answer = await plane.complete(headers={names.TRACEPARENT: SAMPLED})
         assert answer.status_code == 200
@@ -204,33 +192,19 @@ async def test_without_the_flag_headers_go_on_as_they_came() -> None:
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "there is grpc alone"),
     ],
 )
-def test_variables_that_ask_for_what_there_is_not_are_told(
+def test_variables_that_ask_for_what_there_is_not_keep_the_picker_from_starting(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, value: str, told: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(TracingError, match=told):
-        exporter()
     assert main(["--endpoint", "a=127.0.0.1:1", "--tracing"]) == 1
     assert told in capfd.readouterr().err
-
-
-def test_the_variables_of_opentelemetry_are_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "TraceIdRatioBased{0.1}" in provider(InMemorySpanExporter()).sampler.get_description()
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "traceidratio")
-    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine,zone=a")
-    made = provider(InMemorySpanExporter())
-    assert made.sampler.get_description() == "TraceIdRatioBased{0.5}"
-    assert (made.resource.attributes["service.name"], made.resource.attributes["zone"]) == ("mine", "a")
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
-    assert exporter() is None
 
 
 def test_packages_that_disturb_each_other_are_told_of(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr("treeline_epp.tracing")
-    monkeypatch.setitem(sys.modules, "treeline_epp.tracing", None)
+    monkeypatch.delattr("treeline_wire.tracing")
+    monkeypatch.setitem(sys.modules, "treeline_wire.tracing", None)
     assert main(["--endpoint", "a=127.0.0.1:9", "--tracing"])
     assert "--force-reinstall --no-deps opentelemetry-proto" in capsys.readouterr().err
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from rich.console import Console
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
-from treeline_operator.envoy import EnvoyConfig, bootstrap_json
+from treeline_operator.envoy import EnvoyConfig, Tracing, bootstrap_json
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
+from treeline_wire import tracing_env
 from treeline_wire.command_line import Parser
+from treeline_wire.tracing_env import TracingError
 
 from treeline.envoy import EnvoyNotFound, envoy_binary
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
@@ -80,14 +82,25 @@ def parser() -> argparse.ArgumentParser:
         default=defaults.expose_routing,
         help="show clients which runtime served them and how much of the prompt was cached (default: %(default)s)",
     )
+    _add_insights(up, defaults)
+    return up
+
+
+def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
+    """What one wants to see of it."""
     up.add_argument(
         "--debug-endpoints",
         action="store_true",
         help="serve /debug/radix and /debug/tree on the admin ports (they show prompts)",
     )
+    up.add_argument(
+        "--tracing",
+        action="store_true",
+        help="OpenTelemetry traces of requests through Envoy, picker and runtimes, sent over OTLP/gRPC as the "
+        f"variables OTEL_… say (default: a tenth of the requests, to http://localhost:{tracing_env.PORT})",
+    )
     up.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     up.add_argument("--log-dir", type=Path, help="keep the children's logs here (default: a temporary folder)")
-    return up
 
 
 def _add_ports(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
@@ -145,8 +158,23 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
         args["api_keys"] = _api_keys(args["api_keys"])
     except ValueError as error:
         up.error(f"--api-keys: {error}")
+    try:
+        args["tracing"] = _tracing() if args["tracing"] else None
+    except TracingError as error:
+        up.error(f"--tracing: {error}")
     threads = args.pop("threads") or max(1, (os.cpu_count() or 1) // args["replicas"])
     return UpOptions(model=model, threads=threads, runtime_args=runtime_args, **args), log_dir
+
+
+def _tracing() -> Tracing | None:
+    """Where Envoy is to send its spans, as the variables say it to everybody. Raises TracingError."""
+    name = tracing_env.exporter_name()
+    if name == "none":
+        return None
+    if name != "otlp":
+        raise TracingError(f"{tracing_env.EXPORTER}={name}: Envoy sends to a collector alone (otlp)")
+    host, port = tracing_env.collector(tracing_env.endpoint())
+    return Tracing(host, port, tracing_env.ratio())
 
 
 _CLIENT = re.compile(r"[-._A-Za-z0-9]{1,253}")
@@ -181,6 +209,7 @@ def envoy_config(options: UpOptions) -> EnvoyConfig:
         isolation=options.isolation,
         expose_cached_tokens=options.expose_routing,
         add_endpoint_header=options.expose_routing,
+        tracing=options.tracing,
     )
 
 

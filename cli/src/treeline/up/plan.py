@@ -41,6 +41,8 @@ class UpOptions:
     """Client → its key; empty means open."""
     isolation: envoy.Isolation = "PerKey"
     expose_routing: bool = True
+    tracing: envoy.Tracing | None = None
+    """Where Envoy sends its spans; picker and runtimes read the same from the variables `OTEL_…`. None: no traces."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def _runtime(options: UpOptions, index: int) -> ChildSpec:
     argv += _flags({"--model": options.model, "--host": LOOPBACK, **own_ports, **settings})
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
+    if options.tracing is not None:
+        argv += ["--tracing"]
     return ChildSpec(
         name=f"runtime-{index}",
         argv=(*argv, *options.runtime_args),
@@ -116,6 +120,8 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         argv += ["--enable-debug-endpoints"]
     if options.api_keys:
         argv += ["--trust-edge"]
+    if options.tracing is not None:
+        argv += ["--tracing"]
     return ChildSpec(
         name="picker",
         argv=tuple(argv),

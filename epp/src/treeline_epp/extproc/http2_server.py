@@ -84,8 +84,8 @@ class Certificate(Protocol):
 
 Push = Callable[[bytes], None]
 """Sends a message whenever there is one."""
-Methods = dict[str, Callable[[Push], Call]]
-"""`/package.Service/Method` → what serves a new call."""
+Methods = dict[str, Callable[[Push, Fields], Call]]
+"""`/package.Service/Method` → what serves a new call, which came with these header fields."""
 
 
 class _Running:
@@ -305,7 +305,8 @@ class _Peer(asyncio.Protocol):
         except CallError as error:
             self._connection.end(stream, grpc.only(error.status, str(error)))
             return
-        run = _Running(opened(lambda message: self._push(stream, message)), MessageReader(self._server.most_bytes))
+        call = opened(lambda message: self._push(stream, message), fields)
+        run = _Running(call, MessageReader(self._server.most_bytes))
         self._running[stream] = run
         if timeout is not None:
             run.timer = self._loop.call_later(timeout, self._too_late, stream)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -27,9 +27,9 @@ class ProcessCall:
     """One call: a session, counted while it is open. Close it in a `finally`: Envoy ends a call by half-closing it, by
     a reset, or by dying."""
 
-    def __init__(self, router: Router, limits: SessionLimits) -> None:
+    def __init__(self, router: Router, limits: SessionLimits, metadata: Mapping[str, str]) -> None:
         self._metrics = router.metrics
-        self._session = ExtProcSession(router, limits)
+        self._session = ExtProcSession(router, limits, metadata)
         self._metrics.streams.inc()
 
     @property
@@ -59,9 +59,9 @@ class ExtProcService:
         self._limits = limits
         router.metrics.observe(self._samples)
 
-    def open(self) -> ProcessCall:
-        """A call begins."""
-        return ProcessCall(self._router, self._limits)
+    def open(self, metadata: Mapping[str, str]) -> ProcessCall:
+        """A call begins, which came with this metadata."""
+        return ProcessCall(self._router, self._limits, metadata)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What to add to a server of grpc.aio."""
@@ -70,7 +70,7 @@ class ExtProcService:
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
     async def _process(self, _requests: Any, context: Any) -> None:
-        call = self.open()
+        call = self.open(dict(context.invocation_metadata()))
         try:
             while (data := await context.read()) is not grpc.aio.EOF:
                 answers = call.answers(data)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from treeline_wire import headers as names
 
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.convert import UnknownMessage, override_timeout, read, to_response
@@ -42,6 +43,8 @@ _NOT_TOLD = "fail: missing destination endpoint served metadata"
 """As the reference picker words it for the conformance tests."""
 MOST_SCORES = 64
 """Endpoints whose scores the proxy is told, where it wants them: metadata of a few kilobytes."""
+_NO_METADATA: Mapping[str, str] = {}
+_TRACE = (names.TRACEPARENT, names.TRACESTATE)
 _SLICE_PIECES = 4
 """Pieces of a large body that are looked at before others get a turn: a few milliseconds."""
 
@@ -65,9 +68,11 @@ class SessionLimits:
 class ExtProcSession:
     """One ext_proc stream, from its first message to its end. Close it in a `finally`."""
 
-    def __init__(self, router: Router, limits: SessionLimits) -> None:
+    def __init__(self, router: Router, limits: SessionLimits, metadata: Mapping[str, str] = _NO_METADATA) -> None:
+        """metadata: of the call."""
         self._router = router
         self._limits = limits
+        self._metadata = metadata
         self._client: str | None = None
         self._state: ExtProcState | None = None
         self._routed: RoutedRequest | None = None
@@ -187,6 +192,10 @@ class ExtProcSession:
     def _receive(self, state: ExtProcState, message: Message) -> list[Output]:
         """What the state machine says, unless a bound is reached. Raises `ExtProcError`."""
         clients, waiting = self._limits.clients, self._limits.waiting
+        if message.kind is Kind.REQUEST_HEADERS and names.TRACEPARENT in self._metadata:
+            # A proxy that traces says with the call what its own span is: later than what its client sent.
+            told = {name: self._metadata[name] for name in _TRACE if name in self._metadata}
+            message = msgspec.structs.replace(message, headers={**message.headers, **told})
         if message.kind is Kind.REQUEST_BODY and not self._share.take(len(message.data)):
             return state.refuse(self._refused(refusals.no_room(waiting.limit)))
         outputs = state.receive(message)

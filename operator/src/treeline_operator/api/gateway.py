@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints
+from treeline_wire import tracing_env
 
 from treeline_operator.api.engine import Image, Text
 from treeline_operator.api.flow_control import FlowControl
 from treeline_operator.api.parts import (
     DNS_NAME_PATTERN,
     NO_QUALIFIED_NAME,
+    PORT_PATTERN,
     QUALIFIED_NAME_PATTERN,
     SET,
     SHORT_NAME_PATTERN,
@@ -238,3 +240,29 @@ class Gateway(Part):
     def edge(self) -> Standalone:
         """The settings of our own Envoy, where it is used; the defaults if nothing is said of it."""
         return self.standalone or Standalone()
+
+
+COLLECTOR_PATTERN: Final = rf"^http://{DNS_NAME_PATTERN[1:-1]}(:{PORT_PATTERN})?$"
+
+
+class Tracing(Part):
+    """OpenTelemetry traces of requests."""
+
+    endpoint: Annotated[str, StringConstraints(pattern=COLLECTOR_PATTERN, max_length=253)]
+    """The collector, which takes OTLP over gRPC in plain text: http://HOST:4317."""
+    ratio: Annotated[StrictFloat, Field(ge=0, le=1)] = tracing_env.RATIO
+    """Of the requests that come without a trace, so many begin one; of the others their senders have decided."""
+
+    @property
+    def collector(self) -> tuple[str, int]:
+        """Host and port."""
+        return tracing_env.collector(self.endpoint)
+
+    @property
+    def environment(self) -> tuple[tuple[str, str], ...]:
+        """What tells a program of it that goes by OpenTelemetry's variables."""
+        return (
+            (tracing_env.ENDPOINT[1], self.endpoint),
+            (tracing_env.SAMPLER, "parentbased_traceidratio"),
+            (tracing_env.SAMPLER_ARG, f"{self.ratio:g}"),
+        )

@@ -30,6 +30,8 @@ SHORT_NAME_PATTERN: Final = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 """A name from which names of Services are made: it starts with a letter."""
 DNS_LABEL_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 DNS_NAME_PATTERN: Final = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+PORT_PATTERN: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
+"""1 to 65535, as part of a text."""
 
 SERVED_NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._:/@+-]*$"
 """A name by which a model is asked for. It stands in command lines, where `-` would begin a flag, `=` end the name of

@@ -9,7 +9,7 @@ from treeline_wire import labels
 from typing_extensions import TypedDict
 
 from treeline_operator.api.engine import Accelerator, Engine
-from treeline_operator.api.gateway import EndpointPicker, Gateway
+from treeline_operator.api.gateway import EndpointPicker, Gateway, Tracing
 from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain, Role, Rollout
 from treeline_operator.api.parts import (
     BY_TYPE,
@@ -211,6 +211,9 @@ class PoolSpec(Part):
     """How many pods may be missing while nodes are drained."""
     roles: Annotated[tuple[Role, ...], Field(max_length=3, json_schema_extra=LIST_MAP)] = ()
     """Roles of the pods; absent means that every pod does both."""
+    tracing: Tracing | None = None
+    """Traces of requests, by engines treeline and vllm, the picker and our own Envoy; absent means none. The latter two
+    send theirs to the collector of the oldest pool of the gateway that names one."""
 
     @property
     def downloads(self) -> bool:

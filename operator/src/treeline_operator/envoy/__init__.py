@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from treeline_operator.envoy.config import EnvoyConfig, Isolation, Limits, PickerTls, Tls
+    from treeline_operator.envoy.config import EnvoyConfig, Isolation, Limits, PickerTls, Tls, Tracing
     from treeline_operator.envoy.document import bootstrap, bootstrap_json
     from treeline_operator.envoy.tls import picker_tls_files, tls_json
 
@@ -21,6 +21,7 @@ __all__ = [
     "Limits",
     "PickerTls",
     "Tls",
+    "Tracing",
     "bootstrap",
     "bootstrap_json",
     "command",
@@ -34,6 +35,7 @@ _HOME: Final = {
     "Limits": "config",
     "PickerTls": "config",
     "Tls": "config",
+    "Tracing": "config",
     "bootstrap": "document",
     "bootstrap_json": "document",
     "picker_tls_files": "tls",

@@ -21,6 +21,7 @@ from treeline_wire import headers
 
 from treeline_operator.envoy.config import (
     ADMIN_CLUSTER,
+    COLLECTOR_CLUSTER,
     EDS_CLUSTER,
     EXT_PROC_CLUSTER,
     HEALTH_NAME,
@@ -124,19 +125,32 @@ def _picker_cluster(
     )
     return cluster_v3.Cluster(
         name=name,
-        type=cluster_v3.ClusterDiscoveryType.STATIC
-        if _is_ip(config.epp_host)
-        else cluster_v3.ClusterDiscoveryType.STRICT_DNS,
+        type=_by_name(config.epp_host),
         connect_timeout=timedelta(milliseconds=250),
         load_assignment=_one_host(name, endpoint),
         health_checks=[] if check is None else [check],
         common_lb_config=_balancing(),
         circuit_breakers=_circuit_breakers(),
         transport_socket=to_picker(config.picker_tls),
-        typed_extension_protocol_options=_http(
-            HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core_v3.Http2ProtocolOptions())
-        ),
+        typed_extension_protocol_options=_http2(),
     )
+
+
+def collector_cluster(config: EnvoyConfig) -> list[cluster_v3.Cluster]:
+    """Where spans go, if anywhere: OTLP over gRPC, in plain text."""
+    asked = config.tracing
+    if asked is None:
+        return []
+    endpoint = endpoint_v3.Endpoint(address=address(asked.host, asked.port))
+    cluster = cluster_v3.Cluster(
+        name=COLLECTOR_CLUSTER,
+        type=_by_name(asked.host),
+        dns_lookup_family=cluster_v3.ClusterDnsLookupFamily.ALL,  # `localhost` is two addresses, and it may have one
+        connect_timeout=timedelta(seconds=config.connect_timeout_s),
+        load_assignment=_one_host(COLLECTOR_CLUSTER, endpoint),
+        typed_extension_protocol_options=_http2(),
+    )
+    return [cluster]
 
 
 def _one_host(cluster: str, endpoint: endpoint_v3.Endpoint) -> endpoint_v3.ClusterLoadAssignment:
@@ -147,6 +161,10 @@ def _one_host(cluster: str, endpoint: endpoint_v3.Endpoint) -> endpoint_v3.Clust
 def _policy(name: str, message: betterproto2.Message) -> cluster_v3.LoadBalancingPolicy:
     typed = core_v3.TypedExtensionConfig(name=f"envoy.load_balancing_policies.{name}", typed_config=Any.pack(message))
     return cluster_v3.LoadBalancingPolicy(policies=[cluster_v3.LoadBalancingPolicyPolicy(typed_extension_config=typed)])
+
+
+def _http2() -> dict[str, Any]:
+    return _http(HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core_v3.Http2ProtocolOptions()))
 
 
 def _http(explicit: HttpProtocolOptionsExplicitHttpConfig, *, idle: timedelta | None = None) -> dict[str, Any]:
@@ -175,9 +193,9 @@ def _circuit_breakers() -> cluster_v3.CircuitBreakers:
     return cluster_v3.CircuitBreakers(thresholds=[limits])
 
 
-def _is_ip(host: str) -> bool:
+def _by_name(host: str) -> cluster_v3.ClusterDiscoveryType:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return cluster_v3.ClusterDiscoveryType.STRICT_DNS
+    return cluster_v3.ClusterDiscoveryType.STATIC

@@ -8,13 +8,14 @@ from datetime import timedelta
 from typing import Literal
 
 from envoy_data_plane.envoy.config.core import v3 as core_v3
-from treeline_wire import ports
+from treeline_wire import ports, tracing_env
 from treeline_wire.paths import INFERENCE
 
 PODS_CLUSTER = "pods"
 EXT_PROC_CLUSTER = "ext_proc"
 EDS_CLUSTER = "eds"
 ADMIN_CLUSTER = "admin"
+COLLECTOR_CLUSTER = "collector"
 CERTIFICATE = "certificate"
 """The name under which Envoy finds the listener's certificate in a discovery file."""
 HEALTH_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -88,6 +89,16 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Tracing:
+    """A collector of OpenTelemetry's traces, which speaks OTLP over gRPC without TLS; `ratio` of the requests that come
+    without a trace begin one."""
+
+    host: str
+    port: int = tracing_env.PORT
+    ratio: float = tracing_env.RATIO
+
+
+@dataclass(frozen=True)
 class EnvoyConfig:
     """What a data plane needs to know. The defaults are a loopback listener in front of a picker on this machine.
 
@@ -121,6 +132,8 @@ class EnvoyConfig:
     request_body_mode: BodyMode = "BUFFERED"
     response_body_mode: BodyMode = "NONE"
     access_log: str | None = "/dev/stdout"
+    tracing: Tracing | None = None
+    """Where spans are sent; None means that there are none."""
     message_timeout_s: float = 1.0
     connect_timeout_s: float = 1.0
     upstream_idle_timeout_s: float = 4.0

@@ -10,7 +10,8 @@ promises:
   asked.
 - The picker may be away: with `fail_open` requests are then spread evenly over the last known endpoints.
 - Which endpoints exist is learnt from the picker's EDS server; they stay in use while the picker is away.
-- No prompt text is ever logged: the access log has no body, no query string, and no header but the request id.
+- No prompt text is ever logged: the access log has no body, no query string, and no header but the request id; nor have
+  spans, but for the name of the client's program.
 - Only inference paths of the engines behind it are served; everything else is 404, and the picker is not asked.
 - No client holds memory for long or without bound: half-sent requests end after a time, and near the heap limit nothing
   more is taken in.
@@ -26,7 +27,13 @@ import betterproto2
 from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
 from envoy_data_plane.envoy.config.core.v3 import Node
 
-from treeline_operator.envoy.clusters import admin_cluster, eds_cluster, ext_proc_cluster, pods_cluster
+from treeline_operator.envoy.clusters import (
+    admin_cluster,
+    collector_cluster,
+    eds_cluster,
+    ext_proc_cluster,
+    pods_cluster,
+)
 from treeline_operator.envoy.config import EnvoyConfig, address
 from treeline_operator.envoy.health import health_listener
 from treeline_operator.envoy.listener import listener
@@ -36,7 +43,7 @@ from treeline_operator.envoy.overload import overload_manager
 def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
     """The bootstrap as plain JSON types; `json.dump` of it is a file for `envoy --config-path`."""
     listeners = [listener(config)]
-    clusters = [pods_cluster(config), ext_proc_cluster(config), eds_cluster(config)]
+    clusters = [pods_cluster(config), ext_proc_cluster(config), eds_cluster(config), *collector_cluster(config)]
     if config.health_port is not None:
         listeners.append(health_listener(config.listen_host, config.health_port))
         clusters.append(admin_cluster(config))

@@ -23,7 +23,7 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any, Struct
 from treeline_wire import headers
 
-from treeline_operator.envoy import keys, overload, paths
+from treeline_operator.envoy import keys, overload, paths, tracing
 from treeline_operator.envoy.config import (
     EXT_PROC_CLUSTER,
     LONGEST_HOLD,
@@ -86,6 +86,8 @@ def _connection_manager(config: EnvoyConfig) -> hcm_v3.HttpConnectionManager:
         # A client's own request id is kept, so that its logs, ours and the runtime's can be joined.
         preserve_external_request_id=True,
         always_set_request_id_in_response=True,
+        request_id_extension=tracing.request_ids(config),
+        tracing=tracing.spans(config),
         common_http_protocol_options=overload.connection_options(config),
         http2_protocol_options=overload.http2_options(config),
         request_headers_timeout=timedelta(seconds=config.limits.headers_timeout_s),

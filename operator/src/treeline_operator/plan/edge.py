@@ -71,6 +71,8 @@ def inputs(context: GatewayContext) -> str:
         made_from["isolation"] = "Shared"
     if len(_engines(context)) > 1:  # left out where all pools have the same, as they had before it was counted
         made_from["engines"] = _engines(context)
+    if (tracing := context.shared.tracing) is not None:
+        made_from["tracing"] = tracing.environment
     return names.digest(canonical(made_from))
 
 
@@ -91,7 +93,7 @@ def _config(context: GatewayContext) -> envoy.EnvoyConfig:
 
     (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
     """
-    settings = context.shared.edge
+    settings, tracing = context.shared.edge, context.shared.tracing
     certificate = (f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json")
     return envoy.EnvoyConfig(
         listen_host="0.0.0.0",
@@ -114,6 +116,7 @@ def _config(context: GatewayContext) -> envoy.EnvoyConfig:
         add_endpoint_header=settings.expose_routing,
         expose_cached_tokens=settings.expose_routing,
         isolation="PerKey" if context.shared.kept_apart else "Shared",
+        tracing=None if tracing is None else envoy.Tracing(*tracing.collector, ratio=tracing.ratio),
     )
 
 

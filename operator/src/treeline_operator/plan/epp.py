@@ -67,6 +67,8 @@ def inputs(context: GatewayContext) -> str:
         made_from["tokenizers"] = tokenizers
     if (secret := _tls_secret(context)) is not None:
         made_from["tls"] = secret
+    if (tracing := context.shared.tracing) is not None:
+        made_from["tracing"] = tracing.environment
     if (group := context.platform.rules_group) != rbac.RULES_GROUPS[0]:
         made_from["rulesGroup"] = group
     return names.digest(canonical(made_from))
@@ -141,7 +143,9 @@ def workload(context: GatewayContext, image: str) -> Object:
             *flow_control.mounts(picker.flow_control),
         ],
     }
-    if env := tokenizers.env:
+    tracing = context.shared.tracing
+    traces = [] if tracing is None else [{"name": name, "value": value} for name, value in tracing.environment]
+    if env := [*tokenizers.env, *traces]:
         container["env"] = env
     pod: Object = {
         "automountServiceAccountToken": True,
@@ -200,6 +204,8 @@ def arguments(context: GatewayContext) -> list[str]:
             words += ["--fallback-endpoints=1", "--expose-routing"]
     if context.shared.has_clients:
         words.append("--trust-edge")
+    if context.shared.tracing is not None:
+        words.append("--tracing")
     return [*words, *flow_control.flags(picker.flow_control), *Tokenizers.of(context.shared).flags]
 
 

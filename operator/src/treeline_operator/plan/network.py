@@ -8,7 +8,7 @@ from typing import Any, Final
 from treeline_wire import ports
 
 from treeline_operator import names
-from treeline_operator.api.gateway import ParentRef
+from treeline_operator.api.gateway import ParentRef, Tracing
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.edge import HEALTH_PORT, LISTEN_PORT
 from treeline_operator.plan.engines.registry import adapter_of
@@ -43,7 +43,8 @@ def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Pla
     if parents:
         ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
-    return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=[dns])
+    egress = [dns, *_collector(pool.spec.tracing)]
+    return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=egress)
 
 
 def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | None:
@@ -87,6 +88,7 @@ def _envoy(context: GatewayContext) -> Object:
         {"to": [_pods(context.gateway, "epp")], "ports": [port(ports.EXT_PROC), port(ports.EDS)]},
         {"to": [_pods(context.gateway, "runtime")], "ports": _serving_ports(context)},
         _DNS,
+        *_collector(context.shared.tracing),
     ]
     match = {"matchLabels": context.pods("edge")}
     return _policy(context.meta(names.edge(context.gateway)), match, ingress=ingress, egress=egress)
@@ -117,6 +119,7 @@ def _picker(context: GatewayContext) -> Object:
         # To anywhere: a node's own DNS cache has an address that no selector covers.
         _DNS,
     ]
+    egress += _collector(context.shared.tracing)
     if Tokenizers.of(context.shared).hub:
         egress.append({"ports": [port(443)]})
     match = {"matchLabels": context.pods("epp")}
@@ -126,6 +129,11 @@ def _picker(context: GatewayContext) -> Object:
 def _policy(meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "Egress"), **rules: Any) -> Object:
     spec = {"podSelector": match, "policyTypes": list(types), **rules}
     return manifest("networking.k8s.io/v1", "NetworkPolicy", meta, spec=spec)
+
+
+def _collector(tracing: Tracing | None) -> list[Object]:
+    """The way out to it, wherever it is: a Service's name says nothing of its pods' labels."""
+    return [] if tracing is None else [{"ports": [port(tracing.collector[1])]}]
 
 
 def _serving_ports(context: GatewayContext) -> list[Object]:

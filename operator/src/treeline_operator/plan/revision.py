@@ -50,6 +50,7 @@ def inputs(pool: InferencePool) -> str:
         "engine": engine or None,
         "drain": spec.get("drain"),
         "roles": spec.get("roles"),
+        "tracing": spec.get("tracing"),
         "gateway": pool.spec.gateway.name,
     }
     if hides_hits(pool):

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from treeline_operator.api.gateway import EndpointPicker, Standalone
+from treeline_operator.api.gateway import EndpointPicker, Standalone, Tracing
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.canonical import canonical
 
@@ -78,6 +78,11 @@ class SharedGateway:
     def fails_open(self) -> bool:
         """Whether requests are served while no picker answers. Not where clients are kept apart by the picker alone."""
         return self.picker.failure_mode == "FailOpen" and not self.salts
+
+    @property
+    def tracing(self) -> Tracing | None:
+        """Where picker and Envoy send their spans: pools need not agree."""
+        return next((pool.spec.tracing for pool in self.members if pool.spec.tracing is not None), None)
 
     @property
     def leaving(self) -> bool:

@@ -84,6 +84,7 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
     first = req.return_logprob and not req.input_logprobs_sent
     sampled = result is not None and result.token is not None
     untold, withdrawn = req.tokens[req.prompt_len + req.told :], req.withdrawn
+    queued_s = 0.0 if req.told else req.waited_s
     req.told, req.withdrawn = req.output_len, 0
     out = TokenOut(
         rid=req.rid,
@@ -94,6 +95,7 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
         cached_tokens=max(req.cached_tokens, 0),
         completion_tokens=req.output_len,
         retractions=req.retractions,
+        queued_s=queued_s,
         vector=req.vector,
     )
     extra: dict[str, Any] = {}

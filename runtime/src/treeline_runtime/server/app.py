@@ -151,6 +151,13 @@ class App(FastAPI):
         self._service.metrics.http_requests.labels(path, status).inc()
 
     async def _answer(self, route: Route, request: Request) -> Response | None:
+        tracing = self._service.tracing
+        if tracing is None or not route.generates:
+            return await self._serve(route, request)
+        with tracing.serving(request) as answered:
+            return answered(await self._serve(route, request))
+
+    async def _serve(self, route: Route, request: Request) -> Response | None:
         request.errors = route.errors
         self._surface.guard(request, route)
         await request.read_body(route.max_body, Reservation(self._service.budget))

@@ -22,7 +22,7 @@ _NOTHING_SPECIAL: Final = SpecialTokens(())
 async def chat_completions(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "chat", ChatTask)
-    inflight = await service.open(task.job, answer_bytes=task.job.n * len(task.echo))
+    inflight = await service.open(task.job, request, answer_bytes=task.job.n * len(task.echo))
     try:
         answer = _Answer(service, task)
         if task.streaming.on:

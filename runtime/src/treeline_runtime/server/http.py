@@ -18,6 +18,7 @@ from treeline_wire.openai_errors import error_body
 
 if TYPE_CHECKING:
     from treeline_runtime.server.limits import Reservation
+    from treeline_runtime.server.tracing import RequestSpan
 
 
 Scope = MutableMapping[str, Any]
@@ -137,6 +138,8 @@ class Request:
     """Response headers have been sent."""
     errors: ErrorShape = OPENAI_ERRORS
     """Of the API that it speaks."""
+    span: RequestSpan | None = None
+    """What is recorded of it; None: nothing."""
 
     @property
     def method(self) -> str:

@@ -32,7 +32,7 @@ async def generate(service: Service, request: Request) -> Response | None:
     started_at = time.monotonic()
     task = await service.read(request, "generate", GenerateTask)
     job = task.job
-    inflight = await service.open(job, answer_bytes=_hidden_bytes(service, job))
+    inflight = await service.open(job, request, answer_bytes=_hidden_bytes(service, job))
     try:
         answers = _Answers(
             inflight.rids,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
@@ -35,6 +35,9 @@ from treeline_runtime.server.reader import Kind, Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
+
+if TYPE_CHECKING:
+    from treeline_runtime.server.tracing import Tracing
 
 T = TypeVar("T", bound=Read)
 _INLINE_BYTES: Mapping[Kind, int] = {
@@ -128,6 +131,8 @@ class Service:
     """In which the model thinks, and calls tools."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
+    tracing: Tracing | None = None
+    """Makes spans of requests; None: there are none."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
     uses_priority: bool = False
@@ -213,9 +218,11 @@ class Service:
         assert isinstance(task, type)
         return task
 
-    async def open(self, job: GenerationJob, *, answer_bytes: int = 0) -> InflightRequest:
-        """Starts the job's generations; the caller closes the request. `answer_bytes`: what it may take besides its
-        prompts. Raises ApiError, TooMuchInFlight."""
+    async def open(
+        self, job: GenerationJob, request: Request | None = None, *, answer_bytes: int = 0
+    ) -> InflightRequest:
+        """Starts the job's generations; the caller closes the request. `request`: that asked for it; None: nobody did.
+        `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
         if job.priority and not self.uses_priority:
             message = f"'priority' is not supported: {NO_PRIORITY}"
@@ -226,8 +233,15 @@ class Service:
         reservation = Reservation(self.budget)
         reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + job.grammar_chars + answer_bytes)
         try:
+            span = None if request is None else request.span
+            if span is not None:
+                span.began(job)
             return await self.manager.open(
-                job.requests(), name=job.rid, on_close=reservation.release, tenant=job.tenant
+                job.requests(),
+                name=job.rid,
+                on_close=reservation.release,
+                tenant=job.tenant,
+                on_output=None if span is None else span.came,
             )
         except BaseException as error:
             reservation.release()

@@ -32,7 +32,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     task = await service.read(request, "embedding", VectorsTask)
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
-    outs = await _outs(service, task.job)
+    outs = await _outs(service, request, task.job)
     head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
     return await _answer(service, task, outs, head, "embedding", "embedding")
 
@@ -40,7 +40,7 @@ async def embeddings(service: Service, request: Request) -> Response:
 async def pooling(service: Service, request: Request) -> Response:
     service.admit()
     task = await service.read(request, "pooling", VectorsTask)
-    outs = await _outs(service, task.job)
+    outs = await _outs(service, request, task.job)
     head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
     return await _answer(service, task, outs, head, "pooling", "data")
 
@@ -48,7 +48,7 @@ async def pooling(service: Service, request: Request) -> Response:
 async def classify(service: Service, request: Request) -> Response:
     service.admit()
     task = await service.read(request, "classify", ClassifyTask)
-    outs = await _outs(service, task.job)
+    outs = await _outs(service, request, task.job)
     made = service.pools()
     labels = made.labels or ("LABEL_0",)
 
@@ -64,7 +64,7 @@ async def classify(service: Service, request: Request) -> Response:
 async def score(service: Service, request: Request) -> Response:
     service.admit()
     task = await service.read(request, "score", ScoreTask)
-    outs = await _outs(service, task.job)
+    outs = await _outs(service, request, task.job)
     scores = _scores(service, outs, activation=task.activation)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     head = openai.envelope(task.job.rid, "list", service.model_name)
@@ -75,7 +75,7 @@ async def rerank(service: Service, request: Request) -> Response:
     service.admit()
     task = await service.read(request, "rerank", RerankTask)
     texts = sum(map(len, task.documents or ()))
-    outs = await _outs(service, task.job, shown_bytes=SHOWN_BYTES * texts)
+    outs = await _outs(service, request, task.job, shown_bytes=SHOWN_BYTES * texts)
     scores = _scores(service, outs, activation=task.activation)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
 
@@ -93,10 +93,10 @@ async def rerank(service: Service, request: Request) -> Response:
 # ---- vectors --------------------------------------------------------------------------------------------------------
 
 
-async def _outs(service: Service, job: GenerationJob, shown_bytes: int = 0) -> list[TextOut]:
+async def _outs(service: Service, request: Request, job: GenerationJob, shown_bytes: int = 0) -> list[TextOut]:
     """One for each prompt, each with its vector. `shown_bytes`: of what else the answer has. Raises ApiError."""
     made = FLOAT_BYTES * service.pools().size * len(job.prompts)
-    inflight = await service.open(job, answer_bytes=made + shown_bytes)
+    inflight = await service.open(job, request, answer_bytes=made + shown_bytes)
     try:
         outs = await service.collect(inflight)
     finally:

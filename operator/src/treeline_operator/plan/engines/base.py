@@ -109,6 +109,11 @@ def settings(pool: InferencePool, flags: Mapping[str, str]) -> list[str]:
     return args
 
 
+def traces(pool: InferencePool, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """The environment of an engine that goes by OpenTelemetry's variables; empty where nothing is traced."""
+    return () if pool.spec.tracing is None else (*pool.spec.tracing.environment, *more)
+
+
 def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
     """What the picker is not told of a pool's own arguments, and what to write instead; empty if there is nothing."""
     given = {arg.partition("=")[0] for arg in args}

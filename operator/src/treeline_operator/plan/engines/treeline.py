@@ -11,7 +11,7 @@ from treeline_operator.api.engine import EngineType
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
-from treeline_operator.plan.engines.base import Launch, http, kv_ports, probes, settings, start_seconds
+from treeline_operator.plan.engines.base import Launch, http, kv_ports, probes, settings, start_seconds, traces
 from treeline_operator.quantity import quantity
 from treeline_operator.world import Images
 
@@ -62,11 +62,12 @@ class Treeline:
         args += ["--curve-dir", KEYS_DIR, "--start-timeout", str(start_seconds(pool))]
         # The kubelet's preStop sleep is the time in which the picker learns that the pod goes.
         args += ["--pre-stop", "0", "--drain-timeout", str(spec.drain.timeout_seconds)]
+        args += ["--tracing"] if spec.tracing else []
         return Launch(
             image=spec.engine.image or (images.runtime_cuda if gpu else images.runtime),
             command=spec.engine.command or ("python", "-m", "treeline_runtime"),
             args=(*args, *spec.engine.args),
-            env=(("HF_HUB_OFFLINE", "1"),),
+            env=(("HF_HUB_OFFLINE", "1"), *traces(pool)),
             ports=(*kv_ports(pool, ("load", wire.LOAD)), ("metrics", metrics)),
             probes=probes(pool, http("/ready"), http("/live"), period=2),
             keys=True,

@@ -19,6 +19,7 @@ from treeline_operator.plan.engines.base import (
     probes,
     settings,
     tells_hits,
+    traces,
 )
 from treeline_operator.world import Images
 
@@ -70,12 +71,18 @@ class Vllm:
         args += ["--enable-prompt-tokens-details"] if tells_hits(pool) else []
         args += ["--kv-events-config", compact({"enable_kv_cache_events": True, **kv_events()})]
         args += ["--shutdown-timeout", str(spec.drain.timeout_seconds)]
+        args += ["--otlp-traces-endpoint", spec.tracing.endpoint] if spec.tracing else []
         return Launch(
             image=spec.engine.image or IMAGE,
             command=spec.engine.command or ("vllm", "serve"),
             args=(*args, *spec.engine.args),
             # Block hashes start from this seed: the same in every pod, so that equal prefixes have equal hashes.
-            env=(("HF_HUB_OFFLINE", "1"), ("PYTHONHASHSEED", "0"), ("VLLM_NO_USAGE_STATS", "1")),
+            env=(
+                ("HF_HUB_OFFLINE", "1"),
+                ("PYTHONHASHSEED", "0"),
+                ("VLLM_NO_USAGE_STATS", "1"),
+                *traces(pool, ("OTEL_SERVICE_NAME", "vllm")),
+            ),
             ports=tuple(kv_ports(pool)),
             # Its health page asks whether the engine's process lives, which costs nothing; it answers 503 where not.
             probes=probes(pool, http("/health"), http("/health"), period=5),

@@ -12,7 +12,7 @@ from treeline_runtime.server.service import Service
 async def messages(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "messages", MessagesTask)
-    inflight = await service.open(task.chat.job)
+    inflight = await service.open(task.chat.job, request)
     try:
         events = MessageEvents(task.chat.job, service.model_name, fills_context=task.fills_context)
         if not task.chat.streaming.on:

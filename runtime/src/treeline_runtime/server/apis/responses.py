@@ -15,7 +15,7 @@ from treeline_runtime.server.service import Service
 async def responses(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "responses", ResponsesTask)
-    inflight = await service.open(task.chat.job, answer_bytes=3 * len(task.shown))
+    inflight = await service.open(task.chat.job, request, answer_bytes=3 * len(task.shown))
     try:
         events = ResponseEvents(task.chat.job, _members(service, task), task.shown)
         if not task.chat.streaming.on:
