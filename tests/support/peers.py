@@ -7,8 +7,9 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from msgspec.structs import replace
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.peers.gossip import Address, Gossip, Outgoing
 from treeline_epp.peers.seal import Seal, peer_key

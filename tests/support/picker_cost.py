@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import prometheus_client
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_epp import counters
 from treeline_epp.endpoints.spec import EndpointSpec
@@ -46,12 +45,12 @@ PARTS: list[tuple[str, Any, str]] = [
     ("prompt and key", parse, "chat"),
     ("parse, the rest", routing, "parse"),
     ("match", picking.Picker, "_match"),
-    ("filter", picking, "rows_left"),
-    ("costs", picking, "waits_and_costs"),
+    ("filter", picking, "few_left"),
+    ("score", picking, "score"),
     ("pick, the rest", picking.Picker, "pick"),
     ("reserve and predict", picking.Picker, "reserve"),
     ("metrics: counters", counters.Count, "inc"),
-    ("metrics: histograms", prometheus_client.Histogram, "observe"),
+    ("metrics: histograms", counters.Histogram, "observe"),
     ("route, the rest", routing.Router, "route"),
     ("complete", routing.Router, "complete"),
     ("release", routing.Router, "release"),

@@ -1,4 +1,4 @@
-"""Counters that cost next to nothing to count, on prometheus_client's pages.
+"""Counters, a gauge and histograms that cost next to nothing to count, on prometheus_client's pages.
 
 The library's own take a lock and check for exemplars each time, a tenth of what a small request costs above its
 transport. These are counted by one thread, the event loop's, which also renders the page.
@@ -6,10 +6,17 @@ transport. These are counted by one thread, the event loop's, which also renders
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.utils import floatToGoString
 
 
 class Count:
@@ -57,6 +64,57 @@ class Counter(Collector):
 
     def describe(self) -> Iterator[Metric]:
         yield CounterMetricFamily(self._name, self._text, labels=self._labels)
+
+
+class Level(Collector):
+    """A gauge as prometheus_client's, of what comes and goes. `value` is how many there are."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self.value = 0
+        registry.register(self)
+
+    def inc(self) -> None:
+        """One more."""
+        self.value += 1
+
+    def dec(self) -> None:
+        """One less."""
+        self.value -= 1
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(self._name, self._text, self.value)
+
+    def describe(self) -> Iterator[Metric]:
+        return self.collect()
+
+
+class Histogram(Collector):
+    """A histogram as prometheus_client's, without labels. `bounds` ascend; one without end comes behind them."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._text = text
+        self._bounds = (*bounds, float("inf"))
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """O(log bounds)."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        total, buckets = 0, []
+        for bound, count in zip(self._bounds, self._counts, strict=True):
+            total += count
+            buckets.append((floatToGoString(bound), float(total)))  # type: ignore[no-untyped-call]
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+    def describe(self) -> Iterator[Metric]:
+        return self.collect()
 
 
 def _needs_labels(_amount: float = 1.0) -> None:

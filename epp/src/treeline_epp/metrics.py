@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import (
-    CollectorRegistry,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from treeline_epp.counters import Counter
+from treeline_epp.counters import Counter, Histogram, Level
 
 # Every counter would have a twin that says when it was made.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -81,16 +75,16 @@ class Metrics:
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
             "Time to parse a request, match its prefix and choose an endpoint.",
-            buckets=_PICK_BUCKETS,
-            registry=registry,
+            _PICK_BUCKETS,
+            registry,
         )
         self.ttft_seconds = Histogram(
             "treeline_epp_ttft_seconds",
             "Time from pick to first token, of streaming responses of Treeline runtimes.",
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
+            _TTFT_BUCKETS,
+            registry,
         )
-        self.streams = Gauge("treeline_epp_extproc_streams", "Open ext_proc streams.", registry=registry)
+        self.streams = Level("treeline_epp_extproc_streams", "Open ext_proc streams.", registry)
         self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry)
 
     def decided(self, endpoint: str) -> None:
@@ -120,7 +114,7 @@ class Metrics:
 
     def open_streams(self) -> float:
         """As the gauge has it."""
-        return sum(sample.value for metric in self.streams.collect() for sample in metric.samples)
+        return float(self.streams.value)
 
     def ended(self, outcome: str) -> None:
         """A routed request ended so."""

@@ -1,9 +1,10 @@
-"""The choice from columns is the choice that looks at one endpoint after another, whatever has happened before."""
+"""The picker's choice, from columns or one by one, is that of the slow one, whatever has happened before."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,10 +15,12 @@ from treeline_epp.endpoints.load import EngineLoad
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index, IndexLimits
+from treeline_epp.picking import table
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.saturation import RequestsSaturation, Saturation, WaitSaturation
 from treeline_wire.events import AllBlocksCleared, BlockRemoved
 from treeline_wire.load import LoadStat, TreelineLoad
 
@@ -28,10 +31,11 @@ PROMPTS = [Prompt([head] * 4 * WIDTH + [tail] * 3 * WIDTH) for head in range(3) 
 class World:
     """A picker to which anything happens, by a seed."""
 
-    def __init__(self, seed: int, size: int) -> None:
+    def __init__(self, seed: int, size: int, saturation: Saturation | None = None) -> None:
         self.rng = random.Random(seed)
         limits = IndexLimits(prediction_life_s=1.0, eventless_life_s=3.0, aged_life_s=1.0, hit_cap_life_s=1.0)
-        self.picker = Picker(PickerConfig(fallbacks=2, max_ttft_s=0.5, seed=seed), Index(limits))
+        config = PickerConfig(fallbacks=2, max_ttft_s=0.5, seed=seed, saturation=saturation)
+        self.picker = Picker(config, Index(limits))
         self.now = 100.0
         self.made = 0
         self.leases: list[Lease] = []
@@ -186,6 +190,31 @@ def test_the_choice_is_that_of_the_slow_one(seed: int, size: int) -> None:
         world.happen()
         check(world)
     world.picker.index.check()
+
+
+def choices(few: int, seed: int, size: int, saturation: Saturation | None) -> list[object]:
+    """What a world's picker says, time and again, where up to `few` endpoints are looked at one by one."""
+    said: list[object] = []
+    with mock.patch.object(table, "FEW", few):
+        world = World(seed, size, saturation)
+        for _ in range(60):
+            world.happen()
+            try:
+                decision = world.picker.pick(world.ask(), world.now)
+                said.append((decision.terms, decision.destinations, [one.candidate.rank for one in decision.ranked]))
+            except (NoEndpoints, Saturated) as error:
+                said.append((str(error), getattr(error, "retry_after_s", None)))
+    return said
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(0, 30),
+    st.sampled_from([None, WaitSaturation(0.2), RequestsSaturation(2)]),
+)
+def test_the_choice_one_by_one_is_that_from_columns(seed: int, size: int, saturation: Saturation | None) -> None:
+    assert choices(1_000, seed, size, saturation) == choices(-1, seed, size, saturation)
 
 
 def test_equal_endpoints_share_the_load_however_many_there_are() -> None:

@@ -1,11 +1,11 @@
-"""Counters of our own: the page is the one that prometheus_client's make."""
+"""Counters, a gauge and histograms of our own: the page is the one that prometheus_client's make."""
 
 from __future__ import annotations
 
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from treeline_epp.counters import Counter
+from treeline_epp.counters import Counter, Histogram, Level
 
 LABELS = [("a", "x"), ("a", 'quo"te\n'), ("b", "x"), ("a", "x")]
 
@@ -31,6 +31,24 @@ def test_the_page_is_that_of_the_library() -> None:
     labelled.remove("was", "never")
     assert generate_latest(ours) == generate_latest(theirs)
     assert ours.get_sample_value("labelled_total", {"one": "a", "two": "x"}) == 2
+
+
+def test_so_is_that_of_a_gauge_and_a_histogram() -> None:
+    ours, theirs = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
+    bounds = (50e-6, 0.1, 1.0, 2.5, 30.0)
+    level, histogram = Level("level", "Words.", ours), Histogram("seconds", "More.", bounds, ours)
+    their_level = prometheus_client.Gauge("level", "Words.", registry=theirs)
+    their_histogram = prometheus_client.Histogram("seconds", "More.", buckets=bounds, registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for value in (0.0, 49e-6, 50e-6, 0.1, 0.10001, 2.25, 30.0, 31.5, 1e9):
+        histogram.observe(value)
+        their_histogram.observe(value)
+    for gauge in (level, their_level):
+        gauge.inc()
+        gauge.inc()
+        gauge.dec()
+    assert level.value == 1
+    assert generate_latest(ours) == generate_latest(theirs)
 
 
 def test_labels_are_all_or_none() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from typing import Any
@@ -190,7 +189,7 @@ def test_what_the_chosen_endpoint_held_is_counted_where_its_engine_reports_nothi
         assert isinstance(routed, RoutedRequest)
         best = routed.lease.decision.best
         found = replace(best.candidate, hit=Hit(held, held, held), cached_tokens=held, uncached_tokens=16)
-        routed.lease.decision = dataclasses.replace(routed.lease.decision, ranked=(replace(best, candidate=found),))
+        routed.lease.decision = replace(routed.lease.decision, ranked=(replace(best, candidate=found),))
         bench.router.complete(routed, {":status": status}, None)
     assert bench.counted("routed_held_tokens_total") == 48, "an answer that failed used no cache"
     assert bench.counted("routed_prompt_tokens_total") == 64

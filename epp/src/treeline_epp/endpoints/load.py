@@ -238,6 +238,10 @@ class EndpointLoad:
         """Measured prefill tokens per second, 0 while nothing was measured."""
         return self.reported_rate or self.learned_rate
 
+    def rate(self, fastest: float, now: float) -> float:
+        """The rate to plan with: see `prefill_rate`."""
+        return prefill_rate(self.own_rate(), trust(self.rate_samples, self.measured_at, now), fastest)
+
 
 def trust(samples: Number, measured_at: Number, now: float) -> Number:
     """How far a rate of so many measurements is believed: 0 (there are none) to nearly 1. Elementwise for arrays."""

@@ -388,10 +388,10 @@ class ExtProcState:
             return self.refuse(body_too_large(self._body_limit))
         self._ended = message.end_of_stream
         self._has_body = True
-        self._body.add(message.data)
         if not duplex:  # one message holds all of it or, partially buffered, as much as we are going to see
             whole = message.end_of_stream or self._request_mode is BodyMode.BUFFERED
-            return self._decide(Kind.REQUEST_BODY, self._collected() if whole else None)
+            return self._decide(Kind.REQUEST_BODY, _at_once(message.data) if whole else None)
+        self._body.add(message.data)
         return self._decide(self._first_waiting(), self._collected()) if message.end_of_stream else []
 
     def _on_later_request_body(self, before: RequestPhase, message: Message) -> list[Output]:
@@ -432,6 +432,11 @@ class ExtProcState:
         if before is ResponsePhase.DONE:
             return []
         return _echoed(message)
+
+
+def _at_once(data: Buffer) -> bytes | Body:
+    """A body that came in one message."""
+    return Body([data]) if len(data) > WHOLE_BYTES else bytes(data)
 
 
 def _announced_length(headers: Mapping[str, str]) -> int:

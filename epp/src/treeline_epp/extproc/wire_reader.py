@@ -167,7 +167,10 @@ def _body(data: bytes, at: int, end: int) -> tuple[Buffer, bool]:
         if tag == _BODY_END and ends is None:
             ends, at = _flag(data, at + 1), at + 2
         elif tag == _FIRST and body is None:
-            length, at = _long(data, at + 1)
+            length = data[at + 1]
+            at += 2
+            if length > 0x7F:
+                length, at = _long(data, at - 1)
             stop = at + length
             if stop > end:
                 raise _Unexpected
@@ -189,7 +192,10 @@ def _header_list(data: bytes, at: int, end: int) -> tuple[dict[str, str], bool]:
         if tag == _HEADERS_END and ends is None:
             ends, at = _flag(data, at + 1), at + 2
         elif tag == _FIRST and headers is None:
-            length, at = _long(data, at + 1)
+            length = data[at + 1]
+            at += 2
+            if length > 0x7F:
+                length, at = _long(data, at - 1)
             if at + length > end:
                 raise _Unexpected
             headers = _headers(data, at, at + length)
@@ -224,16 +230,22 @@ def _entry(data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
     """One entry (a `HeaderValue` of a key and a raw value, with tag and length) at `at`, and where it ends."""
     if data[at] != _FIRST:
         raise _Unexpected
-    length, key_at = _long(data, at + 1)
+    length, key_at = data[at + 1], at + 2
+    if length > 0x7F:
+        length, key_at = _long(data, at + 1)
     stop = key_at + length
     if stop > end or data[key_at] != _FIRST:
         raise _Unexpected
-    length, name_at = _long(data, key_at + 1)
+    length, name_at = data[key_at + 1], key_at + 2
+    if length > 0x7F:
+        length, name_at = _long(data, key_at + 1)
     name_end = value_at = name_at + length
     if name_end > stop:
         raise _Unexpected
     if name_end < stop:
-        length, value_at = _long(data, name_end + 1)
+        length, value_at = data[name_end + 1], name_end + 2
+        if length > 0x7F:
+            length, value_at = _long(data, name_end + 1)
         if data[name_end] != _THIRD or value_at + length != stop:
             raise _Unexpected
     raw_name = data[name_at:name_end]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from treeline_epp.picking.request import PickRequest
 

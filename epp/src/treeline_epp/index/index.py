@@ -476,4 +476,11 @@ class Index:
 
 def _end_of(levels: Sequence[Level]) -> Callable[[int], int]:
     """From a bit to the byte where its pod's blocks end, proved or not; -1 for bits of no level."""
-    return lambda bit: next((max(level.end, level.held) for level in levels if level.pods & bit), -1)
+
+    def end(bit: int) -> int:
+        for level in levels:
+            if level.pods & bit:
+                return max(level.end, level.held)
+        return -1
+
+    return end

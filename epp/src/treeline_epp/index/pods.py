@@ -100,8 +100,11 @@ class Match(Struct, frozen=True):
     @property
     def longest(self) -> Hit:
         """What is confirmed of any pod; zeros if nothing. O(levels)."""
-        level = max(self.levels, key=lambda level: level.tokens, default=None)
-        return NO_HIT if level is None else Hit(level.tokens, level.end, level.end)
+        tokens = end = 0
+        for level in self.levels:
+            if level.tokens > tokens:
+                tokens, end = level.tokens, level.end
+        return Hit(tokens, end, end) if tokens else NO_HIT
 
     def hit(self, pod: Pod) -> Hit:
         """What `pod` holds; zeros if nothing. O(levels)."""

@@ -59,11 +59,14 @@ class Predictions:
         """
         if begin >= len(key):
             return
-        tree.lay(root, key)
+        path = walk(root, key)
+        if path.matched < len(key):
+            tree.lay(root, key)
+            path = walk(root, key)
         queue = self._queues.setdefault(bit, _Queue())
         ends_at = now + life
         shortened: list[Node] = []
-        for node, start in reversed(walk(root, key).nodes):  # leaves first, so that they are the first to go
+        for node, start in reversed(path.nodes):  # leaves first, so that they are the first to go
             low, high = max(begin - start, 0), min(len(node.text), len(key) - start)
             if low >= high:
                 break

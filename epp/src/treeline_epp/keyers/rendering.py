@@ -117,15 +117,16 @@ class BoundedRenderer:
             return False
 
     def _timed(self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
-        began = self._clock()
         messages = body["messages"]
         count, most = len(messages), self.bounds.of(messages)
+        may_grow = most < min(MAX_MESSAGES, 2 * count)
+        began = self._clock() if may_grow else 0.0  # the processor's time is a system call
         try:
             prompt = render(body, self._template, dialect)
         except NeedsWorkerError:
             if count > _MIN_MESSAGES:
                 self.bounds.keep(messages, max(_MIN_MESSAGES, min(most, count) // 4))
             return None
-        if most < min(MAX_MESSAGES, 2 * count) and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
+        if may_grow and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
             self.bounds.keep(messages, most * 3 // 2)
         return prompt

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from msgspec import Struct
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.request import PickRequest
@@ -47,8 +48,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"  # the client went away first
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Struct, frozen=True):
     """Where a request goes, and why.
 
     `ranked` are the endpoints that came out best, the chosen one first. `fallbacks` come after it in the destination

@@ -56,6 +56,8 @@ class Endpoint:
     @property
     def held_tokens(self) -> int:
         """Tokens that are known to be in its caches."""
+        if len(self.pods) == 1:
+            return self.pod.blocks * self.pod.block_size
         return sum(pod.blocks * pod.block_size for pod in self.pods)
 
     def best_hit(self, match: Match | None) -> tuple[int, Hit]:

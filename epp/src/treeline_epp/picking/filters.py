@@ -1,16 +1,19 @@
 """Filters: which endpoints a request may go to. They are asked in order, and see the request.
 
-A filter looks at the columns of all endpoints at once (see `table`) and answers with a mask of those it keeps. To add
-one: a class with `name`, `refusal` and `keep` here, and its place in `FILTERS`.
+A filter looks at the columns of all endpoints at once (see `table`) and answers with a mask of those it keeps, or, of
+few endpoints, at one after another. To add one: a class with `name`, `refusal`, `keep` and `keep_few` here, and its
+place in `FILTERS`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from treeline_epp.picking.decision import NoEndpoints
+from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.table import AT, CLOSED_UNTIL, ELIGIBLE, SILENT_AFTER, Mask, Rows, Table
 
@@ -26,6 +29,12 @@ class Filter(Protocol):
         """Which rows it keeps; None for all."""
         ...
 
+    def keep_few(
+        self, request: PickRequest, endpoints: Sequence[Endpoint], table: Table, now: float
+    ) -> Sequence[Endpoint]:
+        """The same of `endpoints` that are in the request's pool and serve its model."""
+        ...
+
 
 class ServingFilter:
     """In the request's pool, serving its model, ready and not draining."""
@@ -37,6 +46,12 @@ class ServingFilter:
         """O(endpoints) at memory speed."""
         mask: Mask = table.serving(request) & (table.columns[ELIGIBLE, : table.size] > 0.0)
         return mask
+
+    def keep_few(
+        self, request: PickRequest, endpoints: Sequence[Endpoint], table: Table, now: float
+    ) -> Sequence[Endpoint]:
+        """O(endpoints)."""
+        return [endpoint for endpoint in endpoints if endpoint.eligible]
 
 
 class SubsetFilter:
@@ -53,6 +68,15 @@ class SubsetFilter:
         mask[table.at(request.subset)] = True
         return mask
 
+    def keep_few(
+        self, request: PickRequest, endpoints: Sequence[Endpoint], table: Table, now: float
+    ) -> Sequence[Endpoint]:
+        """O(endpoints + addresses)."""
+        if request.subset is None:
+            return endpoints
+        rows = set(table.at(request.subset).tolist())
+        return [endpoint for endpoint in endpoints if endpoint.pod.row in rows]
+
 
 class HealthyFilter:
     """Neither answering errors alone nor fallen silent.
@@ -68,6 +92,12 @@ class HealthyFilter:
         columns = table.columns[:, : table.size]
         mask: Mask = (now - columns[AT] <= columns[SILENT_AFTER]) & (now >= columns[CLOSED_UNTIL])
         return mask
+
+    def keep_few(
+        self, request: PickRequest, endpoints: Sequence[Endpoint], table: Table, now: float
+    ) -> Sequence[Endpoint]:
+        """O(endpoints)."""
+        return [one for one in endpoints if now >= one.breaker.closed_until and not one.load.silent(now)]
 
 
 FILTERS: tuple[Filter, ...] = (ServingFilter(), SubsetFilter(), HealthyFilter())
@@ -86,3 +116,15 @@ def rows_left(request: PickRequest, table: Table, now: float) -> Rows:
         elif one.refusal:
             raise NoEndpoints(one.refusal)
     return np.flatnonzero(left)
+
+
+def few_left(request: PickRequest, endpoints: Sequence[Endpoint], table: Table, now: float) -> Sequence[Endpoint]:
+    """As `rows_left`, of few `endpoints` that are in the request's pool and serve its model."""
+    left = endpoints
+    for one in FILTERS:
+        kept = one.keep_few(request, left, table, now)
+        if kept:
+            left = kept
+        elif one.refusal:
+            raise NoEndpoints(one.refusal)
+    return left

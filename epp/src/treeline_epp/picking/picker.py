@@ -23,9 +23,9 @@ from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickEr
 from treeline_epp.picking.elsewhere import Elsewhere
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
-from treeline_epp.picking.filters import rows_left
+from treeline_epp.picking.filters import few_left, rows_left
 from treeline_epp.picking.lease import Lease
-from treeline_epp.picking.policies import Policy
+from treeline_epp.picking.policies import CostPolicy, Policy
 from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.saturation import Saturation
@@ -53,6 +53,10 @@ class PickerConfig:
     seed: int = 0
     saturation: Saturation | None = None
     scored: int = 0
+
+
+def _no_room(soonest_s: float) -> Saturated:
+    return Saturated("every endpoint that may serve this request has as much to do as it may", soonest_s)
 
 
 def _scope(spec: EndpointSpec) -> str:
@@ -174,6 +178,8 @@ class Picker:
 
     def _ranked(self, request: PickRequest, policy: Policy, count: int, now: float) -> tuple[tuple[Scored, ...], float]:
         """The best `count`, scored, and the identity of the first."""
+        if isinstance(policy, CostPolicy) and (few := self._table.few(request)) is not None:
+            return self._ranked_few(request, policy, few, count, now)
         self._refresh()
         rows = rows_left(request, self._table, now)
         columns = self._table.take(rows)
@@ -185,16 +191,44 @@ class Picker:
         room = self._room(columns, wait_s, now)
         if room is not None:
             rows, rates, cached, cost_s = rows[room], rates[room], cached[room], cost_s[room]
-        limit, soonest = self.config.max_ttft_s, float(wait_s.min())
-        if request.sheddable and soonest > limit:
-            raise Saturated(
-                f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable",
-                soonest - limit,
-            )
+        self._shed(request, float(wait_s.min()))
         candidates = candidates_of(self._table, self.endpoints, rows, columns, (cached, uncached), cost_s, now)
         order = policy.rank(request, candidates, count)
-        ranked = [score(self._candidate(int(rows[at]), matches, work, float(rates[at])), now) for at in order]
+        chosen = [(self._table.at_row(int(rows[at])), float(rates[at])) for at in order]
+        ranked = [score(self._candidate(endpoint, matches, work, rate), now) for endpoint, rate in chosen]
         return tuple(ranked), float(candidates.identity[order[0]])
+
+    def _ranked_few(
+        self, request: PickRequest, policy: CostPolicy, few: Sequence[Endpoint], count: int, now: float
+    ) -> tuple[tuple[Scored, ...], float]:
+        """The same where few endpoints serve the request: each is scored, with its terms. O(endpoints), one by one."""
+        endpoints = few_left(request, few, self._table, now)
+        matches = self._match(request, now)
+        work = Work.of(request, matches.values())
+        fastest = max(endpoint.load.own_rate() for endpoint in endpoints)
+        rates = [endpoint.load.rate(fastest, now) for endpoint in endpoints]
+        scored = [
+            score(self._candidate(endpoint, matches, work, rate), now)
+            for endpoint, rate in zip(endpoints, rates, strict=True)
+        ]
+        soonest = min(one.wait_s for one in scored)
+        if (saturation := self.config.saturation) is not None:
+            pairs = zip(endpoints, scored, strict=True)
+            roomy = [(endpoint, one) for endpoint, one in pairs if saturation.has_room(endpoint, one.wait_s, now)]
+            if not roomy:
+                raise _no_room(soonest)
+            if saturation.hard:
+                endpoints, scored = [endpoint for endpoint, _ in roomy], [one for _, one in roomy]
+        self._shed(request, soonest)
+        order = policy.rank_few([one.cost_s for one in scored], [one.candidate.cached_tokens for one in scored], count)
+        return tuple([scored[at] for at in order]), endpoints[order[0]].identity
+
+    def _shed(self, request: PickRequest, soonest_s: float) -> None:
+        """Raises Saturated for a sheddable request whose turn would come so late."""
+        limit = self.config.max_ttft_s
+        if request.sheddable and soonest_s > limit:
+            why = f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable"
+            raise Saturated(why, soonest_s - limit)
 
     def check_room(self, request: PickRequest, now: float) -> None:
         """Raises NoEndpoints, or Saturated where `config.saturation` says so: whoever waits for room asks it often.
@@ -385,8 +419,7 @@ class Picker:
             return None
         room = saturation.room(columns, wait_s, now)
         if not room.any():
-            why = "every endpoint that may serve this request has as much to do as it may"
-            raise Saturated(why, float(wait_s.min()))
+            raise _no_room(float(wait_s.min()))
         return room if saturation.hard else None
 
     def _refresh(self) -> None:
@@ -408,8 +441,7 @@ class Picker:
         key, namespace = request.key, request.namespace
         return {scope: elsewhere.foreseen(match, scope, namespace, key, now) for scope, match in matches.items()}
 
-    def _candidate(self, row: int, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
-        endpoint = self._table.at_row(row)
+    def _candidate(self, endpoint: Endpoint, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
         rank, hit = endpoint.best_hit(matches.get(endpoint.pod.scope))
         cached, uncached = work.at(hit)
         return Candidate(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, structs
 
 
-@dataclass(frozen=True, slots=True)
-class PickRequest:
+class PickRequest(Struct, frozen=True):
     """What the picker needs to know of a request.
 
     `key` is its prefix key (`treeline_wire.keys`), None if it has none (no tokenizer, no text): then only load counts.
@@ -34,4 +34,7 @@ class PickRequest:
     sheddable: bool = False
     listed: bool = True
     fallback_pools: tuple[str, ...] = ()
-    headers: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
+    headers: Mapping[str, str] | None = None
+
+    def __repr__(self) -> str:
+        return Struct.__repr__(structs.replace(self, headers=None))  # they may hold secrets

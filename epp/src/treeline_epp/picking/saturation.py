@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from treeline_epp.endpoints.load import STALE_AFTER_S
+from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.table import AT, FRESH_REQUESTS, RUNNING, UNANSWERED, Floats, Mask
 
 POLICIES = ("wait", "requests")
@@ -26,6 +27,10 @@ class Saturation(Protocol):
         """Which endpoints have room, by their columns (see `table`) and the time until a new request's turn there."""
         ...
 
+    def has_room(self, endpoint: Endpoint, wait_s: float, now: float) -> bool:
+        """The same of one."""
+        ...
+
 
 class WaitSaturation:
     """The work before a new request takes longer than `limit_s`, as predicted. Its own length is no queue."""
@@ -36,6 +41,10 @@ class WaitSaturation:
         self._limit_s = limit_s
 
     def room(self, columns: Floats, wait_s: Floats, now: float) -> Mask:
+        """See `Saturation`."""
+        return wait_s <= self._limit_s
+
+    def has_room(self, endpoint: Endpoint, wait_s: float, now: float) -> bool:
         """See `Saturation`."""
         return wait_s <= self._limit_s
 
@@ -55,6 +64,12 @@ class RequestsSaturation:
         reported = np.where(fresh, columns[RUNNING] + columns[FRESH_REQUESTS], 0.0)
         mask: Mask = np.maximum(reported, columns[UNANSWERED]) < self._limit
         return mask
+
+    def has_room(self, endpoint: Endpoint, wait_s: float, now: float) -> bool:
+        """See `Saturation`."""
+        load = endpoint.load
+        reported = load.report.running + load.queue(now)[1] if load.report is not None and load.fresh(now) else 0
+        return max(reported, endpoint.unanswered) < self._limit
 
 
 def saturation_of(name: str, limit_s: float, limit: int) -> Saturation | None:

@@ -18,8 +18,8 @@ The others are what it costs later, itself and those who come after:
 
 What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
 
-The costs of all candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
-(`score`), for their terms.
+The costs of many candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
+(`score`), for their terms. Few candidates are all scored one by one.
 """
 
 from __future__ import annotations

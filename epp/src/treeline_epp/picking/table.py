@@ -49,6 +49,10 @@ Mask = npt.NDArray[np.bool_]
 IN_FLIGHT: all requests that an endpoint has, if the report counts; RESERVED_REQUESTS are ours alone."""
 _COLUMNS = 22
 _NEVER = float("-inf")
+FEW = 16
+"""So many endpoints are looked at one by one: an operation on arrays takes as long for one as for hundreds."""
+_MOST_ASKED = 256
+"""Pools and models for which it is remembered who serves them: engines that take any name may be asked for many."""
 
 
 class _Group(Struct):
@@ -68,6 +72,7 @@ class Table:
         self._touched: set[int] = set()
         self._groups: dict[tuple[str, tuple[str, ...]], _Group] = {}
         self._serving: dict[tuple[str | None, str | None], Mask] = {}
+        self._few: dict[tuple[str | None, str | None], tuple[Endpoint, ...] | None] = {}
         self._by_address: dict[tuple[str, str], dict[int, None]] = {}
 
     # Endpoints
@@ -77,7 +82,7 @@ class Table:
         if self._free:
             return self._free.pop()
         self.endpoints.append(None)
-        self._serving.clear()
+        self._forget_serving()
         if len(self.endpoints) > self.columns.shape[1]:
             self.columns = np.concatenate((self.columns, np.zeros_like(self.columns)), axis=1)
         return len(self.endpoints) - 1
@@ -90,7 +95,7 @@ class Table:
         group.rows[row] = None
         for place in _places(spec):
             self._by_address.setdefault(place, {})[row] = None
-        self._serving.clear()
+        self._forget_serving()
         self._touched.add(row)
 
     def remove(self, endpoint: Endpoint) -> None:
@@ -104,7 +109,7 @@ class Table:
             del self._by_address[place][row]
             if not self._by_address[place]:
                 del self._by_address[place]
-        self._serving.clear()
+        self._forget_serving()
         self.endpoints[row] = None
         self._touched.discard(row)
 
@@ -112,6 +117,10 @@ class Table:
         """Nobody has this row any more."""
         self.columns[ELIGIBLE, row] = 0.0
         self._free.append(row)
+
+    def _forget_serving(self) -> None:
+        self._serving.clear()
+        self._few.clear()
 
     def touch(self, row: int) -> None:
         """Something of the endpoint in this row has changed. O(1)."""
@@ -136,7 +145,7 @@ class Table:
         """Which rows are in the request's pool and serve its model. O(1), after changes O(rows)."""
         known = self._serving.get((request.pool, request.model))
         if known is None:
-            if len(self._serving) > 256:  # engines that take any name may be asked for many
+            if len(self._serving) > _MOST_ASKED:
                 self._serving.clear()
             known = np.zeros(self.size, np.bool_)
             for group in self._groups.values():
@@ -144,6 +153,19 @@ class Table:
                     known[np.fromiter(group.rows, np.int64, len(group.rows))] = True
             self._serving[request.pool, request.model] = known
         return known
+
+    def few(self, request: PickRequest) -> tuple[Endpoint, ...] | None:
+        """Those in the request's pool that serve its model, in the order of their rows, where they are few; else None.
+        O(1), after changes O(rows)."""
+        asked = request.pool, request.model
+        if asked in self._few:
+            return self._few[asked]
+        if len(self._few) > _MOST_ASKED:
+            self._few.clear()
+        rows = [row for group in self._groups.values() if serves(group.spec, request) for row in group.rows]
+        found = tuple(self.at_row(row) for row in sorted(rows)) if len(rows) <= FEW else None
+        self._few[asked] = found
+        return found
 
     def at_row(self, row: int) -> Endpoint:
         """The endpoint in a row that is taken."""

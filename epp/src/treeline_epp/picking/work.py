@@ -32,7 +32,11 @@ class Work(Struct, frozen=True, gc=False):
         key_tokens = request.key_tokens_estimate
         key_tokens = prompt_tokens if key_tokens is None else max(1, key_tokens)
         per_byte = key_tokens / len(request.key) if request.key else 0.0
-        known = max((match.longest for match in matches), key=lambda hit: hit.tokens, default=NO_HIT)
+        known = NO_HIT
+        for match in matches:
+            longest = match.longest
+            if longest.tokens > known.tokens:
+                known = longest
         most = request.max_output_tokens
         return cls(
             max(1, prompt_tokens + known.tokens - int(known.end * per_byte)),

@@ -55,4 +55,7 @@ _DOORS: Final = (
 
 def door_of(path: str) -> Door | None:
     """The door of a path (without query, without a slash at its end); None for one that has no prompt."""
-    return next((door for door in _DOORS if path.endswith(door.suffix)), None)
+    for door in _DOORS:
+        if path.endswith(door.suffix):
+            return door
+    return None

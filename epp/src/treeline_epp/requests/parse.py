@@ -11,7 +11,6 @@ The event loop waits meanwhile, so the work is bounded: of a large body, or one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -86,7 +85,7 @@ def parse(
             return not_kept_apart("its body is not shown to the endpoint picker")
         priority = rules.priority(request.headers, request.pool)
         pick = PickRequest(request.id, subset=request.subset, pool=request.pool, headers=request.headers)
-        return ParsedRequest(replace(pick, priority=priority, sheddable=priority < 0))
+        return ParsedRequest(msgspec.structs.replace(pick, priority=priority, sheddable=priority < 0))
     reading = _Reading(request, path, registry, outline, draw, ready, isolation, rules)
     if door is None or method not in (None, "POST") or (not door.salted and reading.must_salt()):
         return reading.other(request.body)

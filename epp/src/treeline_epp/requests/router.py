@@ -299,7 +299,7 @@ class Router:
     ) -> Routed | Ticket[Routed]:
         client = self.isolation.client(request.headers)
         self.metrics.asked(client)
-        parsed = self._parsed(request, outline, partial(self._ready, request.id))
+        parsed = self._parsed(request, outline, partial(self._ready, request))
         if not isinstance(parsed, ParsedRequest):
             return parsed
         _note(exchange, parsed)
@@ -342,8 +342,8 @@ class Router:
         routed = RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, parsed), client)
         if self.restore_names and parsed.rewrite is not None and parsed.asked is not None:
             routed.renamed = parsed.rewrite, parsed.asked
-        if request.id:
-            self._routed[request.id] = routed
+        if parsed.pick.request_id:
+            self._routed[parsed.pick.request_id] = routed
         return routed
 
     def _parsed(
@@ -375,11 +375,11 @@ class Router:
         self.demand.picked(request.model, decision.endpoint.pool, decision.best.ttft_s, now)
         return decision
 
-    def _ready(self, id: str, pool: str, model: str) -> bool:
+    def _ready(self, request: RouteRequest, pool: str, model: str) -> bool:
         """Could a pool serve this request now? One that could not is wanted, whoever serves in its place."""
         ready = self.picker.has_ready(pool, model)
         if not ready:
-            self.demand.missed(id, pool, model, 0, self.clock())
+            self.demand.missed(request.id, pool, model, 0, self.clock())
         return ready
 
     def _rewritten(self, body: bytes | Body | None, parsed: ParsedRequest) -> bytes | Body | None:
@@ -433,7 +433,7 @@ class _Turn:
         """Raises PickError."""
         router, version = self._router, self._router.registry.version
         if version != self._version:
-            parsed = router._parsed(self._request, self._outline, partial(router._ready, self._request.id))
+            parsed = router._parsed(self._request, self._outline, partial(router._ready, self._request))
             if not isinstance(parsed, ParsedRequest):
                 return parsed
             self._parsed, self._version = parsed, version

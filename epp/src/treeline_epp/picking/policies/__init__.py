@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Choice, Policy, PolicyError, read_parameters
+from treeline_epp.picking.policies.base import Choice, CostPolicy, Policy, PolicyError, read_parameters
 from treeline_epp.picking.policies.bucket import Bucket
 from treeline_epp.picking.policies.cache_aware import CacheAware
 from treeline_epp.picking.policies.consistent_hashing import ConsistentHashing
@@ -23,7 +23,17 @@ from treeline_epp.picking.policies.random_choice import RandomChoice
 from treeline_epp.picking.policies.round_robin import RoundRobin
 from treeline_epp.picking.policies.session_affinity import SessionAffinity
 
-__all__ = ["ALIASES", "POLICIES", "Candidates", "Choice", "Policy", "PolicyError", "choice_of", "create_policy"]
+__all__ = [
+    "ALIASES",
+    "POLICIES",
+    "Candidates",
+    "Choice",
+    "CostPolicy",
+    "Policy",
+    "PolicyError",
+    "choice_of",
+    "create_policy",
+]
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -22,7 +23,7 @@ def lowest(values: Floats, count: int) -> list[int]:
     return [*below.tolist(), *equal.tolist()]
 
 
-def one_of(places: npt.NDArray[np.int64], rng: Random) -> int:
+def one_of(places: npt.NDArray[np.int64] | Sequence[int], rng: Random) -> int:
     """One of them at random; nothing is drawn where there is but one."""
     return int(places[0] if len(places) == 1 else places[rng.randrange(len(places))])
 
