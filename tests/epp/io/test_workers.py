@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.epp_io import FakeEngine, until
 from support.flow_world import FlowWorld
-from support.http import client
-from support.picker_cost import chat_body, messages_of
+from support.picker_cost import chat_body
 from support.ports import free_ports
+from support.workers import HOST, ask, picker_of_workers
 from treeline_epp import signals
 from treeline_epp.compat.families import Families
 from treeline_epp.compat.metric_names import GIE, LLMD
-from treeline_epp.extproc.server import SERVICE
 from treeline_epp.flow.report import samples
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.options import options_of
@@ -43,87 +37,13 @@ from treeline_epp.workers.pages import SUMMED_GAUGES, summed
 from treeline_epp.workers.team import Team, WorkerFailed
 from treeline_epp.xds.eds import CLUSTER, Eds
 
-HOST = "127.0.0.1"
-
-
-@dataclass
-class Picker:
-    """A picker of workers as a process, by its ports."""
-
-    process: asyncio.subprocess.Process
-    grpc_port: int
-    control_port: int
-    metrics_port: int
-    admin_port: int
-    log: Path
-
-    @property
-    def workers(self) -> list[psutil.Process]:
-        return [one for one in psutil.Process(self.process.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
-
-    async def page(self, path: str) -> Any:
-        async with client(timeout=5.0) as http:
-            return await http.get(f"http://{HOST}:{self.admin_port}{path}")
-
-    async def metrics(self) -> dict[str, float]:
-        async with client(timeout=5.0) as http:
-            page = await http.get(f"http://{HOST}:{self.metrics_port}/metrics")
-        lines = (line.rsplit(" ", 1) for line in page.text.splitlines() if line[:1] not in ("", "#"))
-        return {name: float(value) for name, value in lines}
-
-    async def ready(self) -> bool:
-        assert self.process.returncode is None, self.log.read_text()
-        with contextlib.suppress(OSError, Exception):
-            return (await self.page("/ready")).status_code == 200
-        return False
-
-
-@contextlib.asynccontextmanager
-async def picker(folder: Path, engine: FakeEngine, *words: str) -> AsyncIterator[Picker]:
-    ports = free_ports(4)
-    flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port")
-    argv = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
-    log = folder / "picker.log"
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "treeline_epp", "--endpoint", f"a={engine.address}", "--workers", "2"),
-            *(*argv, "--drain-timeout", "3", *words),
-            stderr=out,
-            start_new_session=True,
-        )
-    made = Picker(process, *ports, log)
-    left: list[psutil.Process] = []
-    try:
-        await until(made.ready, "all workers are ready", 30.0, log.read_text)
-        yield made
-        left = made.workers if process.returncode is None else []
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-        assert await asyncio.wait_for(process.wait(), 20) == 0, log.read_text()
-        await until(lambda: not any(one.is_running() for one in left), "no worker is left")
-
-
-async def ask(port: int, body: bytes, id: str) -> tuple[grpc.aio.Channel, Any, str]:
-    """A request on a connection of its own, whose answer has not begun; where it was sent."""
-    channel = grpc.aio.insecure_channel(f"{HOST}:{port}", [("grpc.use_local_subchannel_pool", 1)])
-    call = channel.stream_stream(f"/{SERVICE}/Process")()
-    destination = ""
-    for message in messages_of(body, id)[:2]:
-        await call.write(message)
-        answer = pb.ProcessingResponse.FromString(await call.read())
-        lb = answer.dynamic_metadata.fields.get("envoy.lb")
-        if lb is not None:
-            destination = next(iter(lb.struct_value.fields.values())).string_value
-    return channel, call, destination
-
 
 async def test_workers_are_one_picker(tmp_path: Path) -> None:
     """The port is shared, what is in flight is known to all, pages are one; a worker that dies is replaced."""
-    engine = FakeEngine()
+    engine = FakeEngine("e")
     await engine.start()
     body = chat_body(random.Random(1))
-    async with picker(tmp_path, engine) as made:
+    async with picker_of_workers(tmp_path, [engine]) as made:
         await until(lambda: made.metrics(), "a page")
 
         async def routable() -> bool:
@@ -136,10 +56,9 @@ async def test_workers_are_one_picker(tmp_path: Path) -> None:
         first, other = made.workers
         held = [len([c for c in one.net_connections() if c.status == "ESTABLISHED" and c.laddr.port == made.grpc_port])
                 for one in (first, other)]  # fmt: skip
-        assert sum(held) == 24
-        assert all(held), "each has some of the connections"
+        assert held == [12, 12], "each has as many of the connections"
         page = await made.metrics()
-        assert page['treeline_epp_decisions_total{endpoint="a"}'] == 24, "the sum of both"
+        assert page['treeline_epp_decisions_total{endpoint="e"}'] == 24, "the sum of both"
         assert page["treeline_epp_extproc_streams"] == 24
         assert page["treeline_epp_workers"] == 2
         assert page['treeline_epp_endpoints{state="ready"}'] == 1, "one endpoint, however many look at it"
@@ -329,7 +248,7 @@ async def test_a_worker_tells_its_parent_what_envoy_is_to_know_and_waits_for_its
     ours, its = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=its)
     there, back = await asyncio.open_connection(sock=ours)
-    worker = Worker(Start(0, b"k" * 32, 0, ()), writer)
+    worker = Worker(Start(0, b"k" * 32, 0, 0, ()), writer)
     following = asyncio.create_task(worker.follow(reader))
     asked: list[None] = []
     eds = worker.eds
