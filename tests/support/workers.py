@@ -76,11 +76,11 @@ async def picker_of_workers(folder: Path, engines: Sequence[FakeEngine], *words:
     try:
         await until(made.ready, "all workers are ready", 30.0, log.read_text)
         yield made
-        left = made.workers if process.returncode is None else []
     finally:
         if process.returncode is None:
+            left = made.workers
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-        assert await asyncio.wait_for(process.wait(), 20) == 0, log.read_text()
+            assert await asyncio.wait_for(process.wait(), 20) == 0, log.read_text()
         await until(lambda: not any(one.is_running() for one in left), "no worker is left")
 
 

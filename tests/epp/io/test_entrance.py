@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -18,9 +21,10 @@ from treeline_epp.extproc.http2_server import Http2Server
 from treeline_epp.extproc.tls import Certificate, TlsError, self_signed
 from treeline_epp.health import Health
 from treeline_epp.workers import entrance as module
+from treeline_epp.workers import team as team_module
 from treeline_epp.workers.entrance import Entrance, Handed, hand, to_shed
 from treeline_epp.workers.link import Status
-from treeline_epp.workers.team import Member, Team
+from treeline_epp.workers.team import GONE, Member, Team
 from treeline_epp.xds.eds import Eds
 
 HOST = "127.0.0.1"
@@ -222,3 +226,57 @@ def test_those_with_too_many_connections_give_some_up(loads: list[int], shed: li
     for _ in range(sum(shed)):  # they come again
         left[left.index(min(left))] += 1
     assert not left or max(left) - min(left) <= 1
+
+
+async def test_the_picker_is_ready_when_each_worker_was_and_until_none_is() -> None:
+    made, ends = team(2)
+    said: list[bool] = []
+
+    async def on_ready(ready: bool) -> None:
+        said.append(ready)
+
+    made._on_ready = on_ready
+    first, second = made.members
+    for member in made.members:
+        member.status = GONE
+    await made._on_status(first, Status(ready=True))
+    await made._on_status(first, Status(ready=True, connections=1))
+    assert said == [], "the other one starts, however slowly"
+    await made._on_status(second, Status(ready=True))
+    await made._on_status(first, GONE)
+    assert said == [True], "one that is there serves for one that is not"
+    await made._on_status(second, GONE)
+    await made._on_status(first, Status(ready=True))
+    assert said == [True, False, True]
+    close(made, ends)
+
+
+async def test_a_worker_is_missed_for_its_own_silence_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stood still has silenced nobody; a worker that hangs is given nothing, and killed in the end."""
+    now, signals = [1000.0], list[int]()
+    process: Any = SimpleNamespace(poll=lambda: None, send_signal=signals.append, pid=1)
+    monkeypatch.setattr(team_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(team_module, "_LOOK_S", 0)
+    made, ends = team(1)
+    (member,) = made.members
+    member.process, member.heard_at, member.was_ready = process, now[0], True
+    looking = asyncio.create_task(made._look())
+
+    async def passes(seconds: float) -> None:
+        now[0] += seconds
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    await passes(0.0)
+    await passes(100.0)
+    assert (member.silent, signals) == (False, [])
+    for _ in range(4):
+        await passes(0.9)
+    assert (member.silent, made.places()[0].silent_s > 3.0, signals) == (True, True, [])
+    await made._on_status(member, Status(ready=True))
+    assert not member.silent
+    for _ in range(23):
+        await passes(0.9)
+    assert (member.silent, signals) == (True, [signal.SIGKILL])
+    looking.cancel()
+    close(made, ends)

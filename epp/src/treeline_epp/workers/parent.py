@@ -55,9 +55,10 @@ async def supervise(
 
         team = Team(argv, eds, sockets, key, names_of(options, sockets), on_ready)
         metrics.observe(team.samples)
-        pages = Pages(lambda: [member.status for member in team.members], metrics.render)
+        pages = Pages(team.places, metrics.render)
+        metrics.observe(pages.samples)
         metrics_pages = PageServer({"/metrics": pages.metrics})
-        admin_pages = pages.admin(lambda: health.ready, debug=options.enable_debug_endpoints)
+        admin_pages = pages.admin(lambda: health.ready, options)
         control = grpc.aio.server(options=server_options(options.max_body_bytes))
         control.add_generic_rpc_handlers((eds.handler(),))
         health.add_to(control)
