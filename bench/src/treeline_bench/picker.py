@@ -286,6 +286,8 @@ COMPANY = {
 }
 """What is compared with 1 KB bodies, by the names of its metrics."""
 _COMPANY = "1kb"
+_COMPANY_PROMPTS = 64
+"""Each is warmed up from several connections."""
 
 
 def engine_of(outcome: Outcome) -> int:
@@ -310,7 +312,7 @@ def spread(outcomes: Sequence[Outcome]) -> float:
 
 def _in_company(load: Load, settings: Settings, context: Context) -> Saturated:
     """Each layout in turn, with the smallest bodies alone."""
-    load = Load({_COMPANY: load.calls[_COMPANY]}, load.cases)
+    load = Load({_COMPANY: load.calls[_COMPANY][:_COMPANY_PROMPTS]}, load.cases)
     settings = replace(settings, saturate_s=settings.company_s)
     out: Saturated = {}
     for name, layout in COMPANY.items():

@@ -163,6 +163,26 @@ async def test_without_file_descriptors_accepting_rests_and_goes_on(
     await entrance.stop(None)
 
 
+async def test_a_worker_without_file_descriptors_loses_a_connection_says_so_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    health = await Health.starting()
+    ours, its = socket.socketpair()
+    server = Http2Server(health.methods(), 1 << 16)
+    handed = Handed(its, server, None, lambda: None)
+    ours.send(b"c")  # what comes where the kernel could not add the descriptor
+    await until(lambda: handed.taken == 1, "it is counted, for the parent counts it, too")
+    assert "a connection is lost: no file descriptor is left" in caplog.text
+    client, connection = socket.socketpair(socket.AF_UNIX)
+    with connection:
+        assert hand(ours, connection)
+    await until(lambda: handed.taken == 2, "the next one")
+    client.close()
+    ours.close()
+    handed.close()
+    await server.stop(0)
+
+
 def team(count: int) -> tuple[Team, list[socket.socket]]:
     """Members that are ready, as far as they say, and what they are handed comes here."""
     pairs = [socket.socketpair() for _ in range(count)]
