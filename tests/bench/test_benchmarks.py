@@ -121,6 +121,43 @@ def test_every_prompt_is_held_by_one_engine(maker: PromptMaker) -> None:
     assert all(one.held != other.held for one, other in zip(first, second, strict=True))
 
 
+def test_equal_picks_and_spread_tell_where_prompts_went() -> None:
+    def went(call: int, *engines: int) -> list[Outcome]:
+        return [Outcome(call, 200, header="16" if engine == call % 2 else "0") for engine in engines]
+
+    held = went(0, 0, 0) + went(1, 1, 1)
+    assert [picker.engine_of(outcome) for outcome in held] == [0, 0, 1, 1]
+    assert (picker.equal_picks(held), picker.spread(held)) == (1.0, 1.0)
+    torn = went(0, 0, 0, 1) + went(1, 0)
+    assert [picker.engine_of(outcome) for outcome in torn] == [0, 0, 1, 0]
+    assert (picker.equal_picks(torn), picker.spread(torn)) == (0.75, 1.5)
+
+
+def test_rows_of_workers_and_peers_are_those_that_are_described() -> None:
+    outcomes = [Outcome(call, 200, sent_ns=0, done_ns=2_000_000_000, header="16") for call in range(4)]
+    rows = {row.metric: row.value for row in picker.company_rows({"workers2": (Report(outcomes), 0.5)})}
+    assert rows == {
+        "picker.workers2.rps_per_core.1kb": 8.0,
+        "picker.workers2.rps.1kb": 2.0,
+        "picker.workers2.ms.p99": 2000.0,
+        "picker.workers2.equal_picks": 1.0,
+        "picker.workers2.spread": 1.0,
+    }
+
+
+def test_peers_share_a_key_and_each_others_names(tmp_path: Path) -> None:
+    places = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    first, second = picker._picker_commands(picker.COMPANY["peers2"], places, tmp_path)
+    for words, ports in ((first, places[0]), (second, places[1])):
+        assert words[words.index("--peers") + 1] == "127.0.0.1:5,127.0.0.1:10"
+        assert words[words.index("--grpc-port") + 1] == str(ports[0])
+        assert words[words.index("--peer-port") + 1] == str(ports[-1])
+    assert (tmp_path / "keys").is_dir()
+    (alone,) = picker._picker_commands(picker.COMPANY["workers2"], places[:1], tmp_path)
+    assert "--peers" not in alone
+    assert alone[alone.index("--workers") + 1] == "2"
+
+
 # -- tree
 
 ROWS = [{"metric": name, "value": index + 0.5, "unit": "x", "more": 1} for index, name in enumerate(tree.METRICS)]

@@ -84,12 +84,12 @@ class Envoy:
 
 
 @contextlib.contextmanager
-def _process(envoy: Envoy, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _process(envoy: Envoy, folder: Path, threads: int) -> Iterator[subprocess.Popen[bytes]]:
     path = folder / "envoy.json"
     path.write_text(json.dumps(envoy.bootstrap))
     with envoy.log.open("wb") as log:
         process = subprocess.Popen(
-            command(str(ENVOY), str(path), concurrency=1, drain_s=1, log_flush_ms=50), stdout=log, stderr=log
+            command(str(ENVOY), str(path), concurrency=threads, drain_s=1, log_flush_ms=50), stdout=log, stderr=log
         )
     try:
         yield process
@@ -100,14 +100,14 @@ def _process(envoy: Envoy, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextlib.asynccontextmanager
 async def running_envoy(
-    config: EnvoyConfig, folder: Path, *, patch: Patch = lambda _: None, timeout_s: float = 15.0
+    config: EnvoyConfig, folder: Path, *, patch: Patch = lambda _: None, timeout_s: float = 15.0, threads: int = 1
 ) -> AsyncIterator[Envoy]:
     """Start Envoy; it is live (endpoints fetched, picker's health known) when this yields.
 
     ``patch`` may change the bootstrap in place.
     """
     envoy = Envoy(config, folder, patch)
-    with _process(envoy, folder) as process:
+    with _process(envoy, folder, threads) as process:
         deadline = time.monotonic() + timeout_s
         async with client() as http:
             while True:

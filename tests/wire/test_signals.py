@@ -14,16 +14,18 @@ times = st.none() | st.floats(0, 1e9)
 asked = st.builds(Asked, waiting, waiting, counts, times, times)
 pools = st.builds(PoolSignals, asked, st.dictionaries(st.text(max_size=3), asked, max_size=2), *[counts] * 5)
 
-GOLDEN = (
+BEFORE = (
     b'{"synced":true,"pools":{"p":{"asked":{"held":{"requests":2,"tokens":900},"missed":{"requests":0,"tokens":0},'
     b'"picks":3,"ttft_p50_s":0.25,"ttft_p90_s":1.5},"models":{},"ready":1,"queued_tokens":4096,'
     b'"in_flight_requests":7,"in_flight_tokens":512,"silent":1}}}\n'
 )
+GOLDEN = BEFORE.replace(b"}}}\n", b'}},"partial":false}\n')
 
 
 def test_a_line_stays_as_it_was_agreed() -> None:
     said = Signals(True, {"p": PoolSignals(Asked(Waiting(2, 900), Waiting(), 3, 0.25, 1.5), {}, 1, 4096, 7, 512, 1)})
     assert (encode(said), decode(GOLDEN)) == (GOLDEN, said)
+    assert decode(BEFORE) == said, "of pickers that know nothing of workers"
 
 
 @settings(max_examples=30)
@@ -63,6 +65,7 @@ def test_several_pickers_see_the_same_endpoints_and_have_requests_of_their_own(t
     assert merged(reversed(told)) == whole
     assert whole.asked.held.requests == sum(one.asked.held.requests for one in told)
     assert whole.asked.missed.tokens == sum(one.asked.missed.tokens for one in told)
+    assert whole.in_flight_tokens == max([one.in_flight_tokens for one in told], default=0), "each hears of the others"
     assert whole.queued_tokens == max([one.queued_tokens for one in told], default=0)
     assert whole.silent == min([one.silent for one in told], default=0)
     assert set(whole.models) == {name for one in told for name in one.models}

@@ -43,7 +43,7 @@ def envoy_binary() -> Path:
 
 
 def bootstrap(
-    *, bare_port: int, picker_port: int, admin_port: int, ext_proc_port: int, eds_port: int
+    *, bare_port: int, picker_port: int, admin_port: int, ext_proc_ports: Sequence[int], eds_port: int
 ) -> dict[str, Any]:
     """The configuration, as JSON types. All addresses are loopback."""
     return {
@@ -54,7 +54,7 @@ def bootstrap(
                 _listener("bare", bare_port, []),
                 _listener("picker", picker_port, [_ext_proc_filter()]),
             ],
-            "clusters": [_pods(), _picker_cluster(EXT_PROC, ext_proc_port), _picker_cluster(EDS, eds_port)],
+            "clusters": [_pods(), _picker_cluster(EXT_PROC, ext_proc_ports), _picker_cluster(EDS, [eds_port])],
         },
     }
 
@@ -82,7 +82,7 @@ def bootstrap_for_pods(
         "admin": {"address": _address(admin_port)},
         "static_resources": {
             "listeners": [_listener("picker", port, [asking])],
-            "clusters": [static, _picker_cluster(EXT_PROC, ext_proc_port)],
+            "clusters": [static, _picker_cluster(EXT_PROC, [ext_proc_port])],
         },
     }
 
@@ -203,14 +203,14 @@ def _pods() -> dict[str, Any]:
     }
 
 
-def _picker_cluster(name: str, port: int) -> dict[str, Any]:
+def _picker_cluster(name: str, ports: Sequence[int]) -> dict[str, Any]:
     return {
         "name": name,
         "type": "STATIC",
         "connect_timeout": "0.25s",
         "load_assignment": {
             "cluster_name": name,
-            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(port)}}]}],
+            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(port)}} for port in ports]}],
         },
         "circuit_breakers": _circuit_breakers(),
         "typed_extension_protocol_options": _protocol({"http2_protocol_options": {}}),

@@ -12,6 +12,39 @@ from treeline_bench.results import Row
 _CHAOS = "the bound that was set for free requests beside hostile ones"
 
 
+def _company() -> dict[str, Metric]:
+    """Of a picker, of one of two workers, and of two that are peers, behind an Envoy of two threads."""
+    found: dict[str, Metric] = {}
+    for name, who in (("one", "one process"), ("workers2", "two workers"), ("peers2", "two pickers that are peers")):
+        first = name == "one"
+        found |= {
+            f"picker.{name}.rps_per_core": Metric(
+                "requests/s",
+                f"requests decided per CPU-second of {who}, two Envoy threads",
+                "higher",
+                headline=not first,
+            ),
+            f"picker.{name}.rps": Metric(
+                "requests/s", "the same per second, all cores shared by all", "higher", headline=False
+            ),
+            f"picker.{name}.ms.p99": Metric(
+                "ms", "latency at saturation with 64 clients, 99th percentile", "lower", headline=False
+            ),
+            f"picker.{name}.equal_picks": Metric(
+                "share",
+                f"requests that {who} sent where most with the same prompt went",
+                "higher",
+                1.0,
+                "one decides",
+                headline=not first,
+            ),
+            f"picker.{name}.spread": Metric(
+                "×", "the busier of two engines by the mean", "lower", 1.0, "each holds half", headline=False
+            ),
+        }
+    return found
+
+
 METRICS: dict[str, Metric] = {
     "routing.hit_rate": Metric(
         "share",
@@ -100,6 +133,7 @@ METRICS: dict[str, Metric] = {
     "picker.send_late_ms.p99": Metric(
         "ms", "how late the paced client sent, 99th percentile", "lower", 1.0, "one tick of its timer", headline=False
     ),
+    **_company(),
     "picker.errors": Metric("requests", "requests without a 200", "lower", source="none expected"),
     "chat.render_us.4k": Metric(
         "µs",

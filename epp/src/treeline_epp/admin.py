@@ -42,7 +42,7 @@ class Page(msgspec.Struct, frozen=True):
 
 Handler = Callable[[Mapping[str, str]], Page | Awaitable[Page]]
 """From the query's parameters to a page."""
-Question = Callable[[bytes], Page]
+Question = Callable[[bytes], Page | Awaitable[Page]]
 """From the body of a POST to a page, which changes nothing."""
 
 
@@ -162,9 +162,10 @@ class PageServer:
                 return Page({"error": f"only for clients on this machine: {why}"}, 403)
         try:
             if question is not None:
-                return question(await request.read())
-            assert handler is not None
-            page = handler(request.query)
+                page = question(await request.read())
+            else:
+                assert handler is not None
+                page = handler(request.query)
             return page if isinstance(page, Page) else await page
         except web.HTTPRequestEntityTooLarge as error:
             return Page({"error": f"the question is too long: {error.text}"}, 413)

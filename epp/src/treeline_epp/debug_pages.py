@@ -16,6 +16,8 @@ from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.router import Router
 
 DECISIONS, EXPLAIN = "/debug/decisions", "/debug/explain"
+LAST = "20"
+"""So many decisions are shown, if nobody says how many."""
 _MOST_BODY_BYTES = 4 << 20
 
 
@@ -31,7 +33,7 @@ def decisions(log: DecisionLog, *, prompts: bool) -> dict[str, Handler]:
     """The page that shows them; `prompts`: with the beginnings of prompts for whoever asks."""
 
     def listing(query: Mapping[str, str]) -> Page:
-        last, asked = query.get("last", "20"), query.get("prompts", "") in ("1", "true")
+        last, asked = query.get("last", LAST), query.get("prompts", "") in ("1", "true")
         if not (last.isascii() and last.isdecimal() and len(last) < 6):
             return Page({"error": f"last={last[:20]!r} is no number of decisions (at most {KEPT} are kept)"}, 400)
         if asked and not prompts:

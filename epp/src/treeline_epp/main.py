@@ -51,9 +51,9 @@ from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router, cost
 from treeline_epp.tokenizers.sources import FolderOrigin, SourceError, specs_of
 from treeline_epp.tokenizers.watch import TokenizerSources
+from treeline_epp.workers.entrance import Entrance
 from treeline_epp.workers.link import Worker
 from treeline_epp.workers.parent import supervise
-from treeline_epp.workers.places import Kept
 from treeline_epp.workers.team import WorkerFailed
 from treeline_epp.xds.eds import Eds
 
@@ -333,13 +333,14 @@ async def _open(
     ext_proc: ExtProcServer,
     worker: Worker | None,
 ) -> None:
-    """Become ready. A worker listens only now: those beside it serve whatever comes before."""
+    """Become ready. A worker takes connections only now: those beside it serve whatever comes before."""
     started = time.monotonic()
     await fleet.wait_until_ready()
     await health.set_ready(True)
     metrics.ready.set(1)
     if worker is not None:
-        await _listen_beside(options, ext_proc)
+        assert isinstance(ext_proc, Http2Server)
+        worker.serve(ext_proc, _certificate(options))
         worker.set_ready(True)
     log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(fleet.picker.endpoints))
     # Everything imported so far lives for ever: the collector need not look at it again. What the tree allocates later
@@ -349,7 +350,7 @@ async def _open(
     gc.set_threshold(50_000, 50, 50)
 
 
-ExtProcServer = grpc.aio.Server | Http2Server | Kept
+ExtProcServer = grpc.aio.Server | Http2Server | Entrance
 
 
 def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[ExtProcServer, grpc.aio.Server]:
@@ -385,13 +386,8 @@ def _ext_proc(options: Options, service: ExtProcService, health: Health) -> ExtP
     return server
 
 
-async def _listen_beside(options: Options, ext_proc: ExtProcServer) -> None:
-    """Share the ext_proc port with other workers. Raises OSError and TlsError: the parent has tried it before."""
-    assert isinstance(ext_proc, Http2Server)
-    await ext_proc.start(options.host, options.grpc_port, _certificate(options), shared=True)
-
-
 def _certificate(options: Options) -> Certificate | None:
+    """Of the ext_proc port."""
     if not options.secure_serving:
         return None
     terms = TlsTerms(options.tls_min_version, options.tls_1_2_suites)

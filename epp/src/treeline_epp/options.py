@@ -89,9 +89,9 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         metavar="N",
         at_least=1,
         at_most=64,
-        help="processes that share the ext_proc port, each with the whole tree and some of the connections; they tell "
-        "each other what they have in flight. For one picker that a core does not suffice for: a proxy has to open "
-        "as many connections (default %(default)s)",
+        help="processes that share the ext_proc port, each with the whole tree and an equal share of the connections; "
+        "they tell each other what they have in flight. For one picker that a core does not suffice for: a proxy has "
+        "to open as many connections (default %(default)s)",
     )
     peers: tuple[tuple[str, int], ...] = setting(
         (),

@@ -62,6 +62,7 @@ def admin_pages(
     public: dict[str, Handler] = {
         "/ready": ready,
         "/live": lambda _query: Page({"live": True}),
+        signals.NOW: lambda _query: Page(look()),
         "/endpoints": lambda _query: Page({**fleet_report.listing(fleet), "detail": detail()}),
     }
     debug: dict[str, Handler] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final, Protocol
@@ -31,6 +31,8 @@ from treeline_wire.signals import (
 from treeline_epp.metrics import Sample
 from treeline_epp.picking.endpoint import Endpoint
 
+NOW: Final = "/signals/now"
+"""The page of one picture; the stream is at `treeline_wire.signals.PATH`."""
 _MOST_PICKS: Final = 512
 _MOST_MODELS: Final = 100
 _MOST_LETTERS: Final = 256
@@ -177,12 +179,13 @@ def _total(counts: Iterable[int]) -> int:
     return min(sum(max(0, count) for count in counts), MOST_COUNT)
 
 
-async def stream(look: Callable[[], Signals]) -> AsyncGenerator[bytes]:
+async def stream(look: Callable[[], Signals | Awaitable[Signals]]) -> AsyncGenerator[bytes]:
     """Lines for one listener, for ever: what `look` sees, when it has changed, and at times where it has not."""
     said: Signals | None = None
     quiet = 0
     while True:
-        seen = look()
+        found = look()
+        seen = found if isinstance(found, Signals) else await found
         if seen != said or quiet >= HEARTBEAT_S * MOST_PER_S:
             said, quiet = seen, 0
             yield encode(seen)

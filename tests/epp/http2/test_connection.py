@@ -341,10 +341,21 @@ def test_who_leaves_finishes_what_is_open_and_takes_nothing_new() -> None:
     connection.receive(HELLO + headers(1, block()))
     connection.take()
     connection.leave()
-    assert sent(connection) == frames.goaway(1, Code.NO_ERROR)
-    assert connection.receive(headers(3, block()) + data(3, b"x") + frames.rst_stream(3, 8)) == []
+    connection.leave()
+    said = sent(connection)
+    assert said == frames.goaway(frames.MOST_STREAM, Code.NO_ERROR) + frames.ping(said[-8:], ack=False), "once"
+    (event,) = connection.receive(headers(3, block()))
+    assert isinstance(event, Requested), "it was on its way, and is not lost"
+    assert not connection.left
+    connection.receive(frames.ping(b"treeline", ack=True))
+    assert not connection.left, "that is the answer to something else"
+    connection.receive(frames.ping(said[-8:], ack=True) * 2)
+    assert connection.left
+    assert sent(connection) == frames.goaway(3, Code.NO_ERROR)
+    assert connection.receive(headers(5, block()) + data(5, b"x") + frames.rst_stream(5, 8)) == []
     assert connection.receive(data(1, b"x", end=True)) == [Came(1, b"x", ended=True)]
     connection.end(1, grpc.WELL)
+    connection.end(3, grpc.WELL)
     assert len(connection) == 0
     assert connection.fault is None
 

@@ -51,7 +51,7 @@ async def fetch(running: RunningPicker, query: str = "", headers: Mapping[str, s
 
 async def test_decisions_are_told_with_their_reasons_and_prompts_only_if_the_flag_allows() -> None:
     async with picker() as (running, _):
-        assert (await fetch(running)).json()["decisions"] == {"count": 0, "shown": []}
+        assert (await fetch(running)).json()["decisions"] == {"count": 0, "next": 0, "shown": []}
         for turn in range(3):
             await asked(running, "tiny", prompt=f"{BEGINNING}{SECRET}{turn}", request_id=f"r{turn}", answered=True)
         answer = await fetch(running, "prefixes=1")

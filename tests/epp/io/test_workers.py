@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import signal
 import socket
-import sys
-import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,111 +16,103 @@ import psutil
 import pytest
 from envoy.config.endpoint.v3 import endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.epp_io import FakeEngine, until
 from support.flow_world import FlowWorld
 from support.http import client
-from support.picker_cost import chat_body, messages_of
+from support.picker_cost import chat_body
 from support.ports import free_ports
-from treeline_epp import signals
+from support.workers import HOST, PickerOfWorkers, ask, picker_of_workers
+from treeline_epp import debug_pages, main, signals
 from treeline_epp.compat.families import Families
 from treeline_epp.compat.metric_names import GIE, LLMD
-from treeline_epp.extproc.server import SERVICE
 from treeline_epp.flow.report import samples
 from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.main import StartError
 from treeline_epp.options import options_of
 from treeline_epp.peers.driver import bound
 from treeline_epp.requests.exchange import Exchange
-from treeline_epp.workers import link, pages, places
+from treeline_epp.workers import link, places
 from treeline_epp.workers import team as team_module
 from treeline_epp.workers.link import ParentsEds, Selectable, Start, Status, Worker
-from treeline_epp.workers.pages import SUMMED_GAUGES, summed
 from treeline_epp.workers.team import Team, WorkerFailed
+from treeline_epp.workers.totals import SUMMED_GAUGES, families, merged, rendered
 from treeline_epp.xds.eds import CLUSTER, Eds
-
-HOST = "127.0.0.1"
-
-
-@dataclass
-class Picker:
-    """A picker of workers as a process, by its ports."""
-
-    process: asyncio.subprocess.Process
-    grpc_port: int
-    control_port: int
-    metrics_port: int
-    admin_port: int
-    log: Path
-
-    @property
-    def workers(self) -> list[psutil.Process]:
-        return [one for one in psutil.Process(self.process.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
-
-    async def page(self, path: str) -> Any:
-        async with client(timeout=5.0) as http:
-            return await http.get(f"http://{HOST}:{self.admin_port}{path}")
-
-    async def metrics(self) -> dict[str, float]:
-        async with client(timeout=5.0) as http:
-            page = await http.get(f"http://{HOST}:{self.metrics_port}/metrics")
-        lines = (line.rsplit(" ", 1) for line in page.text.splitlines() if line[:1] not in ("", "#"))
-        return {name: float(value) for name, value in lines}
-
-    async def ready(self) -> bool:
-        assert self.process.returncode is None, self.log.read_text()
-        with contextlib.suppress(OSError, Exception):
-            return (await self.page("/ready")).status_code == 200
-        return False
+from treeline_wire.signals import PATH, decode
 
 
-@contextlib.asynccontextmanager
-async def picker(folder: Path, engine: FakeEngine, *words: str) -> AsyncIterator[Picker]:
-    ports = free_ports(4)
+async def check_pages(made: PickerOfWorkers, body: bytes) -> None:
+    """Each page is that of the whole picker."""
+    count = int((await made.metrics())['treeline_epp_decisions_total{endpoint="e"}'])
+    shown = (await made.page("/debug/decisions?last=500")).json()["decisions"]
+    assert len(shown) == count
+    assert {one["worker"] for one in shown} == {0, 1}
+    assert [one["at"] for one in shown] == sorted((one["at"] for one in shown), reverse=True)
+    data = (await made.page("/debug/console.json")).json()
+    assert data["decisions"]["count"] == len(data["decisions"]["shown"]) == count
+    assert [one["name"] for one in data["endpoints"]["shown"]] == ["e"]
+    again = (await made.page(f"/debug/console.json?after={data['decisions']['next']}")).json()
+    assert again["decisions"]["shown"] == [], "it goes on where it was"
+    assert [one["name"] for one in (await made.page("/debug/endpoints")).json()["endpoints"]] == ["e"]
+    assert set((await made.page("/debug/tree")).json()["workers"]) == {"0", "1"}
+    asked = debug_pages.encode(debug_pages.Asked("/v1/chat/completions", body))
+    async with client(timeout=5.0) as http:
+        answer = await http.post(f"http://{HOST}:{made.admin_port}{debug_pages.EXPLAIN}", content=asked)
+        assert answer.json()["workers"] == {"0": "e", "1": "e"}
+        async with http.stream("GET", f"http://{HOST}:{made.admin_port}{PATH}") as lines:
+            said = decode((await anext(lines.aiter_lines())).encode())
+    assert said.synced
+    assert not said.partial
+    assert {pool.asked.picks for pool in said.pools.values()} <= {*range(1, count + 1)}, "those of the last seconds"
+
+
+async def test_a_worker_that_hangs_is_seen_and_none_outlives_the_parent(tmp_path: Path) -> None:
+    """Its new connections go to others, pages name it, and it may come back; SIGKILL of the parent ends all."""
+    engine = FakeEngine("e")
+    await engine.start()
+    body = chat_body(random.Random(1))
+    async with picker_of_workers(tmp_path, [engine]) as made:
+        hung, other = sorted(made.workers, key=lambda one: one.pid)
+        hung.send_signal(signal.SIGSTOP)
+        await until(lambda: "says nothing for 3." in made.log.read_text(), "it is noticed", 30)
+        calls = [await asyncio.wait_for(ask(made.grpc_port, body, f"r{number}"), 10) for number in range(4)]
+        assert {destination for _, _, destination in calls} == {engine.address}, "all by the other one"
+        page = await made.metrics()
+        assert (page["treeline_epp_workers"], page["treeline_epp_workers_unanswered"]) == (1, 1)
+        (unanswered,) = (await made.page("/endpoints")).json()["unanswered"]
+        assert "it says nothing for" in unanswered["why"]
+        assert (await made.page("/ready")).status_code == 200
+        hung.send_signal(signal.SIGCONT)
+        await until(lambda: "is back after" in made.log.read_text(), "it comes back", 30)
+        assert made.workers == [hung, other] or made.workers == [other, hung], "it was not replaced"
+        for channel, _, _ in calls:
+            await channel.close()
+        made.process.kill()
+        await made.process.wait()
+        await until(lambda: not hung.is_running() and not other.is_running(), "none is left", 20)
+    await engine.stop()
+
+
+@pytest.mark.parametrize("flag", ["--grpc-port", "--admin-port", "--metrics-port", "--grpc-health-port"])
+async def test_a_port_that_somebody_has_is_said_before_workers_start(flag: str) -> None:
     flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port")
-    argv = [word for flag, port in zip(flags, ports, strict=True) for word in (flag, str(port))]
-    log = folder / "picker.log"
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "treeline_epp", "--endpoint", f"a={engine.address}", "--workers", "2"),
-            *(*argv, "--drain-timeout", "3", *words),
-            stderr=out,
-            start_new_session=True,
-        )
-    made = Picker(process, *ports, log)
-    left: list[psutil.Process] = []
-    try:
-        await until(made.ready, "all workers are ready", 30.0, log.read_text)
-        yield made
-        left = made.workers if process.returncode is None else []
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-        assert await asyncio.wait_for(process.wait(), 20) == 0, log.read_text()
-        await until(lambda: not any(one.is_running() for one in left), "no worker is left")
-
-
-async def ask(port: int, body: bytes, id: str) -> tuple[grpc.aio.Channel, Any, str]:
-    """A request on a connection of its own, whose answer has not begun; where it was sent."""
-    channel = grpc.aio.insecure_channel(f"{HOST}:{port}", [("grpc.use_local_subchannel_pool", 1)])
-    call = channel.stream_stream(f"/{SERVICE}/Process")()
-    destination = ""
-    for message in messages_of(body, id)[:2]:
-        await call.write(message)
-        answer = pb.ProcessingResponse.FromString(await call.read())
-        lb = answer.dynamic_metadata.fields.get("envoy.lb")
-        if lb is not None:
-            destination = next(iter(lb.struct_value.fields.values())).string_value
-    return channel, call, destination
+    ports = dict(zip(flags, free_ports(4), strict=True))
+    with socket.socket() as taken:
+        taken.bind((HOST, ports[flag]))
+        taken.listen()
+        words = ["--endpoint", "a=127.0.0.1:1", "--workers", "2"]
+        words += [word for name, port in ports.items() for word in (name, str(port))]
+        with pytest.raises(StartError, match=f"{ports[flag]}: Address already in use; choose another port with {flag}"):
+            await main._until_signal(options_of(words), words)
+    assert [one for one in psutil.Process().children() if "treeline_epp.worker_process" in one.cmdline()] == []
 
 
 async def test_workers_are_one_picker(tmp_path: Path) -> None:
     """The port is shared, what is in flight is known to all, pages are one; a worker that dies is replaced."""
-    engine = FakeEngine()
+    engine = FakeEngine("e")
     await engine.start()
     body = chat_body(random.Random(1))
-    async with picker(tmp_path, engine) as made:
-        await until(lambda: made.metrics(), "a page")
+    async with picker_of_workers(tmp_path, [engine], "--enable-debug-endpoints") as made:
 
         async def routable() -> bool:
             pools = (await made.page("/endpoints")).json()["pools"]
@@ -136,10 +124,9 @@ async def test_workers_are_one_picker(tmp_path: Path) -> None:
         first, other = made.workers
         held = [len([c for c in one.net_connections() if c.status == "ESTABLISHED" and c.laddr.port == made.grpc_port])
                 for one in (first, other)]  # fmt: skip
-        assert sum(held) == 24
-        assert all(held), "each has some of the connections"
+        assert held == [12, 12], "each has as many of the connections"
         page = await made.metrics()
-        assert page['treeline_epp_decisions_total{endpoint="a"}'] == 24, "the sum of both"
+        assert page['treeline_epp_decisions_total{endpoint="e"}'] == 24, "the sum of both"
         assert page["treeline_epp_extproc_streams"] == 24
         assert page["treeline_epp_workers"] == 2
         assert page['treeline_epp_endpoints{state="ready"}'] == 1, "one endpoint, however many look at it"
@@ -159,6 +146,8 @@ async def test_workers_are_one_picker(tmp_path: Path) -> None:
             (listed,) = found.endpoints[0].lb_endpoints
             assert listed.endpoint.address.socket_address.port_value == engine.port, "what workers know, once"
             call.cancel()
+        await check_pages(made, body)
+        before = await made.metrics()
         first.kill()
 
         async def replaced() -> bool:
@@ -168,6 +157,10 @@ async def test_workers_are_one_picker(tmp_path: Path) -> None:
         assert (await made.page("/ready")).status_code == 200, "the other one serves"
         await until(replaced, "another has its place", 20, made.log.read_text)
         assert "worker 0 was ended by SIGKILL; another starts in 0.5 s" in made.log.read_text()
+        after = await made.metrics()
+        counted = [name for name in before if "_total" in name or "_count" in name or "_bucket" in name]
+        assert [name for name in counted if after[name] < before[name]] == [], "what it counted is not lost"
+        await until(lambda: "worker 1 gives up" in made.log.read_text(), "the new one gets its share", 20)
         assert (await ask(made.grpc_port, body, "again"))[2] == engine.address
         for channel, _, _ in calls:
             await channel.close()
@@ -226,6 +219,9 @@ async def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) 
     [
         (["--transport", "grpc"], "--workers needs --transport http2"),
         (["--grpc-port", "0"], "--workers needs a --grpc-port"),
+        (["--workers", "0"], "--workers: "),
+        (["--workers", "-1"], "--workers: "),
+        (["--workers", "1000"], "--workers: "),
         (["--peers", "a:1", "--curve-dir", "/keys", "--peer-port", "65535"], "--peer-port: each worker has one"),
     ],
 )
@@ -237,68 +233,24 @@ def test_what_does_not_go_with_workers_is_said_at_the_start(
     assert said in capsys.readouterr().err
 
 
-def test_metrics_of_several_are_summed_and_what_all_know_is_said_once() -> None:
-    one = """# HELP x_total Some.
-# TYPE x_total counter
-x_total{a="1"} 2.0
-x_total{a="2"} 3.0
-# HELP t Time.
-# TYPE t histogram
-t_bucket{le="0.1"} 1.0
-t_bucket{le="+Inf"} 2.0
-t_count 2.0
-t_sum 0.5
-# HELP treeline_epp_extproc_streams Open.
-# TYPE treeline_epp_extproc_streams gauge
-treeline_epp_extproc_streams 4.0
-# HELP treeline_epp_endpoints Known.
-# TYPE treeline_epp_endpoints gauge
-treeline_epp_endpoints{state="ready"} 5.0
-"""
-    other = one.replace('a="2"} 3.0', 'a="9"} 7.0').replace("} 5.0", "} 6.0")
-    lines = summed([one, other]).decode().splitlines()
-    assert {line for line in lines if not line.startswith("#")} == {
-        'x_total{a="1"} 4.0',
-        'x_total{a="2"} 3.0',
-        'x_total{a="9"} 7.0',
-        't_bucket{le="0.1"} 2.0',
-        't_bucket{le="+Inf"} 4.0',
-        "t_count 4.0",
-        "t_sum 1.0",
-        "treeline_epp_extproc_streams 8.0",
-        'treeline_epp_endpoints{state="ready"} 6.0',
-    }
-    assert "# TYPE x_total counter" in lines
-    assert summed([summed([one]).decode()]) == summed([one])
-    assert summed([]) == b""
-
-
 def test_the_requests_that_each_worker_has_itself_are_summed() -> None:
     world = FlowWorld(FlowSettings(hold_empty_pool_seconds=60.0), engines=0)
     world.router.demand.held = world.flow.held
-    metrics, families = world.router.metrics, Families([GIE, LLMD], world.picker, streams=lambda: 3.0)
+    metrics, others = world.router.metrics, Families([GIE, LLMD], world.picker, streams=lambda: 3.0)
     metrics.observe(lambda: samples(world.flow))
     metrics.observe(lambda: signals.samples(signals.picture(world.router.demand, (), (), world.now, synced=True)))
-    families._running[Exchange("r", "/", None, "f", 1, 0.0)] = ("tiny", "tiny", "f", "0")
+    others._running[Exchange("r", "/", None, "f", 1, 0.0)] = ("tiny", "tiny", "f", "0")
     for flow in "fg":
         world.send(flow)
     world.now += 1.0
-    page = summed([(metrics.render() + families.render()).decode()]).decode()
+    page = rendered(merged([families((metrics.render() + others.render()).decode())])).decode()
     one = {name: float(value) for name, value in _values(page) if float(value)}
-    for name, value in _values(summed([page, page]).decode()):
+    for name, value in _values(rendered(merged([families(page), families(page)])).decode()):
         family = name.partition("{")[0]
         if family in SUMMED_GAUGES and name in one:
             assert float(value) == 2 * one.pop(name), name
     assert {name.partition("{")[0] for name in one if "held" in name or "running" in name or "missed" in name} == set()
     assert "treeline_epp_flow_oldest_seconds" in {name.partition("{")[0] for name in one}, "the greatest"
-
-
-async def test_they_are_summed_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    where: list[threading.Thread] = []
-    monkeypatch.setattr(pages, "summed", lambda _: where.append(threading.current_thread()) or b"sum")
-    page = await pages.Pages(list, bytes).metrics({})
-    assert page.body == b"sum"
-    assert where != [threading.current_thread()], "EDS and health go on"
 
 
 def _values(page: str) -> list[list[str]]:
@@ -329,7 +281,7 @@ async def test_a_worker_tells_its_parent_what_envoy_is_to_know_and_waits_for_its
     ours, its = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=its)
     there, back = await asyncio.open_connection(sock=ours)
-    worker = Worker(Start(0, b"k" * 32, 0, ()), writer)
+    worker = Worker(Start(0, b"k" * 32, 0, 0, ()), writer)
     following = asyncio.create_task(worker.follow(reader))
     asked: list[None] = []
     eds = worker.eds

@@ -64,8 +64,8 @@ class PoolSignals(msgspec.Struct, frozen=True):
     `asked` is for all its models, `models` for each that was asked for lately. The rest is about those of its endpoints
     that do not drain, and each picker knows it of all: `ready` may be picked; `in_flight_requests` they have or are
     about to get; `queued_tokens` of prompts wait to be computed there; `in_flight_tokens` are those of requests that
-    this picker sent there and that have no first token yet. Of those that may be picked, `silent` do not tell their
-    load at the moment: they may have more in flight than is counted.
+    this picker and those that it hears of sent there, and that have no first token yet. Of those that may be picked,
+    `silent` do not tell their load at the moment: they may have more in flight than is counted.
     """
 
     asked: Asked = Asked()
@@ -78,10 +78,12 @@ class PoolSignals(msgspec.Struct, frozen=True):
 
 
 class Signals(msgspec.Struct, frozen=True):
-    """What one picker says. `synced`: it has seen all that there is, so that a pool that is missing is not its."""
+    """What one picker says. `synced`: it has seen all that there is, so that a pool that is missing is not its.
+    `partial`: some of its processes say nothing, and what they alone know is missing."""
 
     synced: bool = False
     pools: dict[str, PoolSignals] = {}
+    partial: bool = False
 
 
 def encode(signals: Signals) -> bytes:
@@ -111,7 +113,7 @@ def merged(told: Iterable[PoolSignals]) -> PoolSignals:
         ready=max((one.ready for one in found), default=0),
         queued_tokens=max((one.queued_tokens for one in found), default=0),
         in_flight_requests=max((one.in_flight_requests for one in found), default=0),
-        in_flight_tokens=sum(one.in_flight_tokens for one in found),
+        in_flight_tokens=max((one.in_flight_tokens for one in found), default=0),
         silent=min((one.silent for one in found), default=0),  # one that hears an endpoint is enough
     )
 

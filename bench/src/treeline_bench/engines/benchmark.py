@@ -169,7 +169,7 @@ def edge(policy: str, engines: Sequence[Server], context: Context) -> Iterator[E
     argv += ["--metrics-port", str(metrics), "--admin-port", str(pages)]
     for engine in engines:
         argv += ["--endpoint", f"{engine.name}={engine.address}"]
-    config = bootstrap(bare_port=bare, picker_port=port, admin_port=admin, ext_proc_port=grpc, eds_port=eds)
+    config = bootstrap(bare_port=bare, picker_port=port, admin_port=admin, ext_proc_ports=[grpc], eds_port=eds)
     path = folder / "envoy.json"
     path.write_text(json.dumps(config))
     with ExitStack() as stack:

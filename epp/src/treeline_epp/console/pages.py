@@ -21,8 +21,7 @@ _TOKEN = "CONSOLE-TOKEN"
 
 def console_pages(fleet: Fleet, log: DecisionLog, *, token: str, texts: bool) -> dict[str, Handler]:
     """The pages by their paths. `texts`: prompts are shown to whoever asks there."""
-    html = _HTML.read_text(encoding="utf-8").replace(_TOKEN, token)
-    page = Page(html.encode(), content_type="text/html; charset=utf-8", headers=_headers(html))
+    page = page_of(token)
 
     def data(query: Mapping[str, str]) -> Page:
         asked = query.get("texts") == "1"
@@ -35,17 +34,27 @@ def console_pages(fleet: Fleet, log: DecisionLog, *, token: str, texts: bool) ->
         shown: dict[str, object] = {
             "ready": fleet.discovered.is_set(),
             "texts_allowed": texts,
-            "decisions": {"count": log.count, "shown": view.decisions(log, int(after), texts=asked)},
+            "decisions": {
+                "count": log.count,
+                "next": log.count,
+                "shown": view.decisions(log, int(after), texts=asked),
+            },
             "endpoints": view.endpoints(fleet, now),
         }
         if query.get("prefixes") == "1":
             shown["prefixes"] = view.prefixes(log, fleet, now, texts=asked)
-        return Page(shown, headers=_ALWAYS)
+        return Page(shown, headers=ALWAYS)
 
     return {PAGE: lambda _query: page, DATA: data}
 
 
-_ALWAYS = {
+def page_of(token: str) -> Page:
+    """The HTML, for a server that knows this token."""
+    html = _HTML.read_text(encoding="utf-8").replace(_TOKEN, token)
+    return Page(html.encode(), content_type="text/html; charset=utf-8", headers=_headers(html))
+
+
+ALWAYS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -65,7 +74,7 @@ def _headers(html: str) -> dict[str, str]:
         "frame-ancestors": "'none'",
     }
     written = "; ".join(f"{name} {value}" for name, value in policy.items())
-    return {**_ALWAYS, "Content-Security-Policy": written, "Cross-Origin-Opener-Policy": "same-origin"}
+    return {**ALWAYS, "Content-Security-Policy": written, "Cross-Origin-Opener-Policy": "same-origin"}
 
 
 def _hash(html: str, tag: str) -> str:

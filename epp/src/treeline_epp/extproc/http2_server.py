@@ -127,14 +127,12 @@ class Http2Server:
         self._server: asyncio.Server | None = None
         self._following: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, tls: Certificate | None = None, *, shared: bool = False) -> None:
-        """Raises OSError, and what `tls` raises. `shared`: with other processes, each taking some connections."""
+    async def start(self, host: str, port: int, tls: Certificate | None = None) -> None:
+        """Raises OSError, and what `tls` raises."""
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, kind, protocol)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._socket.bind(address)
             await self._listen(None if tls is None else tls.context())
         except BaseException:
@@ -159,6 +157,20 @@ class Http2Server:
         )
         if before is not None:
             before.close()
+
+    async def adopt(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Serve a connection that was accepted elsewhere. Raises OSError where it does not come about."""
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: _Peer(self), connection, ssl=tls)
+
+    @property
+    def connections(self) -> int:
+        """Those that are open and take new calls."""
+        return sum(not peer.leaving for peer in self.peers)
+
+    def shed(self, count: int) -> None:
+        """Ask the peers of so many connections to come again: what is open there goes on."""
+        for peer in [peer for peer in self.peers if not peer.leaving][:count]:
+            peer.leave()
 
     @property
     def port(self) -> int:
@@ -212,6 +224,7 @@ class _Peer(asyncio.Protocol):
         """The socket takes nothing for now."""
         self._heard = True
         self._asked = False
+        self.leaving = False
         self._timer: asyncio.TimerHandle | None = None
         self._aging: asyncio.TimerHandle | None = None
 
@@ -223,7 +236,7 @@ class _Peer(asyncio.Protocol):
         self._timer = self._loop.call_later(KEEPALIVE_S, self._look_after)
         self._aging = self._loop.call_later(_AGE_S, self._age)
         if self._server.draining:
-            self._connection.leave()
+            self.leave()
         self._flush()
 
     def connection_lost(self, _error: Exception | None) -> None:
@@ -438,13 +451,14 @@ class _Peer(asyncio.Protocol):
         out = self._connection.take()
         if out:
             transport.write(out[0] if len(out) == 1 else b"".join(out))
-        if self._connection.finished or (self._server.draining and not len(self._connection)):
+        if self._connection.finished or (self._connection.left and not len(self._connection)):
             if self._connection.fault is not None:
                 log.info("a connection ends: %s", self._connection.fault)
             transport.close()
 
     def leave(self) -> None:
         """No more calls; those that are open go on."""
+        self.leaving = True
         self._connection.leave()
         self._flush()
 

@@ -27,6 +27,7 @@ _REMEMBERED = 256
 """Closed streams."""
 _STREAMS_A_FRAME = 64
 """Streams whose window changes are as much work as a frame."""
+_HEARD = b"goodbye!"  # a ping: the peer has read what we sent before it
 
 
 class _Stream:
@@ -63,7 +64,8 @@ class Connection:
         self._last = 0
         self._old = self._aging = 0
         """The last of the streams that were open for an `age`, and of those that were there at the last."""
-        self._leaving = False
+        self._leaving = self._parting = self.left = False
+        """`left`: we have said goodbye, and the peer has heard it. No more streams come."""
         self._fields = FieldReader(limits.header_bytes, known)
         self._rest = b""
         self._greeted = False
@@ -323,7 +325,10 @@ class Connection:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a ping of a stream")
         if len(payload) != 8:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping of other than eight bytes")
-        if flags & frames.ACK:  # that anything came is all that is asked
+        if flags & frames.ACK:  # that anything came is all that is asked, else
+            if self._parting and payload == _HEARD and not self.left:
+                self._leaving = self.left = True
+                self._sending.control(frames.goaway(self._last, Code.NO_ERROR))
             return
         self._nothing()
         self._sending.control(frames.ping(bytes(payload), ack=True))
@@ -447,10 +452,11 @@ class Connection:
             self._sending.control(frames.rst_stream(stream, code))
 
     def leave(self) -> None:
-        """Say that no more streams are taken. Those that are open go on."""
-        if not self._leaving:
-            self._leaving = True
-            self._sending.control(frames.goaway(self._last, Code.NO_ERROR))
+        """Say that no more streams are taken. Those that are open go on, and so do those that are on their way: the
+        last is named when the peer has heard it."""
+        if not self._parting:
+            self._parting = True
+            self._sending.control(frames.goaway(frames.MOST_STREAM, Code.NO_ERROR) + frames.ping(_HEARD, ack=False))
 
     def forgive(self, count: int) -> None:
         """Time has passed: so many frames that brought nothing do not count any more."""

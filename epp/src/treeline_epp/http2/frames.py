@@ -13,6 +13,7 @@ LEAST_FRAME_BYTES: Final = 16_384
 """What every peer takes, and the most that we take: `SETTINGS_MAX_FRAME_SIZE` is at least this."""
 MOST_FRAME_BYTES: Final = (1 << 24) - 1
 MOST_WINDOW: Final = (1 << 31) - 1
+MOST_STREAM: Final = (1 << 31) - 1
 FIRST_WINDOW: Final = 65_535
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import TypeAlias
 
 import msgspec
 
+from treeline_epp.extproc.http2_server import Certificate, Http2Server
 from treeline_epp.peers.gossip import Address
+from treeline_epp.workers.entrance import Handed
 from treeline_epp.xds.eds import Eds
 
 BEAT_S = 1.0
@@ -22,11 +25,13 @@ MOST_LINE = 16 << 20
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """`key` seals what workers (and other pickers) tell each other, from the socket `peer_fd`, to `peers`."""
+    """`key` seals what workers (and other pickers) tell each other, from the socket `peer_fd`, to `peers`. Connections
+    come through the socket `entrance_fd` (`entrance.py`)."""
 
     index: int
     key: bytes
     peer_fd: int
+    entrance_fd: int
     peers: tuple[Address, ...]
 
 
@@ -36,18 +41,27 @@ class Selectable(msgspec.Struct, frozen=True, tag="selectable"):
     addresses: frozenset[str]
 
 
+class Shed(msgspec.Struct, frozen=True, tag="shed"):
+    """So many connections are to be given up: others have fewer."""
+
+    connections: int
+
+
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """`ready` to take requests; `metrics_port` and `admin_port` are its pages, on loopback, 0 before they are there.
-    `endpoints` are to be announced to Envoy (address → draining) once it is `synced`."""
+    `endpoints` are to be announced to Envoy (address → draining) once it is `synced`. Of the connections that it was
+    handed it has `taken` so many; `connections` are open now, without those that it gives up."""
 
     ready: bool = False
+    taken: int = 0
+    connections: int = 0
     metrics_port: int = 0
     admin_port: int = 0
     synced: bool = False
     endpoints: dict[str, bool] = {}
 
 
-Line: TypeAlias = Start | Selectable | Status
+Line: TypeAlias = Start | Selectable | Shed | Status
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
@@ -105,11 +119,16 @@ class Worker:
         self.eds.changed = self._tell
         self._writer = writer
         self._status = Status()
+        self._handed: Handed | None = None
 
     def serves_pages(self, metrics_port: int, admin_port: int) -> None:
         """They are there."""
         self._status = msgspec.structs.replace(self._status, metrics_port=metrics_port, admin_port=admin_port)
         self._tell()
+
+    def serve(self, server: Http2Server, tls: Certificate | None) -> None:
+        """Take the connections that are handed over. Raises what `tls` raises."""
+        self._handed = Handed(socket.socket(fileno=self.start.entrance_fd), server, tls, self._tell)
 
     def set_ready(self, ready: bool) -> None:
         """It takes requests, or takes no more."""
@@ -123,8 +142,13 @@ class Worker:
             async for line in lines(reader):
                 if isinstance(line, Selectable):
                     self.eds.on_selectable(line.addresses)
+                elif isinstance(line, Shed) and self._handed is not None:
+                    self._handed.server.shed(line.connections)
+                    self._tell()
         finally:
             beating.cancel()
+            if self._handed is not None:
+                self._handed.close()
 
     async def _beat(self) -> None:
         while True:
@@ -133,5 +157,7 @@ class Worker:
 
     def _tell(self) -> None:
         status = msgspec.structs.replace(self._status, synced=self.eds.synced, endpoints=self.eds.endpoints)
+        if (handed := self._handed) is not None:
+            status = msgspec.structs.replace(status, taken=handed.taken, connections=handed.server.connections)
         if not self._writer.is_closing():
             self._writer.write(encode(status))

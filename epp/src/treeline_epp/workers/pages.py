@@ -1,146 +1,146 @@
-"""One page made of the workers' pages: metrics are summed, everything else is as one of them says it."""
+"""The pages of a picker with workers: each worker is asked, and their answers are made one (`merging.py`, `totals.py`).
+
+A worker that does not answer is named on the page (`unanswered`), and not waited for beyond the page's patience.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from urllib.parse import urlencode
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-import aiohttp
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+import msgspec
+from treeline_wire.signals import CONTENT_TYPE, PATH, Signals, decode
 
-from treeline_epp.admin import Handler, Page, PageServer
-from treeline_epp.workers.link import Status
+from treeline_epp import debug_pages, signals
+from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
+from treeline_epp.console.pages import ALWAYS, DATA, PAGE, page_of
+from treeline_epp.metrics import Sample
+from treeline_epp.options import Options
+from treeline_epp.workers import merging
+from treeline_epp.workers.asking import Asking, Told, metrics_port, unanswered
+from treeline_epp.workers.merging import Said
+from treeline_epp.workers.team import Place
+from treeline_epp.workers.totals import Totals
 
-log = logging.getLogger(__name__)
-
-_PATIENCE_S = 3.0
-_PROBE_S = 0.5
-"""For a probe, which has little patience itself."""
-_MOST_BYTES = 64 << 20
-SUMMED_GAUGES = frozenset(
-    {
-        "treeline_epp_extproc_streams",
-        "treeline_epp_flow_band_requests",
-        "treeline_epp_flow_held_bytes",
-        "treeline_epp_flow_held_requests",
-        "treeline_epp_flow_held_uncached_tokens",
-        "treeline_epp_pool_held_requests",
-        "treeline_epp_pool_missed_requests",
-        "treeline_epp_waiting_body_bytes",
-        "treeline_epp_workers",
-        "inference_objective_running_requests",
-        "llm_d_epp_extproc_streams_inflight",
-        "llm_d_epp_request_running",
-    }
-)
-"""Gauges of which each worker has a part: the requests that it has itself. Of all others each worker has the whole, and
-the greatest is shown: of the same endpoints, publishers and trees a second look does not make twice as many.
-`treeline_epp_peer_requests`, too: what the others of a worker have in flight is what other workers have, for the most
-part."""
-DEBUG_PAGES = ("/debug/endpoints", "/debug/tree")
+_QUICK_S = 0.5
+"""For a probe, which has little patience itself, and for signals, which come several times a second."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def summed(pages: Iterable[str]) -> bytes:
-    """One page of metrics from several. Raises ValueError for what is no such page."""
-    families: dict[str, Metric] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for page in pages:
-        for family in text_string_to_metric_families(page):
-            families.setdefault(family.name, family)
-            known = values.setdefault(family.name, {})
-            greatest = family.type == "gauge" and family.name not in SUMMED_GAUGES
-            for sample in family.samples:
-                key = (sample.name, tuple(sample.labels.items()))
-                before = known.get(key, 0.0)
-                known[key] = max(before, sample.value) if greatest else before + sample.value
-    found = []
-    for name, family in families.items():
-        metric = Metric(name, family.documentation, family.type)
-        metric.samples = [Sample(sample, dict(labels), value) for (sample, labels), value in values[name].items()]
-        found.append(metric)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Fixed(found))
-    return generate_latest(registry)
-
-
-class _Fixed(Collector):
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+_NOBODY = {"error": "no worker answers"}
 
 
 class Pages:
-    """Asks the workers. `statuses` are what they last said, `own` the parent's own metrics."""
+    """What the metrics port and the admin port of the parent serve. `own` are the parent's own metrics."""
 
-    def __init__(self, statuses: Callable[[], Iterable[Status]], own: Callable[[], bytes]) -> None:
-        self._statuses = statuses
+    def __init__(self, places: Callable[[], Sequence[Place]], own: Callable[[], bytes]) -> None:
+        self._places = places
+        self._asking = Asking(places)
         self._own = own
+        self._totals = Totals()
+        self._summing = asyncio.Lock()
+        self._unanswered = 0
+
+    def samples(self) -> Iterator[Sample]:
+        """For the metrics page."""
+        text = "Workers that are not in this page's gauges, and with what they last told in its counters."
+        yield "gauge", "workers_unanswered", text, {}, self._unanswered
 
     async def metrics(self, _query: Mapping[str, str]) -> Page:
-        """The sum of those that answer."""
-        ports = [status.metrics_port for status in self._statuses() if status.metrics_port]
-        async with _client(_PATIENCE_S) as http:
-            found = await asyncio.gather(*(_get(http, port, "/metrics") for port in ports))
-        pages = [body.decode() for status, body, _ in filter(None, found) if status == 200]
-        # Beside the loop, which answers EDS and health: with a thousand endpoints it takes a good part of a second.
-        return Page(await asyncio.to_thread(summed, [*pages, self._own().decode()]), content_type=_TEXT)
+        """The sum, over the lives of workers."""
+        async with self._summing:  # each page is to be no less than the one before
+            told = await self._asking.all("/metrics", port=metrics_port)
+            pages = {one.place.pid: _body(one).decode() for one in told if one.well}
+            self._unanswered = len(told) - len(pages)
+            living = {place.pid for place in self._places()}
+            # Beside the loop, which answers EDS and health: with a thousand endpoints it takes a good part of a second.
+            body = await asyncio.to_thread(self._totals.page, pages, self._own().decode(), living)
+        return Page(body, content_type=_TEXT)
 
-    def admin(self, ready: Callable[[], bool], *, debug: bool) -> PageServer:
-        """The admin port: what is asked of all is answered here, what any of them knows by one."""
-
-        async def is_ready(query: Mapping[str, str]) -> Page:
-            page = await self.of_one("/ready", _PROBE_S)(query)
-            if ready():
-                return Page(page.body if page.status == 200 else {"ready": True}, content_type=page.content_type)
-            return Page(page.body if page.status == 503 else {"ready": False}, 503, page.content_type)
-
-        pages: dict[str, Handler] = {
-            "/ready": is_ready,
+    def admin(self, ready: Callable[[], bool], options: Options) -> PageServer:
+        """The admin port."""
+        debug = options.enable_debug_endpoints
+        token = secrets.token_urlsafe()
+        public: dict[str, Handler] = {
+            "/ready": partial(self._ready, ready),
             "/live": lambda _query: Page({"live": True}),
-            "/endpoints": self.of_one("/endpoints"),
+            "/endpoints": lambda query: self._merged("/endpoints", query, merging.listing),
         }
-        private = {path: self.of_one(path) for path in (DEBUG_PAGES if debug else ())}
-        return PageServer(pages | private, private=private)
+        private: dict[str, Handler] = {}
+        questions: dict[str, Question] = {}
+        if debug:
+            console = page_of(token)
+            private = {
+                "/debug/endpoints": lambda query: self._merged("/debug/endpoints", query, merging.described),
+                "/debug/tree": lambda query: self._merged("/debug/tree", query, merging.tree),
+                debug_pages.DECISIONS: self._decisions,
+                PAGE: lambda _query: console,
+                DATA: self._console,
+            }
+            questions = {debug_pages.EXPLAIN: self._explain}
+        return PageServer(
+            public | private,
+            private=[*private, *questions],
+            token=token,
+            streams={PATH: Stream(lambda: signals.stream(self._demand), CONTENT_TYPE)},
+            questions=questions,
+            question_bytes=debug_pages.question_bytes(options),
+        )
 
-    def of_one(self, path: str, patience_s: float = _PATIENCE_S) -> Callable[[Mapping[str, str]], Awaitable[Page]]:
-        """The page as the first that answers has it, those that are ready before others."""
+    async def _ready(self, ready: Callable[[], bool], query: Mapping[str, str]) -> Page:
+        """With what one of them that agrees has to say of it."""
+        told = await self._asking.all("/ready", query, patience_s=_QUICK_S)
+        status = 200 if ready() else 503
+        body: dict[str, Any] = next(
+            (_json(one) for one in told if one.page is not None and one.page.status == status), {}
+        )
+        return Page({**body, "ready": ready(), **_missing(told)}, status)
 
-        async def page(query: Mapping[str, str]) -> Page:
-            statuses = sorted(self._statuses(), key=lambda status: not status.ready)
-            words = f"{path}?{urlencode(query)}" if query else path
-            async with _client(patience_s) as http:
-                for port in (status.admin_port for status in statuses if status.admin_port):
-                    if (found := await _get(http, port, words)) is not None:
-                        status, body, content_type = found
-                        return Page(body, status, content_type)
-            return Page({"error": "no worker answers"}, 503)
+    def _decisions(self, query: Mapping[str, str]) -> Awaitable[Page]:
+        def merge(said: Said) -> dict[str, Any]:
+            return merging.decisions(said, int(query.get("last", debug_pages.LAST)))
 
-        return page
+        return self._merged(debug_pages.DECISIONS, query, merge)
+
+    async def _console(self, query: Mapping[str, str]) -> Page:
+        found = await self._merged(DATA, lambda place: merging.console_query(query, place), merging.console)
+        return msgspec.structs.replace(found, headers=ALWAYS)
+
+    async def _explain(self, body: bytes) -> Page:
+        return await self._merged(debug_pages.EXPLAIN, {}, merging.explained, body=body)
+
+    async def _demand(self) -> Signals:
+        told = await self._asking.all(signals.NOW, patience_s=_QUICK_S)
+        return merging.demand([decode(_body(one)) for one in told if one.well], partial=not all(t.well for t in told))
+
+    async def _merged(
+        self,
+        path: str,
+        query: Mapping[str, str] | Callable[[Place], Mapping[str, str]],
+        merge: Callable[[Said], dict[str, Any]],
+        *,
+        body: bytes | None = None,
+    ) -> Page:
+        """The page of those that have it; where none has, what one of them says of that."""
+        told = await self._asking.all(path, query, body=body)
+        said = [(one.place, _json(one)) for one in told if one.well]
+        if said:
+            return Page({**merge(said), **_missing(told)})
+        refused = next((one.page for one in told if one.page is not None), None)
+        return refused or Page({**_NOBODY, **_missing(told)}, 503)
 
 
-def _client(patience_s: float) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=patience_s), auto_decompress=False)
+def _missing(told: Sequence[Told]) -> dict[str, object]:
+    missing = unanswered(told)
+    return {"unanswered": missing} if missing else {}
 
 
-async def _get(http: aiohttp.ClientSession, port: int, path: str) -> tuple[int, bytes, str] | None:
-    try:
-        async with http.get(f"http://127.0.0.1:{port}{path}") as answer:
-            body = await answer.content.read(_MOST_BYTES)
-            while not answer.content.at_eof() and len(body) < _MOST_BYTES:
-                body += await answer.content.read(_MOST_BYTES - len(body))
-            return answer.status, body, answer.headers.get("content-type", "")
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        log.warning("a worker does not answer %s: %s", path.partition("?")[0], error)
-        return None
+def _json(told: Told) -> Any:
+    return msgspec.json.decode(_body(told))
+
+
+def _body(told: Told) -> bytes:
+    assert told.page is not None
+    assert isinstance(told.page.body, bytes)
+    return told.page.body

@@ -18,14 +18,15 @@ from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.options import Options
 from treeline_epp.peers.seal import peer_key
+from treeline_epp.workers.entrance import Entrance
 from treeline_epp.workers.pages import Pages
-from treeline_epp.workers.places import Kept, names_of, own_places
+from treeline_epp.workers.places import names_of, own_places
 from treeline_epp.workers.team import Team
 from treeline_epp.xds.eds import Eds
 
 log = logging.getLogger(__name__)
 
-Listen = Callable[[Options, PageServer, PageServer, Kept, grpc.aio.Server], Awaitable[None]]
+Listen = Callable[[Options, PageServer, PageServer, Entrance, grpc.aio.Server], Awaitable[None]]
 
 
 async def supervise(
@@ -47,23 +48,29 @@ async def supervise(
     key = secrets.token_bytes(32) if curve is None else peer_key(curve.secret)
     with ExitStack() as stack:
         sockets = [stack.enter_context(peer_socket(host, port)) for host, port in own_places(options)]
-        team = Team(argv, eds, sockets, key, names_of(options, sockets), health.set_ready)
+
+        async def on_ready(ready: bool) -> None:
+            entrance.open()
+            await health.set_ready(ready)
+
+        team = Team(argv, eds, sockets, key, names_of(options, sockets), on_ready)
         metrics.observe(team.samples)
-        pages = Pages(lambda: [member.status for member in team.members], metrics.render)
+        pages = Pages(team.places, metrics.render)
+        metrics.observe(pages.samples)
         metrics_pages = PageServer({"/metrics": pages.metrics})
-        admin_pages = pages.admin(lambda: health.ready, debug=options.enable_debug_endpoints)
+        admin_pages = pages.admin(lambda: health.ready, options)
         control = grpc.aio.server(options=server_options(options.max_body_bytes))
         control.add_generic_rpc_handlers((eds.handler(),))
         health.add_to(control)
-        kept = Kept()
+        entrance = Entrance(team.give)
         try:
-            await listen(options, metrics_pages, admin_pages, kept, control)
+            await listen(options, metrics_pages, admin_pages, entrance, control)
             await team.run(stopping)
         finally:
-            # In order: say that we leave, let workers finish what is open, stop listening.
+            # In order: say that we leave, let nobody in, let workers finish what is open, stop the rest.
             await health.set_ready(False)
+            await entrance.stop(None)
             await team.stop(options.drain_timeout)
-            await kept.stop(None)
             await control.stop(None)
             await metrics_pages.stop()
             await admin_pages.stop()

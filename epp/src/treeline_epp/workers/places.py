@@ -1,4 +1,4 @@
-"""Which ports a parent keeps for its workers, and which settings are shared out between them."""
+"""Where workers and other pickers hear each other, and which settings are shared out between workers."""
 
 from __future__ import annotations
 
@@ -6,35 +6,11 @@ import dataclasses
 import socket
 from collections.abc import Sequence
 
-from treeline_epp.extproc.http2_server import Certificate
 from treeline_epp.options import Options
 from treeline_epp.peers.gossip import Address
 
 _LOOPBACK = "127.0.0.1"
 _REACHED_AT = {"0.0.0.0": _LOOPBACK, "::": "::1"}
-
-
-class Kept:
-    """A port that workers share: bound so that nobody else takes it, and not listened on, so that no connection comes
-    here instead of to a worker."""
-
-    def __init__(self) -> None:
-        self._socket: socket.socket | None = None
-
-    async def start(self, host: str, port: int, tls: Certificate | None = None) -> None:
-        """Raises OSError, and what `tls` raises: workers will need both."""
-        if tls is not None:
-            tls.context()
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.socket(family, kind, protocol)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._socket.bind(address)
-
-    async def stop(self, _grace_s: float | None) -> None:
-        """Give it away."""
-        if self._socket is not None:
-            self._socket.close()
 
 
 def own_places(options: Options) -> list[Address]:
