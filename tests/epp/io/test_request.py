@@ -256,3 +256,9 @@ def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:
     served.remove_endpoint("e1")
     served.remove_endpoint("e0")
     assert served.empty
+
+
+def test_headers_are_not_shown_where_a_request_is_printed() -> None:
+    shown = repr(PickRequest("r1", "tiny", headers={"authorization": "Bearer secret"}))
+    assert "secret" not in shown
+    assert "request_id='r1', model='tiny'" in shown
