@@ -85,7 +85,8 @@ def test_trap_3_a_snapshot_counts_no_copies() -> None:
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), KEYS)
     index.begin_snapshot(pod)
-    index.apply_snapshot(pod, [prompt.stored(), prompt.stored()], KEYS)
+    for _ in range(2):
+        index.stage(pod, prompt.stored(), KEYS)
     index.end_snapshot(pod)
     assert not pod.copies
     index.apply(pod, BlockRemoved(prompt.hashes), KEYS)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import zmq.asyncio
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.index.index import Index
-from treeline_epp.kvevents.batches import AppliedBatches
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
+from treeline_epp.kvevents.reading import Answer
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_wire import frames
 from treeline_wire.events import BlockRemoved, BlockStored, EventBatch, encode_batch
@@ -30,18 +29,17 @@ class Script:
     """In the place of a subscription: writes down what it is told."""
 
     pod = "p"
+    busy = False
 
     def __init__(self) -> None:
         self.connected = 0
         self.disconnected = 0
         self.ticks = 0
         self.live: list[tuple[int, EventBatch | None]] = []
-        self.replies: list[frames.Reply] = []
+        self.replies: list[Answer] = []
         self.loads: list[Load] = []
         self.troubles = 0
         self.stats = KvStats()
-        index = Index()
-        self.applied = AppliedBatches(index, index.add_pod("p", "m"), None, Counter())
 
     def on_connected(self, now: float) -> list[Request]:
         self.connected += 1
@@ -54,7 +52,7 @@ class Script:
         self.live.append((seq, batch))
         return [ReplayRequest(0)] if batch is None else []
 
-    def on_reply(self, reply: frames.Reply, now: float) -> list[Request]:
+    def on_reply(self, reply: Answer, now: float) -> list[Request]:
         self.replies.append(reply)
         return [SnapshotRequest()] if isinstance(reply, frames.Hello) else []
 
@@ -223,7 +221,7 @@ async def test_many_removals_at_once_hold_up_nobody_and_what_follows_comes_after
             await fake.send(encode_batch(2.0, [BlockStored(hashes[:1], None, tokens[:1], 1)]))
             longest, before = 0.0, time.thread_time()
             deadline = time.monotonic() + 60
-            while pod.blocks != 1 or subscription.applied.busy or subscription.next_seq != 2:
+            while pod.blocks != 1 or subscription.busy or subscription.next_seq != 2:
                 assert time.monotonic() < deadline, (pod.blocks, subscription.state)
                 await asyncio.sleep(0)
                 now = time.thread_time()
