@@ -278,11 +278,11 @@ class Index:
 
     # Upkeep
 
-    def tick(self, now: float, budget: int = SLICE) -> None:
+    def tick(self, now: float, budget: int = 256) -> None:
         """Housekeeping in steps of about a millisecond: end predictions, hit caps and aged bits, graft orphans, sweep
         retired bits."""
         for name, scope in self._scopes.items():
-            self.graft(name, budget)
+            self.graft(name, SLICE)
             scope.predictions.expire(scope.tree, now)
             for pod in list(scope.aged):
                 for bit, ends_at in [entry for entry in pod.aged if entry[1] <= now]:

@@ -38,7 +38,7 @@ from treeline_epp.index.node import NO_CHILDREN, Node
 
 MAX_EDGE = 8192
 """Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap."""
-_SWEPT_AS_ONE = 8
+_SWEPT_AS_ONE = 4
 
 
 class RadixTree:

@@ -6,8 +6,8 @@ from typing import Final
 
 from treeline_wire.events import BlockRemoved, BlockStored, Event
 
-SLICE: Final = 256
-"""Weight that is worked off in one go: about a millisecond."""
+SLICE: Final = 128
+"""Weight that is worked off in one go: half a millisecond, on a busy machine two."""
 _EACH: Final = 8
 _CLEARED: Final = 64
 _REMOVED: Final = 4

@@ -309,13 +309,17 @@ class _Sockets:
         """Read every message and let it be taken."""
         # The plain view of the same socket: taking what is there costs no future per message.
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)
+
+        def read_frames(parts: Sequence[zmq.Frame]) -> Any:
+            return read([part.bytes for part in parts])
+
         while True:
             try:
                 async with self._ticker.turns:
-                    message: Any = plain.recv_multipart(zmq.NOBLOCK)
-                    what = None if is_large(message) else read(message)
+                    message: Any = plain.recv_multipart(zmq.NOBLOCK, copy=False)
+                    what = None if is_large(message) else read_frames(message)
                 if what is None:
-                    what = await asyncio.to_thread(read, message)
+                    what = await asyncio.to_thread(read_frames, message)
             except zmq.Again:
                 await sock.poll()
             except WireError as error:

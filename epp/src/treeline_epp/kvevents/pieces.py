@@ -8,12 +8,12 @@ from typing import Final
 from msgspec.structs import replace
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-STORED: Final = 256
-REMOVED: Final = 64
+STORED: Final = 128
+REMOVED: Final = 32
 """Blocks of a piece."""
-_TOKENS: Final = 8192
+_TOKENS: Final = 4096
 """Of a piece, unless one block has more."""
-_MOST_TOKENS: Final = 32_768
+_MOST_TOKENS: Final = 16_384
 """Of a block; hybrid models have some thousand. The text of one with more is not made."""
 
 

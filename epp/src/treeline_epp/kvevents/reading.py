@@ -5,7 +5,7 @@ Pure. A large message is read in another thread, which takes the time of its cut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Final, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
@@ -40,7 +40,7 @@ Answer: TypeAlias = Hello | Replayed | ReplayEnd | SnapshotHeader | SnapshotChun
 """What a publisher may answer, read."""
 
 
-def is_large(message: Sequence[bytes]) -> bool:
+def is_large(message: Iterable[Sized]) -> bool:
     """Is it to be read in another thread?"""
     return sum(map(len, message)) > LARGE
 
