@@ -22,6 +22,7 @@ import random
 import struct
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import cast
 
@@ -88,9 +89,9 @@ def play(count: int, seconds: float, pipe: Connection) -> None:
 
 
 class Timed(KvSubscription):
-    """Tells `delays_s` how old each batch is when nothing of it is left to do."""
+    """Tells `routable` of each batch when it was sent and how old it is when nothing of it is left to do; seconds."""
 
-    delays_s: list[float]
+    routable: list[tuple[float, float]]
     _open: list[float]
 
     def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
@@ -108,19 +109,19 @@ class Timed(KvSubscription):
     def _look(self) -> None:
         if self._open and not self.busy:
             at = time.time()
-            self.delays_s += [at - sent for sent in self._open]
+            self.routable += [(sent, at - sent) for sent in self._open]
             self._open.clear()
 
 
-async def follow(ports: list[int], seconds: float, pipe: Connection) -> list[float]:
-    """Seconds that each batch took, those of the first `WARM_S` left out."""
+async def follow(ports: list[int], pipe: Connection) -> list[float]:
+    """Seconds that each batch took; those sent in the first `WARM_S` are left out."""
     index, keys = Index(), cast(PrefixKeys, Vocabulary(random.Random(1)))
     context, ticker, stats = new_context(), Ticker(), KvStats()
-    subscriptions, delays_s = [], list[float]()
+    subscriptions, routable = [], list[tuple[float, float]]()
     tasks = [asyncio.create_task(ticker.run()), asyncio.create_task(_keep(index))]
     for number, port in enumerate(ports):
         one = Timed(index, index.add_pod(f"e{number}", SCOPE), keys, ours=False, replays=False)
-        one.delays_s, one._open = delays_s, []
+        one.routable, one._open = routable, []
         subscriptions.append(one)
         callbacks = KvCallbacks(one, lambda _load: (), lambda: None, lambda: 0, stats)
         run = KvConnection(context, ticker, KvSource("127.0.0.1", port), callbacks, None).run()
@@ -128,8 +129,7 @@ async def follow(ports: list[int], seconds: float, pipe: Connection) -> list[flo
     await _until(lambda: all(one.live for one in subscriptions), "connections")
     gc.freeze()
     pipe.send("begin")
-    await asyncio.sleep(WARM_S)
-    warm = len(delays_s)
+    warm = time.time() + WARM_S
     sent = await asyncio.to_thread(pipe.recv)
     await _until(lambda: [one.next_seq for one in subscriptions] == sent, "batches")
     for task in tasks:
@@ -139,7 +139,7 @@ async def follow(ports: list[int], seconds: float, pipe: Connection) -> list[flo
     assert stats.batches == sum(sent)
     assert not any(one.counts["gaps"] for one in subscriptions)
     index.check()
-    return delays_s[warm:]
+    return [delay_s for sent_at, delay_s in routable if sent_at >= warm]
 
 
 async def _keep(index: Index) -> None:
@@ -148,8 +148,7 @@ async def _keep(index: Index) -> None:
         index.tick(time.monotonic())
 
 
-async def _until(holds: object, what: str) -> None:
-    assert callable(holds)
+async def _until(holds: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
@@ -165,7 +164,7 @@ def measure(count: int, seconds: float) -> None:
         ports = ours.recv()
         cpu, wall = time.process_time(), time.perf_counter()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            delays_s = sorted(runner.run(follow(ports, seconds, ours)))
+            delays_s = sorted(runner.run(follow(ports, ours)))
         cores = (time.process_time() - cpu) / (time.perf_counter() - wall)
         ours.send("end")
         engines.join(PATIENCE_S)
