@@ -75,7 +75,7 @@ def test_batches_that_waited_for_a_replay(slices: Slices) -> None:
     bench.ours()
     subscription = bench.subscription
     assert subscription.on_live(1, batch(1.0), 0.0) == [ReplayRequest(0)]
-    prompts = [Prompt.random(seed, 4) for seed in range(2, 2000)]
+    prompts = [Prompt.random(seed, 4) for seed in range(2, 1000)]
     for seq, prompt in enumerate(prompts, 2):
         slices.slice(lambda seq=seq, prompt=prompt: subscription.on_live(seq, batch(1.0 * seq, prompt.stored()), 0.0))
     assert slices.done == 0, "they wait"
@@ -84,7 +84,7 @@ def test_batches_that_waited_for_a_replay(slices: Slices) -> None:
     assert subscription.busy
     settle(subscription, slices)
     assert subscription.live
-    assert subscription.next_seq == 2000
+    assert subscription.next_seq == 1000
     assert bench.index.blocks_of(bench.pod) == {block for prompt in prompts for block in prompt.hashes}
 
 
@@ -109,18 +109,18 @@ def test_a_gap_in_what_waited_is_asked_for_when_it_is_reached() -> None:
 
 def test_a_replayed_batch_and_a_snapshot_of_many_blocks(slices: Slices) -> None:
     bench = Bench()
-    prompt = Prompt.random(1, 20_000)
+    prompt = Prompt.random(1, 8_000)
     subscription = bench.subscription
     subscription.on_connected(0.0)
     subscription.on_reply(Hello(1, None, 0), 0.0)
-    subscription.on_reply(SnapshotHeader(1, 0, 20_000), 0.0)
+    subscription.on_reply(SnapshotHeader(1, 0, 8_000), 0.0)
     chunk = answer_of(SnapshotChunk([prompt.stored()]))
     slices.slice(lambda: subscription.on_reply(chunk, 0.0))
     settle(subscription, slices)
     assert bench.pod.blocks == 0, "it is no part of what the pod holds until it is complete"
     slices.slice(lambda: subscription.on_reply(SnapshotEnd(), 0.0))
     assert bench.index.blocks_of(bench.pod) == set(prompt.hashes)
-    assert bench.pod.blocks == 20_000
+    assert bench.pod.blocks == 8_000
     assert subscription.on_live(2, batch(2.0), 0.0) == [ReplayRequest(1)]
     removed = frames.ReplayItem(b"", 1, encode_batch(1.0, [BlockRemoved(prompt.hashes)]))
     slices.slice(lambda: subscription.on_reply(answer_of(removed), 0.0))
@@ -134,17 +134,17 @@ def test_a_replayed_batch_and_a_snapshot_of_many_blocks(slices: Slices) -> None:
 def test_a_batch_of_many_blocks(shape: str, slices: Slices) -> None:
     bench = Bench()
     bench.ours()
-    prompt, subscription = Prompt.random(1, 20_000), bench.subscription
+    prompt, subscription = Prompt.random(1, 8_000), bench.subscription
     events: list[Event] = [prompt.stored()]
     if shape == "an event each":
-        events = [prompt.stored(at, at + 1) for at in range(5000)]
+        events = [prompt.stored(at, at + 1) for at in range(2000)]
     elif shape == "removed in no order":
-        events.append(BlockRemoved(random.Random(0).sample(prompt.hashes, 15_000)))
+        events.append(BlockRemoved(random.Random(0).sample(prompt.hashes, 6_000)))
     came = live(*events)
     assert came.events == len(events)
     slices.slice(lambda: subscription.on_live(came.seq, came.batch, 0.0))
     settle(subscription, slices)
-    assert bench.pod.blocks == len(bench.index.blocks_of(bench.pod)) == (20_000 if shape == "one event" else 5000)
+    assert bench.pod.blocks == len(bench.index.blocks_of(bench.pod)) == (8_000 if shape == "one event" else 2000)
     bench.index.check()
 
 
@@ -152,7 +152,7 @@ def test_orphans_whose_parent_comes(slices: Slices) -> None:
     bench = Bench()
     bench.ours()
     subscription, first = bench.subscription, Prompt.random(1, 1)
-    many = [first.extended(seed, 2) for seed in range(3000)]
+    many = [first.extended(seed, 2) for seed in range(1000)]
     parent, rest = first.stored(), [prompt.stored(1) for prompt in many]
     gone = [BlockRemoved([prompt.hashes[1]]) for prompt in many[::2]]
     for seq, events in enumerate((rest, gone, [parent])):

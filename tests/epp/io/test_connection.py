@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,6 +19,7 @@ from treeline_epp.index.index import Index
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
 from treeline_epp.kvevents.reading import Answer
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.kvevents.turns import SLICE_S, Turns
 from treeline_wire import frames
 from treeline_wire.events import BlockRemoved, BlockStored, EventBatch, encode_batch
 from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
@@ -189,6 +191,32 @@ async def test_nothing_there_is_no_reason_to_fail(address: str) -> None:
     async with subscribed(KvSource(address, *gone.ports)) as script:
         await asyncio.sleep(0.3)
         assert (script.connected, script.disconnected) == (0, 0)
+
+
+async def test_a_replay_leaves_time_for_everything_else_after_every_few_batches() -> None:
+    index, count, calls = Index(), 400, itertools.count()
+    subscription = KvSubscription(index, index.add_pod("p", "m"), None, ours=False)
+    callbacks = KvCallbacks(subscription, lambda _: [], lambda: None, lambda: 0, KvStats())
+    context, ticker = zmq.asyncio.Context(), Ticker()
+    ticker.turns = Turns(lambda: next(calls) * SLICE_S / 4)  # four pieces of work are a slice
+    async with publisher() as fake:
+        for at in range(count):
+            await fake.store(stored(range(16 * at, 16 * at + 16)))
+        source = KvSource("127.0.0.1", fake.events_port, fake.replay_port)
+        task = asyncio.create_task(KvConnection(context, ticker, source, callbacks, None).run())
+        most, before, deadline = 0, 0, time.monotonic() + 60
+        try:
+            while subscription.next_seq != count:
+                assert time.monotonic() < deadline, (subscription.state, subscription.next_seq)
+                await asyncio.sleep(0)
+                now = subscription.counts["applied"]
+                before, most = now, max(most, now - before)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            context.destroy(linger=0)
+    assert subscription.counts["replay"] == 1
+    assert 1 <= most <= 3
 
 
 class Texts:
