@@ -176,19 +176,29 @@ def test_a_missing_row_is_an_error(printed: str, problem: str) -> None:
         tree.parse(printed)
 
 
-def script(folder: Path, code: str) -> Path:
-    path = folder / "tree.py"
+def script(folder: Path, code: str, name: str = "tree.py") -> Path:
+    path = folder / name
     path.write_text(code)
     return path
 
 
 def test_the_tree_is_measured_in_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = f"import sys; assert '--sequences' in sys.argv; print({json.dumps(ROWS)!r})"
+    code = f"""
+import json, sys
+wanted = {tree.RESIDENT!r} if "--full" in sys.argv else {tree.BESIDE!r} if "--versus-dynamo" in sys.argv else None
+print(json.dumps([{{"metric": name, "value": 1.5}} for name in wanted or {tree.METRICS!r}]))
+"""
+    events = [{"metric": name, "value": 1.5} for name in tree.ROUTABLE]
     monkeypatch.setattr(tree, "SCRIPT", script(tmp_path, code))
-    display = Remembered()
-    rows = tree.run(Context(display, tmp_path, quick=True))
-    assert [row.metric for row in rows] == list(tree.METRICS)
-    assert display.phases == ["tree: matching, ingestion, memory"]
+    monkeypatch.setattr(tree, "EVENTS", script(tmp_path, f"print({json.dumps(events)!r})", "events.py"))
+    for there, beside in ((None, ()), (object(), tree.BESIDE)):
+        monkeypatch.setattr(tree, "find_spec", lambda _name, there=there: there)
+        display = Remembered()
+        rows = tree.run(Context(display, tmp_path, quick=True))
+        assert [row.metric for row in rows] == [*tree.METRICS, *beside, *tree.ROUTABLE]
+        assert ("not beside Dynamo's" in display.phases[1]) == (there is None)
+    rows = tree.run(Context(display, tmp_path))
+    assert [row.metric for row in rows] == [*tree.METRICS, *tree.RESIDENT, *tree.BESIDE, *tree.ROUTABLE]
 
 
 def test_a_tree_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

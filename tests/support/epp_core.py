@@ -9,6 +9,7 @@ from typing import Any, cast
 from treeline_epp.index.index import Index, IndexLimits
 from treeline_epp.index.matching import GUARD_BYTES
 from treeline_epp.index.pods import Hit, Pod
+from treeline_epp.kvevents.reading import Replayed, answer_of
 from treeline_epp.kvevents.states import Peer, SubscriptionConfig
 from treeline_epp.kvevents.states import SubscriptionState as State
 from treeline_epp.kvevents.subscription import KvSubscription
@@ -293,8 +294,9 @@ class Lab:
         self.subscription.on_disconnected(self.now)
 
     def perform(self, sends: Sequence[Request]) -> None:
-        while self.subscription.applied.busy:
-            self.subscription.applied.work()
+        sends = list(sends)
+        while self.subscription.busy:
+            sends += self.subscription.on_turn(self.now)
         for send in sends:
             delay = 5.0 if self.rng.random() < self.slow else self.rng.random() * 0.1
             for reply in self.engine.answer(send):
@@ -334,14 +336,14 @@ class Lab:
             if int(self.now) > int(self.now - self.STEP_S):
                 self.heartbeat()
             self.perform(self.subscription.on_tick(self.now))
-            self.index.tick(self.now, max_nodes=7)
+            self.index.tick(self.now, budget=7)
 
     def _deliver(self, message: object) -> None:
         if isinstance(message, tuple):
             seq, payload = message
             self.perform(self.subscription.on_live(seq, decode_batch(payload), self.now))
         else:
-            self.perform(self.subscription.on_reply(cast(Reply, message), self.now))
+            self.perform(self.subscription.on_reply(answer_of(cast(Reply, message)), self.now))
 
     def known(self) -> set[int]:
         return self.index.blocks_of(self.pod)
@@ -410,9 +412,9 @@ def batch(ts: float, *events: Event) -> EventBatch:
     return EventBatch(ts, list(events))
 
 
-def item(seq: int, of: EventBatch) -> ReplayItem:
+def item(seq: int, of: EventBatch) -> Replayed:
     """A batch as it is replayed."""
-    return ReplayItem(b"", seq, encode_batch(of.ts, of.events))
+    return Replayed(seq, of)
 
 
 class Bench:

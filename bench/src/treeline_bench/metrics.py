@@ -354,6 +354,19 @@ METRICS: dict[str, Metric] = {
     "tree.ingest_blocks_s": Metric("blocks/s", "KV-event payloads to tree, end to end", "higher", 400_000.0, EXPECTED),
     "tree.remove_blocks_s": Metric("blocks/s", "removals from KV-event payloads to tree", "higher", headline=False),
     "tree.bytes_per_block": Metric("B", "memory per 16-token block beyond its text", "lower", 120.0, EXPECTED),
+    "tree.rss_mb.100x30k": Metric(
+        "MB", "resident memory of a picker with 100 endpoints of 30,000 blocks", "lower", 600.0, EXPECTED
+    ),
+    "tree.vs_dynamo.lookup": Metric(
+        "times", "CPU time of a lookup of 450 blocks by that of Dynamo's tree", "lower", 1.0, "Dynamo's RadixTree"
+    ),
+    "tree.event_to_routable_ms.p50": Metric(
+        "ms",
+        "an engine's publishing of a batch of KV events until a pick would use it, median",
+        "lower",
+        headline=False,
+    ),
+    "tree.event_to_routable_ms.p99": Metric("ms", "the same at the 99th percentile", "lower", 5.0, EXPECTED),
     "operator.apply_s.p50": Metric("s", "change of a pool to its last child applied, median", "lower", headline=False),
     "operator.apply_s.p95": Metric(
         "s", "change of a pool to its last child applied, 95th percentile", "lower", 1.0, EXPECTED

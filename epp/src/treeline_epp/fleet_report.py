@@ -176,7 +176,7 @@ def _publisher(fleet: Fleet, rank: int, subscription: KvSubscription) -> dict[st
         "live": subscription.live,
         "peer": subscription.peer.value,
         "next_seq": subscription.next_seq,
-        "partial": subscription.partial,
+        "partial": subscription.applied.partial,
         "blocks": pod.blocks,
         "block_size": pod.block_size,
         "skipped": dict(pod.skipped),

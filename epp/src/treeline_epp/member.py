@@ -39,7 +39,7 @@ class Member:
     def caught_up(self) -> bool:
         """Is all applied that its publishers are known to have published?"""
         return not self.follows or (
-            bool(self.subscriptions) and all(one.live and not one.applied.busy for one in self.subscriptions.values())
+            bool(self.subscriptions) and all(one.live and not one.busy for one in self.subscriptions.values())
         )
 
     @property

@@ -85,7 +85,8 @@ def test_trap_3_a_snapshot_counts_no_copies() -> None:
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), KEYS)
     index.begin_snapshot(pod)
-    index.apply_snapshot(pod, [prompt.stored(), prompt.stored()], KEYS)
+    for _ in range(2):
+        index.stage(pod, prompt.stored(), KEYS)
     index.end_snapshot(pod)
     assert not pod.copies
     index.apply(pod, BlockRemoved(prompt.hashes), KEYS)
@@ -342,3 +343,11 @@ def test_adapters_that_events_name_are_news_once_and_are_bounded() -> None:
     assert not pod.saw_adapter("a" * 513)
     index.remove_pod(pod)
     assert index.new_adapters == set()
+
+
+def test_more_keys_than_a_block_can_have_are_not_read() -> None:
+    index, (pod, _) = make_index()
+    prompt = Prompt.random(1, 2)
+    index.apply(pod, prompt.stored(extra_keys=[["salt"] * 5000, None]), KEYS)
+    assert index.blocks_of(pod) == set()
+    assert pod.skipped == {"extra_keys": 2}

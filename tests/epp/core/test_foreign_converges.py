@@ -147,7 +147,7 @@ def test_without_a_replay_socket_nothing_is_asked_and_nothing_waited_for() -> No
     assert bench.subscription.on_live(41, bench.batch(0), 0.1) == []
     assert bench.subscription.on_live(44, bench.batch(1), 0.2) == [], "a gap is noted, not asked for"
     assert bench.holds(0, 1)
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
     bench.index.tick(0.2 + LIFE_S)
     assert bench.holds(1), "what was known before the gap may be gone by now"
 
@@ -164,7 +164,7 @@ def test_a_replay_that_breaks_off_is_asked_for_from_there() -> None:
     assert bench.subscription.on_tick(2.4) == [], "only its end was missing"
     assert bench.subscription.state is State.LIVE
     assert bench.holds(0, 1, 2, 3)
-    assert not bench.subscription.partial
+    assert not bench.subscription.applied.partial
 
 
 def test_a_replay_that_never_answers_is_asked_for_again_after_a_while() -> None:
@@ -187,7 +187,7 @@ def test_a_replay_without_what_is_missing_leaves_a_gap() -> None:
     assert bench.subscription.on_reply(ReplayEnd(), 0.3) == []
     assert bench.subscription.state is State.LIVE
     assert bench.holds(1)
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
 
 
 def test_a_reconnect_that_nobody_vouches_for_lets_what_is_known_grow_old() -> None:

@@ -173,7 +173,7 @@ def test_bits_stay_few_however_often_pods_come_and_go() -> None:
         index.apply(pod, Prompt.random(rng.randrange(6), 9).stored(), KEYS)
         if rng.random() < 0.4:
             index.apply(pod, AllBlocksCleared(), KEYS)
-        index.tick(float(step), max_nodes=20)
+        index.tick(float(step), budget=20)
     index.check()
     assert max(index._bits.owners) < 1 << 12
 
@@ -183,10 +183,10 @@ def test_a_snapshot_replaces_everything_when_it_is_complete_and_not_before() -> 
     old, new = Prompt.random(1, 9), Prompt.random(2, 9)
     index.apply(pod, old.stored(), KEYS)
     index.begin_snapshot(pod)
-    index.apply_snapshot(pod, [new.stored(0, 5)], KEYS)
+    index.stage(pod, new.stored(0, 5), KEYS)
     assert blocks(index, pod, old) >= 7
     assert blocks(index, pod, new) == 0
-    index.apply_snapshot(pod, [new.stored(5)], KEYS)
+    index.stage(pod, new.stored(5), KEYS)
     index.end_snapshot(pod)
     assert blocks(index, pod, old) == 0
     assert blocks(index, pod, new) >= 7
@@ -200,7 +200,7 @@ def test_a_dropped_snapshot_leaves_no_trace() -> None:
     old, new = Prompt.random(1, 9), Prompt.random(2, 9)
     index.apply(pod, old.stored(), KEYS)
     index.begin_snapshot(pod)
-    index.apply_snapshot(pod, [new.stored()], KEYS)
+    index.stage(pod, new.stored(), KEYS)
     index.drop_snapshot(pod)
     for _ in range(3):
         index.tick(0.0)

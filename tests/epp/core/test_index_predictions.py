@@ -113,7 +113,7 @@ def test_predictions_survive_splits_and_merges(seed: int) -> None:
             index.apply(pod, BlockRemoved(prompt.hashes[rng.randrange(len(prompt.hashes)) :]), KEYS)
         else:
             index.withdraw(pod, None, prompt.key, index.predict(pod, None, prompt.key, Hit(), now))
-        index.tick(now, max_nodes=5)
+        index.tick(now, budget=5)
         index.check()
     for pod in pods:
         index.clear(pod)

@@ -99,7 +99,7 @@ class World:
                 index.cap_hit(pod, None, prompt.key, WIDTH, self.now)
             case 3:
                 index.begin_snapshot(pod)
-                index.apply_snapshot(pod, [self.rng.choice(PROMPTS).stored()], KEYS)
+                index.stage(pod, self.rng.choice(PROMPTS).stored(), KEYS)
             case 4 if pod.staging:
                 index.end_snapshot(pod)
 

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.epp_core import KEYS, Prompt
+from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.index.index import Index
+from treeline_epp.index.weights import SLICE, weight
 from treeline_epp.kvevents import pieces as module
-from treeline_epp.kvevents.pieces import PIECE, pieces
+from treeline_epp.kvevents.pieces import in_pieces, pieces
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 
@@ -30,7 +31,8 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 def test_the_index_is_the_same(steps: list[tuple[str, int, int, int, Any]]) -> None:
     prompts = [Prompt.random(seed, 40, namespace="s" if seed == 3 else None) for seed in range(4)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE", 3)
+        patch.setattr(module, "STORED", 3)
+        patch.setattr(module, "REMOVED", 3)
         whole, cut = Index(), Index()
         pods = whole.add_pod("p", "m"), cut.add_pod("p", "m")
         for what, number, start, count, rng in steps:
@@ -57,18 +59,57 @@ def test_the_index_is_the_same(steps: list[tuple[str, int, int, int, Any]]) -> N
         cut.check()
 
 
-def test_what_does_not_say_which_tokens_are_whose_stays_whole() -> None:
-    many = list(range(1, PIECE + 2))
-    for event in (
-        BlockStored(many, None, [1] * 7, 16),
-        BlockStored(many, None, [], 0),
-        BlockStored(many, None, many, 1, extra_keys=[None]),
-        BlockStored(many[:PIECE], None, many[:PIECE], 1),
-        AllBlocksCleared(),
-    ):
+MANY = list(range(1, 1000))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        BlockStored(MANY, None, MANY, 1),
+        BlockStored(MANY, None, MANY * 100, 100),
+        BlockStored(MANY, 7000, [1] * 7, 16),
+        BlockStored(MANY, None, [], 0),
+        BlockStored(MANY, None, MANY, 1, extra_keys=[None]),
+        BlockStored([1], None, [1] * 100_000, 100_000),
+        BlockRemoved(MANY),
+        BlockRemoved(MANY, remaining_copy_counts=[0]),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_no_piece_weighs_more_than_is_worked_off_in_one_go(event: Event) -> None:
+    cut = list(pieces(event))
+    assert max(map(weight, cut)) <= SLICE + weight(BlockRemoved([]))
+    hashes = [block for piece in cut if not isinstance(piece, AllBlocksCleared) for block in piece.block_hashes]
+    assert not isinstance(event, AllBlocksCleared)
+    assert hashes == event.block_hashes
+    if isinstance(event, BlockStored):
+        stored = [piece for piece in cut if isinstance(piece, BlockStored)]
+        parents = [event.parent_block_hash, *(piece.block_hashes[-1] for piece in stored)]
+        assert [piece.parent_block_hash for piece in stored] == parents[:-1], "one chain"
+
+
+def test_what_is_small_is_left_alone() -> None:
+    for event in (BlockStored([1, 2], None, [3, 4], 1), BlockRemoved([1, 2]), AllBlocksCleared()):
         assert list(pieces(event)) == [event]
-    (first, second) = pieces(BlockStored(many, 99, many, 1))
-    assert isinstance(first, BlockStored)
-    assert isinstance(second, BlockStored)
-    assert (first.parent_block_hash, second.parent_block_hash) == (99, PIECE)
-    assert (second.block_hashes, second.token_ids) == ([PIECE + 1], [PIECE + 1])
+
+
+def test_of_blocks_that_do_not_say_which_tokens_are_theirs_only_known_ones_are_found() -> None:
+    prompt = Prompt.random(1, 300)
+    index = Index()
+    pods = index.add_pod("p", "m"), index.add_pod("q", "m")
+    index.apply(pods[0], prompt.stored(), KEYS)
+    masked = BlockStored(prompt.hashes, None, prompt.tokens[:-1], WIDTH)
+    for piece in pieces(masked):
+        index.apply(pods[1], piece, KEYS)
+    assert index.blocks_of(pods[1]) == set(prompt.hashes)
+    for piece in pieces(BlockStored([*prompt.hashes[:-1], 5], None, prompt.tokens[:-1], WIDTH)):
+        index.apply(pods[1], piece, KEYS)
+    assert 5 not in index.blocks_of(pods[1])
+
+
+def test_of_what_is_cleared_in_the_same_batch_nothing_is_left_to_do() -> None:
+    before, after = Prompt.random(1, 2).stored(), Prompt.random(2, 2).stored()
+    clear = AllBlocksCleared()
+    assert in_pieces([before, clear, clear, before, clear, after]) == [clear, after]
+    assert in_pieces([before, after]) == [before, after]
+    assert in_pieces([]) == []

@@ -70,7 +70,7 @@ def test_a_gap_that_the_replay_does_not_cover_takes_a_snapshot() -> None:
     assert bench.holds(0), "the old state answers until the snapshot is complete"
     bench.snapshot(1, 9, [7, 9], 0.0)
     assert bench.holds(7, 9)
-    assert not bench.subscription.partial
+    assert not bench.subscription.applied.partial
 
 
 def test_of_our_publishers_no_gap_is_accepted() -> None:
@@ -240,12 +240,12 @@ def test_payloads_and_events_that_cannot_be_decoded_leave_a_mark() -> None:
     bench = Bench()
     bench.ours()
     bench.subscription.on_live(0, None, 0.0)
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
     assert bench.subscription.next_seq == 1
     bench = Bench()
     bench.ours()
     bench.subscription.on_live(0, EventBatch(1.0, [bench.prompts[0].stored()], None, {"bad_event": 2}), 0.0)
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
     assert bench.holds(0)
     assert bench.subscription.counts["rejected"] == 2
 
@@ -269,7 +269,7 @@ def test_a_foreign_publisher_is_replayed_from_its_beginning() -> None:
     bench = Bench()
     bench.foreign(replayed=3)
     assert bench.holds(0, 1, 2)
-    assert not bench.subscription.partial
+    assert not bench.subscription.applied.partial
     bench.subscription.on_live(3, bench.batch(3), 2.0)
     assert bench.holds(0, 1, 2, 3)
     assert bench.subscription.on_tick(5.0) == [], "no checks: it does not know hello"
@@ -283,7 +283,7 @@ def test_a_replay_that_begins_late_is_kept_and_known_to_be_partial() -> None:
     bench.subscription.on_reply(item(6, bench.batch(6)), 1.0)
     bench.subscription.on_reply(ReplayEnd(), 1.0)
     assert bench.holds(5, 6)
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
     assert bench.subscription.next_seq == 7
 
 
@@ -294,7 +294,7 @@ def test_a_foreign_publisher_without_replay_begins_where_it_is() -> None:
     bench.subscription.on_live(7, bench.batch(7), 1.5)
     assert bench.subscription.on_tick(2.0) == []
     assert bench.subscription.state is State.LIVE
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
     assert bench.holds(7)
     assert bench.subscription.on_live(9, bench.batch(9), 3.0) == []
     assert bench.holds(7, 9), "old blocks age, they are not dropped"
@@ -309,7 +309,7 @@ def test_a_foreign_gap_that_cannot_be_covered_ages_what_is_known() -> None:
     bench.subscription.on_reply(item(8, bench.batch(8)), 2.0)
     bench.subscription.on_reply(item(9, bench.batch(9)), 2.0)
     assert bench.subscription.on_reply(ReplayEnd(), 2.0) == []
-    assert bench.subscription.partial
+    assert bench.subscription.applied.partial
     assert bench.holds(0, 8, 9)
     bench.index.tick(1000.0)
     assert bench.holds(8, 9)

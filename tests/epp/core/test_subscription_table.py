@@ -56,6 +56,7 @@ def events(bench: Bench, epoch: int, seq: int, now: float) -> dict[Event_, Calla
         Event_.TICK: lambda: subscription.on_tick(now),
         Event_.TIMEOUT: lambda: subscription.on_tick(now + 100.0),
         Event_.HELLO: lambda: subscription.on_reply(Hello(epoch, 0, seq), now),
+        Event_.TURN: lambda: subscription.on_turn(now),
         Event_.REPLAY_ITEM: lambda: subscription.on_reply(item(seq, bench.batch(seq)), now),
         Event_.REPLAY_END: lambda: subscription.on_reply(ReplayEnd(), now),
         Event_.SNAPSHOT_HEADER: lambda: subscription.on_reply(SnapshotHeader(epoch, seq, 3), now),

@@ -122,6 +122,29 @@ def hash_of(name: bytes) -> int:
     return random.Random(name).getrandbits(64)
 
 
+@pytest.mark.parametrize("max_edge", [7])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sweep_reaches_everything_while_the_tree_changes(seed: int, max_edge: int) -> None:
+    world = World(seed, max_edge, pods=3)
+    rng, tree, (swept, *others) = world.rng, world.tree, world.bits
+
+    def change(bits: list[int]) -> None:
+        chain, bit = world.chain(), rng.choice(bits)
+        world.known.append(chain)
+        tree.store(tree.root(None), None, chain.hashes, lambda i, j: chain.pieces[i:j], chain.width, bit)
+        tree.remove(rng.choice(world.known).hashes[::-1], rng.choice(bits))
+        tree.check()
+
+    for _ in range(6):
+        for _ in range(6):
+            change(world.bits)
+        tree.begin_sweep()
+        while tree.sweep(swept, rng.randrange(8, 20)):
+            change(others)
+        assert not tree.held_by(swept)
+        tree.check()
+
+
 @pytest.mark.parametrize("max_edge", [4, 7, 17, 64])
 @pytest.mark.parametrize("seed", range(8))
 def test_stress_against_the_naive_model(seed: int, max_edge: int) -> None:
@@ -136,7 +159,7 @@ def test_stress_against_the_naive_model(seed: int, max_edge: int) -> None:
     for bit in world.bits:
         world.tree.remove(sorted(world.naive.held.get(bit, ())), bit)
     world.tree.check()
-    assert world.tree.node_count == 0
+    assert len(world.tree.nodes) == 0
     assert world.tree.text_bytes == 0
 
 
@@ -158,7 +181,7 @@ def test_the_short_way_into_a_leaf_makes_the_same_tree(seed: int, max_edge: int)
     short, long = [
         [
             (node.text, [(run.base, run.width, run.chain, run.ends, run.sets) for run in node.runs])
-            for node in world.tree.nodes()
+            for node in world.tree.nodes
         ]
         for world in worlds
     ]
@@ -234,7 +257,7 @@ def test_the_worked_example_of_the_implementation_page() -> None:
     def picture() -> dict[bytes, list[tuple[int, tuple[int, ...], int, list[tuple[int, int, int]]]]]:
         return {
             node.text: [(run.base, run.hashes(), run.last_end(), run.segments()) for run in node.runs]
-            for node in tree.nodes()
+            for node in tree.nodes
         }
 
     assert picture() == {

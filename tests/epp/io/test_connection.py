@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import zmq.asyncio
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.index.index import Index
-from treeline_epp.kvevents.batches import AppliedBatches
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
+from treeline_epp.kvevents.reading import Answer
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.kvevents.turns import SLICE_S, Turns
 from treeline_wire import frames
 from treeline_wire.events import BlockRemoved, BlockStored, EventBatch, encode_batch
 from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
@@ -30,18 +31,17 @@ class Script:
     """In the place of a subscription: writes down what it is told."""
 
     pod = "p"
+    busy = False
 
     def __init__(self) -> None:
         self.connected = 0
         self.disconnected = 0
         self.ticks = 0
         self.live: list[tuple[int, EventBatch | None]] = []
-        self.replies: list[frames.Reply] = []
+        self.replies: list[Answer] = []
         self.loads: list[Load] = []
         self.troubles = 0
         self.stats = KvStats()
-        index = Index()
-        self.applied = AppliedBatches(index, index.add_pod("p", "m"), None, Counter())
 
     def on_connected(self, now: float) -> list[Request]:
         self.connected += 1
@@ -54,7 +54,7 @@ class Script:
         self.live.append((seq, batch))
         return [ReplayRequest(0)] if batch is None else []
 
-    def on_reply(self, reply: frames.Reply, now: float) -> list[Request]:
+    def on_reply(self, reply: Answer, now: float) -> list[Request]:
         self.replies.append(reply)
         return [SnapshotRequest()] if isinstance(reply, frames.Hello) else []
 
@@ -193,6 +193,32 @@ async def test_nothing_there_is_no_reason_to_fail(address: str) -> None:
         assert (script.connected, script.disconnected) == (0, 0)
 
 
+async def test_a_replay_leaves_time_for_everything_else_after_every_few_batches() -> None:
+    index, count, calls = Index(), 400, itertools.count()
+    subscription = KvSubscription(index, index.add_pod("p", "m"), None, ours=False)
+    callbacks = KvCallbacks(subscription, lambda _: [], lambda: None, lambda: 0, KvStats())
+    context, ticker = zmq.asyncio.Context(), Ticker()
+    ticker.turns = Turns(lambda: next(calls) * SLICE_S / 4)  # four pieces of work are a slice
+    async with publisher() as fake:
+        for at in range(count):
+            await fake.store(stored(range(16 * at, 16 * at + 16)))
+        source = KvSource("127.0.0.1", fake.events_port, fake.replay_port)
+        task = asyncio.create_task(KvConnection(context, ticker, source, callbacks, None).run())
+        most, before, deadline = 0, 0, time.monotonic() + 60
+        try:
+            while subscription.next_seq != count:
+                assert time.monotonic() < deadline, (subscription.state, subscription.next_seq)
+                await asyncio.sleep(0)
+                now = subscription.counts["applied"]
+                before, most = now, max(most, now - before)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            context.destroy(linger=0)
+    assert subscription.counts["replay"] == 1
+    assert 1 <= most <= 3
+
+
 class Texts:
     """A table of tokens whose texts are all different."""
 
@@ -223,7 +249,7 @@ async def test_many_removals_at_once_hold_up_nobody_and_what_follows_comes_after
             await fake.send(encode_batch(2.0, [BlockStored(hashes[:1], None, tokens[:1], 1)]))
             longest, before = 0.0, time.thread_time()
             deadline = time.monotonic() + 60
-            while pod.blocks != 1 or subscription.applied.busy or subscription.next_seq != 2:
+            while pod.blocks != 1 or subscription.busy or subscription.next_seq != 2:
                 assert time.monotonic() < deadline, (pod.blocks, subscription.state)
                 await asyncio.sleep(0)
                 now = time.thread_time()

@@ -136,13 +136,13 @@ async def test_the_index_is_the_engine_s_cache_whenever_we_came(name: str, caplo
         await engine.told()
         async with follower.hearing():
             await follower.agrees("after what was missed")
-            assert not follower.subscription.partial
+            assert not follower.subscription.applied.partial
             await engine.restart()
             engine.run(12)
             await engine.told()
             engine.run(1)
             await follower.agrees("in its next life")
-            assert not follower.subscription.partial
+            assert not follower.subscription.applied.partial
     finally:
         engine.stop()
     assert "Invalid replay request" not in caplog.text

@@ -12,6 +12,7 @@ from itertools import count
 from typing import cast
 
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.lease import Lease
@@ -104,33 +105,33 @@ class PickerCore:
         if not connected:
             subscription.on_disconnected(now)
             return ()
-        return self._settled(subscription, subscription.on_connected(now))
+        return self._settled(subscription, subscription.on_connected(now), now)
 
     def on_batch(self, endpoint: int, seq: int, batch: EventBatch, now: float) -> Asks:
         """To the subscription."""
         subscription = self.subscriptions[endpoint]
-        return self._settled(subscription, subscription.on_live(seq, batch, now))
+        return self._settled(subscription, subscription.on_live(seq, batch, now), now)
 
     def on_replies(self, endpoint: int, replies: Sequence[Reply], now: float) -> Asks:
         """To the subscription."""
         subscription = self.subscriptions[endpoint]
         asks: list[Request] = []
         for reply in replies:
-            asks += self._settled(subscription, subscription.on_reply(reply, now))
+            asks += self._settled(subscription, subscription.on_reply(answer_of(reply), now), now)
         return asks
 
     def on_load(self, endpoint: int, load: TreelineLoad, now: float) -> Asks:
         """To the picker, and as a heartbeat to the subscription."""
         self.picker.on_load(self._names[endpoint], load, now)
         subscription = self.subscriptions[endpoint]
-        return self._settled(subscription, subscription.on_heartbeat(load.epoch, None, now))
+        return self._settled(subscription, subscription.on_heartbeat(load.epoch, None, now), now)
 
     def on_tick(self, now: float) -> Mapping[int, Asks]:
         """Housekeeping of both."""
         self.picker.on_tick(now)
         asked: dict[int, Asks] = {}
         for number, subscription in enumerate(self.subscriptions):
-            asks = self._settled(subscription, subscription.on_tick(now))
+            asks = self._settled(subscription, subscription.on_tick(now), now)
             if asks:
                 asked[number] = asks
         return asked
@@ -138,7 +139,8 @@ class PickerCore:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _settled(self, subscription: KvSubscription, asks: Sequence[Request]) -> list[Request]:
-        while subscription.applied.busy:
-            subscription.applied.work()
-        return list(asks)
+    def _settled(self, subscription: KvSubscription, asks: Sequence[Request], now: float) -> list[Request]:
+        asked = list(asks)
+        while subscription.busy:
+            asked += subscription.on_turn(now)
+        return asked

@@ -16,8 +16,8 @@ device tier, blocks whose text is known. Engines may announce a hash twice and r
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -34,6 +34,7 @@ from treeline_epp.index.pod_bits import PodBits
 from treeline_epp.index.pods import Hit, Match, Pod
 from treeline_epp.index.predictions import Predictions, reach
 from treeline_epp.index.radix_tree import MAX_EDGE, RadixTree
+from treeline_epp.index.weights import SLICE, weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,22 @@ class IndexLimits:
 
 @dataclass(eq=False, slots=True)
 class _Scope:
-    """`live` are the bits of its pods that count in matches; `aged` its pods that have more than one."""
+    """`live` are the bits of its pods that count in matches; `aged` its pods that have more than one. `gone` were
+    removed while they were orphans, and leave the tree when no descendant needs them to find its place."""
 
     tree: RadixTree
     predictions: Predictions
     orphans: Orphans
     live: int = 0
     aged: dict[Pod, None] = field(default_factory=dict)
+    gone: deque[Orphan] = field(default_factory=deque)
 
 
 class Index:
     """See the module.
 
     - pods: `add_pod`, `remove_pod`, `clear`, `age`; `respell` all of a scope
-    - events: `apply`; `begin_snapshot`, `apply_snapshot`, `end_snapshot`, `drop_snapshot`
+    - events: `apply`; `begin_snapshot`, `stage`, `end_snapshot`, `drop_snapshot`; `grafts` and `graft`
     - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
@@ -88,7 +91,7 @@ class Index:
         self.skipped: Counter[str] = Counter()
         self.new_adapters: set[Pod] = set()
         self._capped_pods: dict[Pod, None] = {}
-        self._to_sweep: list[RadixTree] = []
+        self._to_sweep: list[_Scope] = []
 
     # Pods
 
@@ -108,7 +111,7 @@ class Index:
         self.new_adapters.discard(pod)
 
     def clear(self, pod: Pod) -> None:
-        """The pod holds nothing: its cache was cleared, or a new process is behind it. O(orphans); swept later."""
+        """The pod holds nothing: its cache was cleared, or a new process is behind it. O(copies); swept later."""
         self.drop_snapshot(pod)
         for bit, _ in pod.aged:
             self._retire(bit)
@@ -158,14 +161,15 @@ class Index:
             self.clear(pod)
 
     def begin_snapshot(self, pod: Pod) -> None:
-        """What follows in `apply_snapshot` will replace all that the pod holds."""
+        """What follows in `stage` will replace all that the pod holds."""
         self.drop_snapshot(pod)
         pod.staging = self._bits.take(pod)
+        pod.staged = 0
 
-    def apply_snapshot(self, pod: Pod, events: Iterable[BlockStored], keys: PrefixKeys | None) -> None:
+    def stage(self, pod: Pod, event: Event, keys: PrefixKeys | None) -> None:
         """A part of the snapshot, parents first."""
         assert pod.staging
-        for event in events:
+        if type(event) is BlockStored:
             self._store(pod, pod.staging, event, keys)
 
     def end_snapshot(self, pod: Pod) -> None:
@@ -178,13 +182,41 @@ class Index:
         pod.bit = staged
         self._scope(pod.scope).live |= staged
         pod.group = group
-        pod.blocks = len(self.blocks_of(pod))
+        pod.blocks = pod.staged
 
     def drop_snapshot(self, pod: Pod) -> None:
         """Give up a snapshot that did not come to its end."""
         if pod.staging:
             self._retire(pod.staging)
             pod.staging = 0
+
+    def grafts(self, pod: Pod) -> bool:
+        """Have parents come of orphans in the pod's scope? `graft` puts them into the tree; a few with each store."""
+        scope = self._scopes.get(pod.scope)
+        return scope is not None and (scope.orphans.ready or bool(scope.gone))
+
+    def graft(self, name: str, budget: int) -> None:
+        """Place orphans of a scope whose parents have come, those that waited for these, and so on, until the budget is
+        used up: each costs its `weight`."""
+        scope = self._scope(name)
+        while budget > 0 and (orphan := scope.orphans.take()) is not None:
+            budget -= weight(orphan.event)
+            pod = self._bits.owners.get(orphan.owner)
+            if pod is None:
+                continue
+            self.changed.add(pod)
+            stored = self._place(pod, orphan.owner, orphan.event, orphan.keys, scope, scope.tree.root(None))
+            scope.orphans.place(orphan.event.block_hashes[:stored])
+            if orphan.gone:
+                scope.gone.append(orphan)
+        while budget > 0 and scope.gone:  # only now, so that their descendants found their place
+            orphan = scope.gone.popleft()
+            budget -= weight(orphan.event)
+            pod = self._bits.owners.get(orphan.owner)
+            if pod is not None:
+                victims = [block for block in orphan.gone if not pod.take_copy(block)]
+                pod.blocks -= len(victims)
+                scope.tree.remove(victims, orphan.owner)
 
     # Routing
 
@@ -246,9 +278,11 @@ class Index:
 
     # Upkeep
 
-    def tick(self, now: float, max_nodes: int = 256) -> None:
-        """Housekeeping in steps of about a millisecond: end predictions, hit caps and aged bits, sweep retired bits."""
-        for scope in self._scopes.values():
+    def tick(self, now: float, budget: int = 256) -> None:
+        """Housekeeping in steps of about a millisecond: end predictions, hit caps and aged bits, graft orphans, sweep
+        retired bits."""
+        for name, scope in self._scopes.items():
+            self.graft(name, SLICE)
             scope.predictions.expire(scope.tree, now)
             for pod in list(scope.aged):
                 for bit, ends_at in [entry for entry in pod.aged if entry[1] <= now]:
@@ -261,7 +295,7 @@ class Index:
                 del pod.hit_caps[node]
             if not pod.hit_caps:
                 del self._capped_pods[pod]
-        self._sweep(max_nodes)
+        self._sweep(budget)
 
     def blocks_of(self, pod: Pod) -> set[int]:
         """All blocks that a pod is known to hold, orphans included. O(tree): for tests and the debug page."""
@@ -278,7 +312,7 @@ class Index:
         return {
             "blocks": sum(len(scope.tree.blocks) for scope in scopes),
             "text_bytes": sum(scope.tree.text_bytes for scope in scopes),
-            "nodes": sum(scope.tree.node_count for scope in scopes),
+            "nodes": sum(len(scope.tree.nodes) for scope in scopes),
             "namespaces": sum(len(scope.tree.roots) for scope in scopes),
             "orphan_blocks": sum(scope.orphans.blocks for scope in scopes),
             "orphan_blocks_dropped": sum(scope.orphans.dropped_blocks for scope in scopes),
@@ -340,7 +374,8 @@ class Index:
             return
         stored = self._place(pod, bit, event, keys, scope, root)
         if stored and scope.orphans:
-            self._graft(scope, hashes[:stored])
+            scope.orphans.place(hashes[:stored])
+            self.graft(pod.scope, SLICE)
 
     def _place(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node) -> int:
         """Store an event in the tree, or keep it as an orphan. Returns how many of its blocks are in the tree."""
@@ -368,8 +403,11 @@ class Index:
             return 0
         if stored < len(hashes):
             pod.skipped[Skip.CROWDED if tree.crowded > crowded else no_text] += len(hashes) - stored
-        if bit == pod.staging or not stored:
+        if bit == pod.staging:
+            pod.staged += stored - len(before)
             return stored
+        if not stored:
+            return 0
         pod.blocks += stored - len(before)
         self.changed.add(pod)
         if before:
@@ -382,25 +420,6 @@ class Index:
             if last is not None:
                 scope.predictions.confirm(last, bit)
         return stored
-
-    def _graft(self, scope: _Scope, blocks: Sequence[int]) -> None:
-        """Place the orphans that waited for `blocks`, and those that waited for these, and so on."""
-        ready = scope.orphans.take(blocks)
-        gone: list[tuple[Pod, Orphan]] = []
-        while ready:
-            orphan = ready.pop()
-            pod = self._bits.owners.get(orphan.owner)
-            if pod is None:
-                continue
-            self.changed.add(pod)
-            stored = self._place(pod, orphan.owner, orphan.event, orphan.keys, scope, scope.tree.root(None))
-            ready += scope.orphans.take(orphan.event.block_hashes[:stored])
-            if orphan.gone:
-                gone.append((pod, orphan))
-        for pod, orphan in gone:  # only now, so that their descendants found their place
-            victims = [block for block in orphan.gone if not pod.take_copy(block)]
-            pod.blocks -= len(victims)
-            scope.tree.remove(victims, orphan.owner)
 
     def _remove(self, pod: Pod, event: BlockRemoved) -> None:
         if not self._counts(pod, event):
@@ -456,21 +475,23 @@ class Index:
         if scope is not None:
             scope.live &= ~bit
             scope.predictions.forget(bit)
-            scope.orphans.forget(bit)
 
-    def _sweep(self, max_nodes: int) -> None:
+    def _sweep(self, budget: int) -> None:
         """The next step of the sweep that goes on, or the beginning of one. Bits are free after a whole round."""
         bits = self._bits
         if not bits.sweeping:
             if not bits.begin_round():
                 return
-            self._to_sweep = [scope.tree for scope in self._scopes.values()]
-            for tree in self._to_sweep:
-                tree.begin_sweep()
+            self._to_sweep = list(self._scopes.values())
+            for scope in self._to_sweep:
+                scope.tree.begin_sweep()
+                scope.gone = deque(orphan for orphan in scope.gone if not orphan.owner & bits.sweeping)
         while self._to_sweep:
-            if self._to_sweep[-1].sweep(bits.sweeping, max_nodes):
+            scope = self._to_sweep[-1]
+            budget = scope.orphans.sweep(bits.sweeping, budget)
+            if budget <= 0 or scope.tree.sweep(bits.sweeping, budget):
                 return
-            self._to_sweep.pop().prune_roots()
+            self._to_sweep.pop().tree.prune_roots()
         bits.end_round()
 
 

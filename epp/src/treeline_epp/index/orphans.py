@@ -1,7 +1,8 @@
 """Blocks whose parent nobody is known to hold: kept until the parent comes, so that order of arrival does not matter.
 
 An event gives the text of its own blocks only, so it can be placed in the tree only below a placed parent. Late
-joins, gaps and engines that drop ancestors first make orphans; when the parent is stored by any pod they are grafted.
+joins, gaps and engines that drop ancestors first make orphans; when the parent is stored by any pod they are grafted,
+one after the other: a parent may have tens of thousands of them, and each may be another's.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from treeline_wire.events import BlockStored
 from treeline_wire.keys import PrefixKeys
 
-_Key = TypeVar("_Key")
 _MOST_COPIES = 64
 """Of one block of one pod. An engine may announce it as often as it likes, and each removal looks at them all."""
 
@@ -37,8 +36,10 @@ class Orphans:
         self.blocks = 0
         self.dropped_blocks = 0
         self._orphans: OrderedDict[Orphan, None] = OrderedDict()
-        self._waiting: dict[int, list[Orphan]] = {}
+        self._waiting: dict[int, dict[Orphan, None]] = {}
         self._by_block: dict[tuple[int, int], list[Orphan]] = {}
+        self._of: dict[int, dict[Orphan, None]] = {}
+        self._ready: dict[int, dict[Orphan, None]] = {}  # their parent has come
 
     def __len__(self) -> int:
         return len(self._orphans)
@@ -52,7 +53,8 @@ class Orphans:
             self.dropped_blocks += len(orphan.event.block_hashes)
             return
         self._orphans[orphan] = None
-        self._waiting.setdefault(parent, []).append(orphan)
+        self._waiting.setdefault(parent, {})[orphan] = None
+        self._of.setdefault(orphan.owner, {})[orphan] = None
         for block in orphan.event.block_hashes:
             self._by_block.setdefault((orphan.owner, block), []).append(orphan)
         self.blocks += len(orphan.event.block_hashes)
@@ -61,13 +63,31 @@ class Orphans:
             self.dropped_blocks += len(oldest.event.block_hashes)
             self._forget(oldest)
 
-    def take(self, parents: Iterable[int]) -> list[Orphan]:
-        """Remove and return the orphans that wait for any of `parents`. O(parents)."""
-        waiting = self._waiting
-        ready = [orphan for parent in parents if parent in waiting for orphan in waiting[parent]]
-        for orphan in ready:
-            self._forget(orphan)
-        return ready
+    def place(self, blocks: Iterable[int]) -> None:
+        """These blocks have been placed: the orphans that wait for them are ready. O(blocks)."""
+        for block in blocks:
+            orphans = self._waiting.pop(block, None)
+            if orphans is None:
+                continue
+            if block in self._ready:  # it has come before, and gone
+                orphans |= self._ready[block]
+            self._ready[block] = orphans
+
+    @property
+    def ready(self) -> bool:
+        """Are there any whose parent has been placed?"""
+        return bool(self._ready)
+
+    def take(self) -> Orphan | None:
+        """Remove an orphan whose parent has been placed, and return it. O(blocks of it)."""
+        if not self._ready:
+            return None
+        parent, orphans = self._ready.popitem()
+        orphan, _ = orphans.popitem()
+        if orphans:
+            self._ready[parent] = orphans
+        self._forget(orphan)
+        return orphan
 
     def remove(self, owners: Iterable[int], block: int) -> bool:
         """The pod (its bits) no longer holds one copy of an orphan block, of as many as it has announced. False if it
@@ -84,37 +104,45 @@ class Orphans:
         """All orphan blocks of a pod. O(orphans)."""
         return {
             block
-            for orphan in self._orphans
-            if orphan.owner == owner
+            for orphan in self._of.get(owner, ())
             for block in orphan.event.block_hashes
             if block not in orphan.gone
         }
 
-    def forget(self, owner: int) -> None:
-        """Drop all orphans of a pod. O(orphans)."""
-        for orphan in [orphan for orphan in self._orphans if orphan.owner == owner]:
-            self._forget(orphan)
+    def sweep(self, owners: int, budget: int) -> int:
+        """Drop the next orphans of retired bits. Returns what is left of the budget, of which a block takes one: above
+        zero when there are none any more."""
+        for owner in [owner for owner in self._of if owner & owners]:
+            orphans = self._of[owner]
+            while orphans and budget > 0:
+                orphan, _ = orphans.popitem()
+                budget -= len(orphan.event.block_hashes)
+                self._forget(orphan)
+        return budget
 
     def _forget(self, orphan: Orphan) -> None:
         del self._orphans[orphan]
         parent = orphan.event.parent_block_hash
         assert parent is not None
-        _discard(self._waiting, parent, orphan)
+        for where, key in ((self._waiting, parent), (self._ready, parent), (self._of, orphan.owner)):
+            orphans = where.get(key)
+            if orphans is not None:
+                orphans.pop(orphan, None)
+                if not orphans:
+                    del where[key]
         for block in orphan.event.block_hashes:
-            _discard(self._by_block, (orphan.owner, block), orphan)
+            copies = self._by_block[orphan.owner, block]
+            copies.remove(orphan)
+            if not copies:
+                del self._by_block[orphan.owner, block]
         self.blocks -= len(orphan.event.block_hashes)
 
     def check(self) -> None:
         """Assert what always holds."""
         assert self.blocks == sum(len(orphan.event.block_hashes) for orphan in self._orphans)
         assert self.blocks <= self.max_blocks
-        assert {orphan for orphans in self._waiting.values() for orphan in orphans} == set(self._orphans)
+        waiting = [*self._waiting.values(), *self._ready.values()]
+        assert {orphan for orphans in waiting for orphan in orphans} == set(self._orphans)
         assert {orphan for orphans in self._by_block.values() for orphan in orphans} == set(self._orphans)
+        assert {orphan for orphans in self._of.values() for orphan in orphans} == set(self._orphans)
         assert all(len(orphan.gone) < len(orphan.event.block_hashes) for orphan in self._orphans)
-
-
-def _discard(where: dict[_Key, list[Orphan]], key: _Key, orphan: Orphan) -> None:
-    orphans = where[key]
-    orphans.remove(orphan)
-    if not orphans:
-        del where[key]

@@ -20,7 +20,8 @@ class Pod:
     """One publisher's place in the index. Fields are the index's own; readers may look at them.
 
     `row` is the owner's number for it, -1 without one: see `Index.holders`. `precise`: its events are in the tree, so
-    predictions only bridge the time until events arrive. `blocks` counts held blocks. `block_size` is that of its
+    predictions only bridge the time until events arrive. `blocks` counts held blocks, `staged` those of the snapshot
+    that is being taken in. `block_size` is that of its
     newest event, 0 before the first. `rebuild_wanted`: it was found to hold other blocks than the index says; whoever
     follows its events builds it anew.
     """
@@ -30,6 +31,7 @@ class Pod:
     row: int = -1
     bit: int = 0
     staging: int = 0
+    staged: int = 0
     precise: bool = False
     blocks: int = 0
     block_size: int = 0

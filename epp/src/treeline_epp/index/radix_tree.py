@@ -18,11 +18,12 @@ Invariants, all asserted by `check`:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
 
 from msgspec import Struct
 
+from treeline_epp.index.all_nodes import AllNodes
 from treeline_epp.index.block_run import (
     KEY_MASK,
     BlockRun,
@@ -37,17 +38,19 @@ from treeline_epp.index.node import NO_CHILDREN, Node
 
 MAX_EDGE = 8192
 """Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap."""
+_SWEPT_AS_ONE = 4
 
 
 class RadixTree:
     """Blocks and predictions of all namespaces of a model, with a root for each namespace.
 
     - changing: `store`, `remove`, `begin_sweep` and `sweep`, `lay`, `compact`, `prune_roots`
-    - looking: `roots`, `run_of`, `held_by`, `nodes`, `check`; matching a key is in `matching`
+    - looking: `roots`, `nodes`, `run_of`, `held_by`, `check`; matching a key is in `matching`
 
-    `blocks` leads from a held hash to its run; namespaces share it, since hashes are seeded with them. Hashes are
-    trusted: equal hashes mean equal blocks, whichever pod sent them. `crowded` counts blocks for which an edge had no
-    room. `moved(old, new)` is called when predictions have moved to another node.
+    `nodes` are all but the roots, in no order. `blocks` leads from a held hash to its run; namespaces share it, since
+    hashes are seeded with them. Hashes are trusted: equal hashes mean equal blocks, whichever pod sent them. `crowded`
+    counts blocks for which an edge had no room. `moved(old, new)` is called when predictions have moved to another
+    node.
     """
 
     def __init__(self, max_edge: int = MAX_EDGE, moved: Callable[[Node, Node], None] = lambda _old, _new: None) -> None:
@@ -56,10 +59,9 @@ class RadixTree:
         self.roots: dict[str | None, Node] = {}
         self.blocks: dict[int, BlockRun] = {}
         self.text_bytes = 0
-        self.node_count = 0
         self.crowded = 0
         self._moved = moved
-        self._sweeping: list[Node] = []
+        self.nodes = AllNodes()
 
     # What is there
 
@@ -75,14 +77,6 @@ class RadixTree:
         for namespace in [name for name, root in self.roots.items() if not root.children]:
             del self.roots[namespace]
 
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, parents first. The tree must not change meanwhile."""
-        stack = [node for root in self.roots.values() for node in root.children.values()]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
     def run_of(self, block: int) -> BlockRun | None:
         """The run of a block that some pod holds. O(run)."""
         run = self.blocks.get(block & KEY_MASK)
@@ -91,7 +85,7 @@ class RadixTree:
     def held_by(self, bit: int) -> set[int]:
         """All blocks that the pod with `bit` holds. O(tree)."""
         held: set[int] = set()
-        for node in self.nodes():
+        for node in self.nodes:
             for run in node.runs:
                 hashes = run.hashes()
                 for first, after, pods in run.segments():
@@ -191,27 +185,31 @@ class RadixTree:
         return unknown
 
     def begin_sweep(self) -> None:
-        """Visit all nodes with `sweep` from now on, also those that other changes make meanwhile. O(nodes)."""
-        self._sweeping = list(self.nodes())
+        """Visit all nodes with `sweep` from now on, also what other changes make of them meanwhile. O(1)."""
+        self.nodes.begin_round()
 
-    def sweep(self, bits: int, max_nodes: int) -> int:
+    def sweep(self, bits: int, budget: int) -> int:
         """Take pods out of the next nodes' blocks and predictions; nothing may be stored for these pods until the end.
 
-        Returns the nodes left to visit. O(edges visited), plus one dict operation for each block that nobody holds
-        afterwards.
+        Returns the nodes left to visit. `budget` bounds what is done: a node counts one, and so do `_SWEPT_AS_ONE`
+        blocks that nobody holds afterwards; the last run that is begun is done.
         """
-        nodes = self._sweeping
-        for _ in range(min(max_nodes, len(nodes))):
-            node = nodes.pop()
-            if node.parent is None:
-                continue
+        blocks, nodes = self.blocks, self.nodes
+        while nodes.ahead and budget > 0:
+            node = nodes.next()
+            budget -= 1
             touched: dict[Node, None] = {node: None}
             for run in node.runs:
+                if budget < 0:  # what is done of this node is soon found to be
+                    nodes.visit_again(node)
+                    break
+                before = len(blocks)
                 self._unmark(run, 0, len(run), bits, touched)
+                budget -= (before - len(blocks)) // _SWEPT_AS_ONE
             if node.predicted is not None:
                 node.predicted = {bit: predicted for bit, predicted in node.predicted.items() if not bit & bits} or None
             self._compact_all(touched)
-        return len(nodes)
+        return nodes.ahead
 
     def _mark(self, run: BlockRun, start: int, stop: int, bit: int, held_before: list[int]) -> None:
         """Add a pod to slots of a run, filling holes."""
@@ -377,7 +375,7 @@ class RadixTree:
                 return
             parent.disown(node)
             self.text_bytes -= len(node.text)
-            self.node_count -= 1
+            self.nodes.remove(node)
             node = parent
 
     def _compact_all(self, nodes: dict[Node, None]) -> None:
@@ -419,7 +417,7 @@ class RadixTree:
                 child = Node(data[at : at + self.max_edge], None)
                 node.adopt(child)
                 self.text_bytes += len(child.text)
-                self.node_count += 1
+                self.nodes.add(child)
             node, offset = child, 0
 
     def _split(self, node: Node, at: int, offset: int) -> tuple[Node, int]:
@@ -428,13 +426,11 @@ class RadixTree:
         Returns the upper part and where byte `offset` of `node` is in it. O(edge).
         """
         upper, heads = node.cut(at)
-        self.node_count += 1
+        self.nodes.add_part(upper, node)
         for run in heads:
             self._point(run)
         if node.predicted is not None or upper.predicted is not None:
             self._moved(node, upper)
-        if self._sweeping:
-            self._sweeping.append(upper)
         if len(node.children) == 1:
             self._merge_down(node)
         above = upper.parent
@@ -450,11 +446,9 @@ class RadixTree:
         if node.parent is None or len(node.text) + len(child.text) > self.max_edge:
             return
         node.merge_into(child)
-        self.node_count -= 1
+        self.nodes.remove(node, child)
         if child.predicted is not None:
             self._moved(node, child)
-        if self._sweeping:
-            self._sweeping.append(child)
         if len(child.runs) > 1:
             for run in child.join_runs():
                 self._point(run)
@@ -469,18 +463,22 @@ class RadixTree:
 
     def check(self) -> None:
         """Assert every invariant. O(tree)."""
-        slots = text_bytes = node_count = 0
+        slots = text_bytes = 0
+        reached = list(self.roots.values())
+        for node in reached:
+            reached.extend(node.children.values())
+        assert set(reached[len(self.roots) :]) == set(self.nodes)
+        assert len(set(reached)) == len(self.roots) + len(self.nodes)
         for root in self.roots.values():
             assert not any((root.text, root.runs, root.predicted, root.parent))
             root.check(self.max_edge)
-        for node in self.nodes():
+        for node in self.nodes:
             node.check(self.max_edge)
             text_bytes += len(node.text)
-            node_count += 1
             slots += sum(run.check_known(self.blocks) for run in node.runs)
         assert NO_CHILDREN == {}
         assert slots == len(self.blocks), (slots, len(self.blocks))
-        assert (text_bytes, node_count) == (self.text_bytes, self.node_count)
+        assert text_bytes == self.text_bytes
 
 
 class _NewBlocks(Struct):

@@ -1,25 +1,36 @@
 """Batches of one publisher, applied to the index in order: which have been, and whether one comes a second time.
 
-What is taken is not in the index at once where it is much: it waits in line, and `work` does a bounded part of it.
+What is taken is not in the index at once: it waits in line, and `work` does a bounded part of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from treeline_wire.events import AllBlocksCleared, Event, EventBatch
+from treeline_wire.events import Event, EventBatch
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
-from treeline_epp.kvevents.pieces import PIECE, pieces
+from treeline_epp.index.weights import SLICE, weight
 
 _REMEMBERED = 256
 """Remembered time stamps, to tell a batch that came twice from one of a new process."""
 AGE_EVERY_S = 15.0
 """What is known begins to age no more often: each time takes a bit of the index for as long as it lasts, and some
 publishers have gaps all the time."""
+_AGEING = 64
+"""What it weighs that a pod's blocks age, beside events (`weight`)."""
+
+
+class _Events(NamedTuple):
+    """What is left of a batch, and the way into the index that it takes: `Index.apply`, or `Index.stage`."""
+
+    left: deque[Event]
+    enter: Callable[[Pod, Event, PrefixKeys | None], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -37,23 +48,32 @@ class AppliedBatches:
     _aged_at: float = float("-inf")
     _age_due: float = float("inf")
     _fresh: bool = False
-    _line: deque[Event | float] = field(default_factory=deque)  # events, and times at which what was before them ages
+    _line: deque[_Events | float] = field(default_factory=deque)  # and times at which what was before them ages
 
     @property
     def busy(self) -> bool:
         """Is something taken that is not in the index yet?"""
-        return bool(self._line)
+        return bool(self._line) or self.index.grafts(self.pod)
 
-    def work(self, blocks: int = PIECE) -> None:
-        """Do so many blocks of what waits, or a piece more."""
-        line, apply, pod, keys = self._line, self.index.apply, self.pod, self.keys
-        while line and blocks > 0:
-            what = line.popleft()
-            if isinstance(what, float):
-                self.index.age(pod, what)
+    def work(self) -> None:
+        """Do a `SLICE` of what waits, or an event more."""
+        line, pod, keys, budget = self._line, self.pod, self.keys, SLICE
+        while line and budget > 0:
+            first = line[0]
+            if isinstance(first, float):
+                self.index.age(pod, first)
+                budget -= _AGEING
+                line.popleft()
                 continue
-            blocks -= 1 if isinstance(what, AllBlocksCleared) else max(1, len(what.block_hashes))
-            apply(pod, what, keys)
+            left, enter = first
+            while left and budget > 0:
+                event = left.popleft()
+                budget -= weight(event)
+                enter(pod, event, keys)
+            if not left:
+                line.popleft()
+        if budget > 0:
+            self.index.graft(pod.scope, budget)
 
     def apply(self, seq: int, batch: EventBatch | None) -> None:
         """The next batch; None if it could not be decoded. `work` puts it into the index."""
@@ -69,8 +89,11 @@ class AppliedBatches:
         if batch.rejected:
             self.counts["rejected"] += sum(batch.rejected.values())
             self.partial = True
-        for event in batch.events:
-            self._line.extend(pieces(event))
+        self._line.append(_Events(deque(batch.events), self.index.apply))
+
+    def stage(self, events: Iterable[Event]) -> None:
+        """A part of a snapshot."""
+        self._line.append(_Events(deque(events), self.index.stage))
 
     def has(self, seq: int, batch: EventBatch | None) -> bool:
         """Is this a second copy of a batch that was applied?"""
@@ -112,8 +135,8 @@ class AppliedBatches:
         self._line.append(float(now))
 
     def begin_after(self, seq: int) -> None:
-        """A snapshot has brought all up to `seq`, and takes the place of what the pod holds."""
-        self._line.clear()
+        """A snapshot has brought all up to `seq`, and takes the place of what the pod holds. Nothing waits."""
+        assert not self._line
         self.index.end_snapshot(self.pod)
         self._age_due, self._fresh = float("inf"), True
         self.next_seq = seq + 1

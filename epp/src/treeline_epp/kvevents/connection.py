@@ -18,8 +18,9 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,14 +28,16 @@ import zmq
 import zmq.asyncio
 from treeline_wire import frames
 from treeline_wire.errors import WireError
-from treeline_wire.events import DecodeError, EventBatch, decode_batch
+from treeline_wire.events import DecodeError
 from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
 from treeline_wire.security import CurveKeys
 from zmq.utils.monitor import parse_monitor_message
 
 from treeline_epp.endpoints.adapters.base import KvSource
+from treeline_epp.kvevents.reading import Answer, Numbered, is_large, read_live, read_reply
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.kvevents.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +47,6 @@ _RETRY_S = 5.0
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TICKS = 200
 """Publishers that are ticked before other tasks get a turn."""
-_TURN_S = 0.005
-"""After so long other tasks get a turn, too, however few the messages were."""
-_LARGE = 1 << 18
-"""Bytes; a larger payload is decoded in a thread. One of a hundred thousand events takes 70 ms."""
-_BATCH = 64
-"""Messages handled before other tasks get a turn: a snapshot must not delay a pick."""
 _QUEUE = 100_000
 """High-water mark, in messages, like the publishers' own."""
 _SOCKET_OPTIONS = {
@@ -70,7 +67,6 @@ _LOST = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Even
 _LOST |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL
 
 Load = LoadStat | TreelineLoad
-_Handler = Callable[[list[bytes]], Coroutine[Any, Any, Iterable[Request]]]
 
 
 def new_context() -> zmq.asyncio.Context:
@@ -81,11 +77,10 @@ def new_context() -> zmq.asyncio.Context:
 
 
 class Ticker:
-    """Calls everybody every TICK_S: one task for all publishers. `turn` is held by the one publisher whose large events
-    are put into the index: the work of many in one turn of the loop would hold up everybody else."""
+    """Calls everybody every TICK_S: one task for all publishers. `turns` are theirs, too."""
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
+        self.turns = Turns()
         self._calls: dict[Callable[[], None], None] = {}
 
     async def run(self) -> None:
@@ -194,7 +189,7 @@ class _Sockets:
         self._up: dict[str, asyncio.Event] = {}
         self._lost = asyncio.Event()
         self._treeline_load = False
-        self._sending: set[asyncio.Task[None]] = set()
+        self._doing: set[asyncio.Task[None]] = set()
 
     def open(self, context: zmq.asyncio.Context, source: KvSource) -> None:
         """Make the sockets and connect them. Raises `zmq.ZMQError` where there is no room for them."""
@@ -231,8 +226,12 @@ class _Sockets:
 
     async def run(self) -> None:
         """Handle what arrives; returns when the peer is lost."""
-        handlers = {"events": self._on_live, "replay": self._on_reply, "load": self._on_load}
-        jobs = [self._receive(sock, handlers[what]) for what, sock in self._sockets.items()]
+        handlers: dict[str, tuple[Callable[[list[bytes]], Any], Callable[[Any], Iterable[Request]]]] = {
+            "events": (read_live, self._on_live),
+            "replay": (read_reply, self._on_reply),
+            "load": (_read_load, self._on_load),
+        }
+        jobs = [self._receive(sock, *handlers[what]) for what, sock in self._sockets.items()]
         tasks = [asyncio.ensure_future(job) for job in (*jobs, self._keep_time(), self._lost.wait())]
         monitors = [asyncio.ensure_future(self._monitor(what)) for what in self._monitors]
         try:
@@ -240,7 +239,7 @@ class _Sockets:
             for task in done:
                 task.result()  # a receiver never ends: this raises what ended it
         finally:
-            tasks += [*monitors, *self._sending]
+            tasks += [*monitors, *self._doing]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -256,28 +255,34 @@ class _Sockets:
             except TimeoutError:
                 missing = [what for what, event in self._up.items() if not event.is_set()]
                 log.warning("publisher %s: no connection for %s", subscription.pod, ", ".join(missing))
-            await self.settle()
-            await self._send(subscription.on_connected(time.monotonic()))
+            await self._do(lambda: subscription.on_connected(time.monotonic()))
         with self._ticker.calling(self._tick):
             await asyncio.Event().wait()
 
     async def settle(self) -> None:
         """Wait until all that has arrived is in the index."""
-        applied = self._callbacks.subscription.applied
-        while applied.busy:
-            async with self._ticker.turn:
-                applied.work()
-                await asyncio.sleep(0)
+        await self._do(lambda: ())
+
+    async def _do(self, job: Callable[[], Iterable[Request]]) -> None:
+        """Do this when nothing waits any more, and what it leaves; send what is to be sent."""
+        subscription, done = self._callbacks.subscription, False
+        while not done or subscription.busy:
+            async with self._ticker.turns:
+                if subscription.busy:
+                    requests: Iterable[Request] = subscription.on_turn(time.monotonic())
+                else:
+                    requests, done = job(), True
+            await self._send(requests)
 
     def _tick(self) -> None:
         callbacks = self._callbacks
-        if callbacks.subscription.applied.busy:
+        if callbacks.subscription.busy:
             return
         requests = callbacks.subscription.on_tick(time.monotonic(), callbacks.in_flight())
-        if requests:
-            sending = asyncio.ensure_future(self._send(requests))
-            self._sending.add(sending)
-            sending.add_done_callback(self._sending.discard)
+        if requests or callbacks.subscription.busy:
+            doing = asyncio.ensure_future(self._do(lambda: requests))
+            self._doing.add(doing)
+            doing.add_done_callback(self._doing.discard)
 
     async def _monitor(self, what: str) -> None:
         """See to it that a socket is connected, and that of the events stays so."""
@@ -295,23 +300,34 @@ class _Sockets:
                 log.warning("publisher %s: the %s socket refuses our keys", name, what)
         self._unmonitor(what)
 
-    async def _receive(self, sock: zmq.asyncio.Socket, handle: _Handler) -> None:
-        """Hand every message to its handler, a bounded number and for a bounded time."""
+    async def _receive(
+        self,
+        sock: zmq.asyncio.Socket,
+        read: Callable[[list[bytes]], Any],
+        take: Callable[[Any], Iterable[Request]],
+    ) -> None:
+        """Read every message and let it be taken."""
         # The plain view of the same socket: taking what is there costs no future per message.
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)
+
+        def read_frames(parts: Sequence[zmq.Frame]) -> Any:
+            return read([part.bytes for part in parts])
+
         while True:
-            await sock.poll()
-            began = time.monotonic()
-            for _ in range(_BATCH):
-                try:
-                    message: Any = plain.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                await self._send(await handle(message))
-                if self._callbacks.subscription.applied.busy or time.monotonic() - began > _TURN_S:
-                    break
-            await self.settle()
-            await asyncio.sleep(0)
+            try:
+                async with self._ticker.turns:
+                    message: Any = plain.recv_multipart(zmq.NOBLOCK, copy=False)
+                    what = None if is_large(message) else read_frames(message)
+                if what is None:
+                    what = await asyncio.to_thread(read_frames, message)
+            except zmq.Again:
+                await sock.poll()
+            except WireError as error:
+                reason = error.reason.value if isinstance(error, DecodeError) else "frames"
+                self._callbacks.stats.rejected[reason] += 1
+                log.debug("message refused: %s", error)
+            else:
+                await self._do(partial(take, what))
 
     async def _send(self, requests: Iterable[Request]) -> None:
         replay = self._sockets.get("replay")
@@ -327,50 +343,30 @@ class _Sockets:
                     message = frames.snapshot_request()
             await replay.send_multipart(message)
 
-    # --- one handler for each socket ----------------------------------------------------------------------------------
+    # --- one for each socket ------------------------------------------------------------------------------------------
 
-    async def _on_live(self, message: list[bytes]) -> Iterable[Request]:
+    def _on_live(self, came: Numbered) -> Iterable[Request]:
         stats = self._callbacks.stats
-        try:
-            _, seq, payload = frames.parse_live(message)
-        except WireError as error:
-            stats.rejected["frames"] += 1
-            log.debug("live message refused: %s", error)
-            return ()
-        batch: EventBatch | None
-        try:
-            batch = decode_batch(payload) if len(payload) <= _LARGE else await asyncio.to_thread(decode_batch, payload)
-        except DecodeError as error:
-            stats.rejected[error.reason.value] += 1
-            batch = None
-        else:
+        if came.refusal is not None:
+            stats.rejected[came.refusal.value] += 1
+        if came.batch is not None:
             stats.batches += 1
-            stats.events += len(batch.events)
-            stats.rejected.update(batch.rejected)
-        await self.settle()
-        return self._callbacks.subscription.on_live(seq, batch, time.monotonic())
+            stats.events += came.events
+            stats.rejected.update(came.batch.rejected)
+        return self._callbacks.subscription.on_live(came.seq, came.batch, time.monotonic())
 
-    async def _on_reply(self, message: list[bytes]) -> Iterable[Request]:
-        try:
-            reply = frames.parse_reply(message)
-        except WireError as error:
-            self._callbacks.stats.rejected["frames"] += 1
-            log.debug("reply refused: %s", error)
-            return ()
-        await self.settle()
-        return self._callbacks.subscription.on_reply(reply, time.monotonic())
+    def _on_reply(self, answer: Answer) -> Iterable[Request]:
+        return self._callbacks.subscription.on_reply(answer, time.monotonic())
 
-    async def _on_load(self, message: list[bytes]) -> Iterable[Request]:
-        stats = self._callbacks.stats
-        try:
-            load = decode_load(message[0], message[-1])
-        except DecodeError as error:
-            stats.rejected[error.reason.value] += 1
-            return ()
-        stats.loads += 1
+    def _on_load(self, load: Load) -> Iterable[Request]:
+        self._callbacks.stats.loads += 1
         if isinstance(load, TreelineLoad):
             self._treeline_load = True
         elif self._treeline_load:
             return ()  # the same state in the older form, which says less
-        await self.settle()
         return self._callbacks.on_load(load)
+
+
+def _read_load(message: Sequence[bytes]) -> Load:
+    """Raises `DecodeError`."""
+    return decode_load(message[0], message[-1])

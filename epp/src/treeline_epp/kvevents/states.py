@@ -32,7 +32,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from treeline_wire.frames import Hello, ReplayEnd, ReplayItem, SnapshotChunk, SnapshotEnd, SnapshotHeader
+from treeline_wire.frames import Hello, ReplayEnd, SnapshotChunk, SnapshotEnd, SnapshotHeader
+
+from treeline_epp.kvevents.reading import Replayed
 
 
 class SubscriptionState(StrEnum):
@@ -55,6 +57,8 @@ class SubscriptionEvent(StrEnum):
     DISCONNECTED = "disconnected"
     BATCH = "batch"
     HEARTBEAT = "heartbeat"
+    TURN = "turn"
+    """There is time for a part of the work that waits."""
     TICK = "tick"
     TIMEOUT = "timeout"
     """A tick at or after the time until which the state lasts: an answer's deadline, the end of a pause."""
@@ -118,7 +122,7 @@ class Replay:
 
 EVENT_OF: Mapping[type, SubscriptionEvent] = {
     Hello: SubscriptionEvent.HELLO,
-    ReplayItem: SubscriptionEvent.REPLAY_ITEM,
+    Replayed: SubscriptionEvent.REPLAY_ITEM,
     ReplayEnd: SubscriptionEvent.REPLAY_END,
     SnapshotHeader: SubscriptionEvent.SNAPSHOT_HEADER,
     SnapshotChunk: SubscriptionEvent.SNAPSHOT_CHUNK,

@@ -3,8 +3,8 @@
 Two rules. All questions to a publisher come from here, at most one is open at a time, and nobody else applies its
 events. The driver (`connection`) owns the sockets: it feeds what arrives, sends the requests that are returned on the
 publisher's replay socket (a DEALER; a fresh one after each reconnect, so that no answer to an old question can arrive),
-and ticks; while `applied` is busy, it lets that work and feeds nothing. `TABLE` (see `table`) says which method handles
-an event in a state; `states` explains them.
+and ticks. What is fed may leave work: while this is `busy`, the driver gives it turns of a millisecond each, and feeds
+nothing. `TABLE` (see `table`) says which method handles an event in a state; `states` explains them.
 """
 
 from __future__ import annotations
@@ -13,25 +13,15 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from treeline_wire.events import DecodeError, EventBatch, decode_batch
-from treeline_wire.frames import (
-    Hello,
-    HelloRequest,
-    ReplayEnd,
-    ReplayItem,
-    ReplayRequest,
-    Reply,
-    Request,
-    SnapshotChunk,
-    SnapshotEnd,
-    SnapshotHeader,
-    SnapshotRequest,
-)
+from treeline_wire import frames
+from treeline_wire.events import EventBatch
+from treeline_wire.frames import Request
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
 from treeline_epp.kvevents.batches import AppliedBatches
+from treeline_epp.kvevents.reading import Answer, Replayed
 from treeline_epp.kvevents.states import (
     EVENT_OF,
     Checks,
@@ -43,7 +33,7 @@ from treeline_epp.kvevents.states import (
 )
 from treeline_epp.kvevents.table import table_of
 
-_AT_ONCE = 128  # blocks that are put into the index with the message that brings them: most bring fewer
+_DRAINED = 64  # batches that waited, of which nothing is in the index yet, in one turn
 _MAX_ROUNDS = 4  # questions in one recovery before it waits
 _MAX_ASKS = 12  # replays that a publisher without an epoch is asked for after it has come (back), until it answers one
 _MAX_MISSED_CHECKS = 3  # in a row, after which a LIVE subscription recovers; one may be late because of a snapshot
@@ -55,8 +45,7 @@ class KvSubscription:
     `stretch` (≥ 1), where there are many: it is checked so much more seldom than configured while LIVE, and may take so
     much longer to answer.
 
-    Readable: `state`, `epoch`, `next_seq` (the next batch wanted), `partial` (something is known to be missing),
-    `peer`, `applied`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
+    Readable: `state`, `epoch`, `peer`, `applied`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
     """
 
     def __init__(
@@ -84,6 +73,7 @@ class KvSubscription:
         self._rounds = 0
         self._backoff_s = self._config.backoff_s
         self._buffer: deque[tuple[int, EventBatch | None]] = deque()
+        self._drained: int | None = None  # while LIVE and batches wait: the newest that does not any more
         self.applied = AppliedBatches(index, pod, keys, self.counts)
         self._replay = Replay()
         self._no_replay_until = float("-inf") if replays else float("inf")
@@ -100,14 +90,14 @@ class KvSubscription:
         return self.state is _LIVE or self.state is _CHECKING
 
     @property
+    def busy(self) -> bool:
+        """Does work wait for a turn?"""
+        return self.applied.busy or self._drained is not None
+
+    @property
     def next_seq(self) -> int | None:
         """The next batch wanted."""
         return self.applied.next_seq
-
-    @property
-    def partial(self) -> bool:
-        """Is something known to be missing?"""
-        return self.applied.partial
 
     # What the driver feeds
 
@@ -126,10 +116,14 @@ class KvSubscription:
         self._last_heard = now
         return self._handle(SubscriptionEvent.BATCH, (seq, batch), now)
 
-    def on_reply(self, reply: Reply, now: float) -> list[Request]:
+    def on_reply(self, reply: Answer, now: float) -> list[Request]:
         """Anything that arrived on the replay socket. Answers to no open question are ignored."""
         self._last_heard = now
         return self._handle(EVENT_OF[type(reply)], reply, now)
+
+    def on_turn(self, now: float) -> list[Request]:
+        """There is time for a part of the work that waits."""
+        return self._handle(SubscriptionEvent.TURN, None, now)
 
     def on_heartbeat(self, epoch: int, newest: int | None, now: float) -> list[Request]:
         """A load report named the publisher's epoch and (unless None) its newest batch, -1 for none."""
@@ -147,7 +141,7 @@ class KvSubscription:
         cell = TABLE[self.state][event]
         sends = cell.handle(self, what, now)
         assert self.state in cell.leads_to, (event, self.state)
-        self.applied.work(_AT_ONCE)
+        self.applied.work()
         return sends
 
     # In any state
@@ -179,13 +173,14 @@ class KvSubscription:
         self._checks.behind = None
         if self.peer is Peer.FOREIGN:
             return self._ask_foreign(now)
-        return self._ask(_HELLO, HelloRequest(), now)
+        return self._ask(_HELLO, frames.HelloRequest(), now)
 
     def _enter(self, state: SubscriptionState, until: float = float("inf")) -> None:
         if self.state is _CHUNKS and state is not _CHUNKS:
             self._index.drop_snapshot(self.pod)  # no effect on one that is complete
         self.state = state
         self._until = until
+        self._drained = None
 
     # Asking
 
@@ -200,7 +195,7 @@ class KvSubscription:
     def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Request]:
         first = self._buffer[0][0] if self._buffer else -1
         self._replay = Replay(start, overlap, beyond=first if first > start else None)
-        return self._ask(_REPLAY, ReplayRequest(start), now)
+        return self._ask(_REPLAY, frames.ReplayRequest(start), now)
 
     def _ask_foreign(self, now: float) -> list[Request]:
         """Replay all, or from the last batch that is known."""
@@ -223,7 +218,7 @@ class KvSubscription:
         """Batches from `next_seq` on are missing; `oldest` is the first that can be replayed, None if unknown."""
         assert self.next_seq is not None
         if self.peer is Peer.OURS and oldest is not None and oldest > self.next_seq:
-            return self._ask(_SNAPSHOT, SnapshotRequest(), now)
+            return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
         return self._ask_replay(self.next_seq, None, now)
 
     def _wait(self, now: float) -> list[Request]:
@@ -272,7 +267,7 @@ class KvSubscription:
 
     # Answers
 
-    def _hello(self, hello: Hello, now: float) -> list[Request]:
+    def _hello(self, hello: frames.Hello, now: float) -> list[Request]:
         self.peer = Peer.OURS
         if self.epoch != hello.epoch:
             if self.next_seq is not None:
@@ -283,52 +278,49 @@ class KvSubscription:
             self._drop()  # it does not know batches that we have: not the same process, whatever it says
             self.epoch = hello.epoch
         if self.pod.rebuild_wanted:
-            return self._ask(_SNAPSHOT, SnapshotRequest(), now)
+            return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
         if applied.next_seq is None:
             if newest >= 0:
-                return self._ask(_SNAPSHOT, SnapshotRequest(), now)
+                return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
             applied.next_seq = 0
         if newest == applied.next_seq - 1:
             return self._finish(now)
         return self._fill(hello.oldest, now)
 
-    def _checked(self, hello: Hello, now: float) -> list[Request]:
+    def _checked(self, hello: frames.Hello, now: float) -> list[Request]:
         self._enter(_LIVE)
         self._checks.missed = 0
         sends = self._heartbeat((hello.epoch, -1 if hello.newest is None else hello.newest), now)
         self._checks.due_at = now + self._check_s()
         return sends
 
-    def _late_hello(self, hello: Hello, now: float) -> list[Request]:
+    def _late_hello(self, hello: frames.Hello, now: float) -> list[Request]:
         """Nobody waits for it any more; but it says that the publisher is one of ours."""
         if self.peer is Peer.OURS or not self._ours:
             return self._unasked(hello, now)
         self.peer = Peer.OURS
         return self._recover(hello, now) if self.live else []
 
-    def _replay_item(self, item: ReplayItem, now: float) -> list[Request]:
+    def _replay_item(self, item: Replayed, now: float) -> list[Request]:
         self._until = now + self._reply_s()
-        try:
-            batch = decode_batch(item.payload)
-        except DecodeError:
-            batch = None
+        seq, batch = item
         replay, applied = self._replay, self.applied
         if replay.overlap is not None:
-            self._compare(item.seq, batch, replay.overlap, now)
+            self._compare(seq, batch, replay.overlap, now)
             replay.overlap = None
         if replay.uncovered:
             return []
         if applied.next_seq is None:
-            applied.partial = item.seq > 0
-            applied.next_seq = item.seq
-        if item.seq > applied.next_seq:
+            applied.partial = seq > 0
+            applied.next_seq = seq
+        if seq > applied.next_seq:
             self.counts["uncovered"] += 1
             if self.peer is Peer.OURS:
                 replay.uncovered = True
                 return []
-            applied.accept_gap(item.seq, now)
-        if item.seq == applied.next_seq:
-            self._apply(item.seq, batch)
+            applied.accept_gap(seq, now)
+        if seq == applied.next_seq:
+            self._apply(seq, batch)
         return []
 
     def _compare(self, seq: int, batch: EventBatch | None, known: int, now: float) -> None:
@@ -340,14 +332,14 @@ class KvSubscription:
             self.applied.accept_gap(max(seq, known + 1), now)  # that one it has no more: nobody knows
         self._verified = True
 
-    def _replay_end(self, end: ReplayEnd, now: float) -> list[Request]:
+    def _replay_end(self, end: frames.ReplayEnd, now: float) -> list[Request]:
         replay = self._replay
         self._asks_left = 0
         if replay.overlap is not None and replay.overlap >= 0:
             self._drop()  # it has never published what we know: another process
             return self._recover(end, now)
         if replay.uncovered and self.peer is Peer.OURS:
-            return self._ask(_SNAPSHOT, SnapshotRequest(), now)
+            return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
         if replay.uncovered or (self.peer is Peer.OURS and self.next_seq is None):
             return self._recover(end, now)
         if self.next_seq is None:
@@ -356,7 +348,7 @@ class KvSubscription:
             self.applied.accept_gap(replay.beyond, now)  # it has nothing to fill the gap with
         return self._finish(now)
 
-    def _snapshot_header(self, header: SnapshotHeader, now: float) -> list[Request]:
+    def _snapshot_header(self, header: frames.SnapshotHeader, now: float) -> list[Request]:
         if header.epoch != self.epoch:
             self._drop()
             self.epoch = header.epoch
@@ -365,13 +357,13 @@ class KvSubscription:
         self._enter(_CHUNKS, now + self._reply_s())
         return []
 
-    def _snapshot_chunk(self, chunk: SnapshotChunk, now: float) -> list[Request]:
+    def _snapshot_chunk(self, chunk: frames.SnapshotChunk, now: float) -> list[Request]:
         self._until = now + self._reply_s()
         self.counts["rejected"] += chunk.rejected
-        self._index.apply_snapshot(self.pod, chunk.events, self._keys)
+        self.applied.stage(chunk.events)
         return []
 
-    def _snapshot_end(self, _end: SnapshotEnd, now: float) -> list[Request]:
+    def _snapshot_end(self, _end: frames.SnapshotEnd, now: float) -> list[Request]:
         self.applied.begin_after(self._snapshot_seq)
         self.pod.rebuild_wanted = False
         return self._finish(now)
@@ -411,7 +403,7 @@ class KvSubscription:
             return self._recover(what, now)
         if self.peer is Peer.OURS and now >= self._checks.due_at and self.state is _LIVE:
             self._rounds = 0
-            return self._ask(_CHECKING, HelloRequest(), now)
+            return self._ask(_CHECKING, frames.HelloRequest(), now)
         if self._asks_left and self.peer is Peer.FOREIGN and now >= self._no_replay_until:
             self._asks_left -= 1
             self._rounds = 0
@@ -425,23 +417,28 @@ class KvSubscription:
     def _finish(self, now: float) -> list[Request]:
         """The answer is applied: apply what came meanwhile; LIVE, unless that has a gap, too."""
         self._enter(_LIVE)
+        self._drained = -1
+        return self._drain(None, now)
+
+    def _drain(self, _what: Any, now: float) -> list[Request]:
+        """Apply some of what came meanwhile."""
+        newest = self._drained
+        if newest is None:
+            return []
         buffered, self._buffer = self._buffer, deque()
-        newest = -1
-        while buffered:
+        for _ in range(min(_DRAINED, len(buffered))):
             seq, batch = buffered.popleft()
-            if seq < newest and not self.applied.has(seq, batch):  # it restarted meanwhile
-                buffered.appendleft((seq, batch))
-                self._drop()
-                sends = self._recover(None, now)
-                self._buffer = buffered
-                return sends
-            newest = max(newest, seq)
-            if self.next_seq is not None and seq < self.next_seq:
+            later, newest = seq >= newest, max(newest, seq)
+            if later and self.next_seq is not None and seq < self.next_seq:
                 continue  # the answer covered it
             sends = self._take((seq, batch), now)
             if not self.live:
                 self._buffer.extend(buffered)
                 return sends
+        self._buffer = buffered
+        self._drained = newest if buffered else None
+        if buffered:
+            return []
         self._rounds = 0
         self._backoff_s = self._config.backoff_s
         self._checks.due_at = now + self._check_s()

@@ -54,6 +54,7 @@ def table_of(k: Any) -> dict[SubscriptionState, dict[SubscriptionEvent, Cell]]:
             e.HEARTBEAT: (k._heartbeat, asking),
             e.BATCH: (k._take, asking),
             e.HELLO: (k._late_hello, asking),
+            e.TURN: (k._drain, asking),
         },
         s.CHECKING: {
             e.TIMEOUT: (k._missed_check, asking),
@@ -82,6 +83,7 @@ def _everywhere(k: Any, asking: set[SubscriptionState]) -> Row:
         e.BATCH: (k._keep, set()),
         e.HEARTBEAT: (k._ignore, set()),
         e.TICK: (k._ignore, set()),
+        e.TURN: (k._ignore, set()),
         **{answer: (k._unasked, set()) for answer in EVENT_OF.values()},
         e.HELLO: (k._late_hello, set()),
     }
