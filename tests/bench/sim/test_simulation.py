@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from treeline_bench.sim.figures import compare, endless_hit_rate, figures_of
@@ -81,7 +82,8 @@ def test_only_the_requests_of_an_engine_that_dies_fail() -> None:
 
 def test_a_restarted_engine_is_used_again() -> None:
     simulation = fleet(Faults(engines=((1, 1.0),), down_s=1.0))
-    outcome = simulation.run(trace())
+    others = [replace(request, at=request.at + 2.5) for request in trace(seed=2)]  # of groups that nobody holds yet
+    outcome = simulation.run(sorted([*trace(), *others], key=lambda request: request.at))
     assert any(served.endpoint == 1 and not served.error for served in outcome.served if served.at > 2.1)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from treeline_wire.events import EventBatch
 
-from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig, Happened, Work
+from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig
+from treeline_bench.sim.model.work import Happened, Work
 from treeline_bench.sim.routers import Answer, Asks, NoRoute, Router, TraceRequest
 
 TICK_S = 0.1
