@@ -85,7 +85,7 @@ def simulated() -> dict[str, Metric]:
     for trace in TRACES:
         name = f"routing.{trace}"
         hits = "hit rate of the picker's default policy on simulated engines, by that of the better oracle"
-        faults = " with 4 pickers, 1 % of events lost, an engine and a picker restarted"
+        faults = " with 4 pickers, 1 % of events and of their words lost, an engine and a picker restarted"
         waits = "time to first token, 90th percentile, by the best other policy's"
         found |= {
             f"{name}.hit_vs_oracle": Metric("share", f"{hits}, trace {trace}", "higher", 0.98, bound),

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig, Work
+from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig
+from treeline_bench.sim.model.measures import PrefillRate
 from treeline_bench.sim.model.speed import LLAMA_8B_H200, Speed
 from treeline_bench.sim.model.text import Text, token_bytes
+from treeline_bench.sim.model.work import Work
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from treeline_wire.frames import HelloRequest, ReplayItem, ReplayRequest, SnapshotChunk, SnapshotRequest
 
@@ -148,6 +150,29 @@ def test_siblings_wait_for_the_prefix_that_one_of_them_computes() -> None:
     works = [work_of(prefix.extended(40, rng), 4, rng) for _ in range(4)]
     list(play(engine, [(0.0, work) for work in works]))
     assert [work.cached_tokens for work in works] == [0, 1600, 1600, 1600]
+
+
+def test_a_report_counts_once_what_waiting_siblings_share() -> None:
+    engine, rng = Engine(EngineConfig(kv_tokens=100_000, block_size=16, chunk_tokens=400)), random.Random(4)
+    prefix = Text(16).extended(1600, rng)
+    for work in (work_of(prefix.extended(40, rng), 4, rng) for _ in range(4)):
+        engine.submit(work, 0.0)
+    engine.submit(work_of(Text(16).extended(300, rng), 4, rng), 0.0)
+    assert engine.load().waiting_uncached_tokens == 1640 + 3 * 40 + 300, "the first one's are all still to be computed"
+    engine.advance(engine.ends_at)
+    assert engine.load().waiting_uncached_tokens == 1240 + 3 * 40 + 300, "a chunk of it is done"
+
+
+def test_short_prompts_say_little_of_the_speed() -> None:
+    rate = PrefillRate()
+    for _ in range(20):
+        rate.add(2000, 0.045)
+    for _ in range(50):
+        rate.add(100, 0.007)
+    assert rate.tokens_per_s > 0.9 * 2000 / 0.045
+    for _ in range(1000):
+        rate.add(100, 0.007)
+    assert rate.tokens_per_s == pytest.approx(100 / 0.007, rel=0.02)
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:

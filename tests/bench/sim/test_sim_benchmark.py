@@ -29,6 +29,12 @@ def test_ours_is_compared_with_the_better_oracle_and_the_best_other_policy() -> 
     assert rows["routing.zipf.errors.oracle"].value == 0
 
 
+def test_faults_are_for_ours_its_fastest_rivals_and_the_oracles() -> None:
+    well = [figures("ours", 0.8, 30.0), figures("slow", 0.9, 90.0), figures("b", 0.4, 20.0), figures("a", 0.4, 40.0)]
+    well += [figures("oracle", 0.6, 5.0), figures("hit_oracle", 0.85, 50.0)]
+    assert benchmark._rivals(well) == ["ours", "b", "a", "oracle", "hit_oracle"]
+
+
 def test_it_runs_and_its_result_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: TRACES[name] for name in ("bursts", "multi-turn")}
     monkeypatch.setattr(benchmark, "TRACES", few)

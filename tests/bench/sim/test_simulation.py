@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from treeline_bench.sim.figures import compare, endless_hit_rate, figures_of
 from treeline_bench.sim.model.engine import Engine, EngineConfig
 from treeline_bench.sim.model.text import Text
 from treeline_bench.sim.picker_core import DEFAULT_POLICY, PickerCore
-from treeline_bench.sim.routers import ORACLES, Router, TraceRequest
+from treeline_bench.sim.routers import ORACLES, Others, Router, TraceRequest
 from treeline_bench.sim.run import Plan, known_policies, simulate
 from treeline_bench.sim.simulation import Faults, FleetConfig, Simulation
 from treeline_bench.sim.traces import TRACES
@@ -81,7 +82,8 @@ def test_only_the_requests_of_an_engine_that_dies_fail() -> None:
 
 def test_a_restarted_engine_is_used_again() -> None:
     simulation = fleet(Faults(engines=((1, 1.0),), down_s=1.0))
-    outcome = simulation.run(trace())
+    others = [replace(request, at=request.at + 2.5) for request in trace(seed=2)]  # of groups that nobody holds yet
+    outcome = simulation.run(sorted([*trace(), *others], key=lambda request: request.at))
     assert any(served.endpoint == 1 and not served.error for served in outcome.served if served.at > 2.1)
 
 
@@ -92,6 +94,35 @@ def test_the_same_seed_is_the_same_run(policy: str) -> None:
     assert first == simulate(plan, policy)
     assert first != simulate(Plan(TRACES["zipf"], endpoints=4, requests=50, seed=8), policy)
     assert (first.requests, first.errors) == (50, 0)
+
+
+def test_pickers_tell_each_other_what_they_have_in_flight() -> None:
+    plan = Plan(TRACES["bursts"], endpoints=4, requests=320, pickers=3)
+    together = simulate(plan, DEFAULT_POLICY)
+    assert together == simulate(plan, DEFAULT_POLICY)
+
+    class Alone(PickerCore):
+        def join(self, others: Others) -> None: ...
+
+    def make(_engines: Sequence[Engine | None], number: int) -> Router:
+        return Alone(DEFAULT_POLICY, plan.endpoints, seed=1000 * plan.seed + number)
+
+    alone = figures_of(DEFAULT_POLICY, Simulation(plan.fleet, make).run(plan.generate()))
+    one = simulate(replace(plan, pickers=1), DEFAULT_POLICY)
+    assert alone.hit_rate < 0.95 * one.hit_rate, "siblings go to several, each of which knows nothing of the others"
+    assert together.hit_rate > 0.98 * one.hit_rate
+
+
+def test_a_picker_that_restarts_and_lost_words_leave_nothing_behind() -> None:
+    simulation = fleet(Faults(event_loss=0.1, routers=((0, 3.0), (1, 5.0))), pickers=3)
+    simulation.run(trace(rate=40.0))
+    for router in simulation.routers:
+        assert isinstance(router, PickerCore)
+        gossip = router.gossip
+        assert gossip is not None
+        gossip.check()
+        assert (gossip.in_step, gossip.unplaced) == (2, 0)
+        assert gossip.elsewhere <= 1, "the end of the last request may be on its way"
 
 
 def test_prefix_routing_is_near_the_oracles_and_far_from_random() -> None:

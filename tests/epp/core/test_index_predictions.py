@@ -74,6 +74,34 @@ def test_a_prediction_goes_on_where_blocks_end_whose_end_it_does_not_prove() -> 
     assert hit(index, other, prompt) == before, "the other pod's prediction says nothing of its blocks"
 
 
+@pytest.mark.parametrize("max_edge", [5, 8192])
+@pytest.mark.parametrize("shared", range(1, 5))
+def test_a_prediction_outlives_the_confirmation_of_another_that_begins_in_the_same_block(
+    shared: int, max_edge: int
+) -> None:
+    index, (pod,) = make_index(1, max_edge=max_edge)
+    system = Prompt.random(1, 9).tokens[: 8 * WIDTH + shared]  # ends within a block
+    one, other = (Prompt([*system, *Prompt.random(seed, 9).tokens]) for seed in (2, 3))
+    both = next(at for at, (a, b) in enumerate(zip(one.key, other.key, strict=False)) if a != b)
+    index.predict(pod, None, one.key, hit(index, pod, one), now=0.0)
+    index.predict(pod, None, other.key, hit(index, pod, other), now=0.0)
+    index.apply(pod, other.stored(), KEYS)
+    found = hit(index, pod, one)
+    assert found.end <= both < found.reach == len(one.key) - 8
+    index.check()
+
+
+def test_what_is_confirmed_is_predicted_no_more() -> None:
+    index, (pod,) = make_index(1)
+    system = Prompt.random(1, 9)
+    one, other = (Prompt([*system.tokens[:-1], *Prompt.random(seed, 9).tokens]) for seed in (2, 3))
+    for prompt in (one, other):
+        index.predict(pod, None, prompt.key, Hit(), now=0.0)
+        index.apply(pod, prompt.stored(), KEYS)
+    left = index._scopes[pod.scope].predictions.size(pod.bit)
+    assert left < len(system.key) - system.end(8) + len(one.key) - one.end(17) + len(other.key) - other.end(17)
+
+
 def test_predictions_keep_to_their_budget_oldest_first() -> None:
     index, (pod,) = make_index(1, eventless_bytes=1000)
     prompts = [Prompt.random(seed, 40) for seed in range(6)]

@@ -31,6 +31,20 @@ def test_a_report_that_may_not_have_seen_a_pick_does_not_hide_it() -> None:
     assert load.queue(now=1.0) == (40, 1)
 
 
+def test_a_pick_that_the_report_knows_already_counts_once() -> None:
+    load = EndpointLoad()
+    load.reservations.open(8000, now=0.97, predicted_prefill_s=1)
+    load.reservations.open(100, now=0.99, predicted_prefill_s=1)
+    load.on_load(ours(queued=8000, waiting=1), now=1.0)
+    assert load.queue(now=1.0) == (8100, 3), "what is reserved is all that can wait"
+    load.on_load(ours(queued=8150, waiting=1), now=1.001)
+    assert load.queue(now=1.001)[0] == 8200, "an estimate that was a little short changes little"
+    load.on_load(ours(queued=30_000, waiting=2), now=1.002)
+    assert load.queue(now=1.002)[0] == 38_100, "work that nobody reserved: nothing says which picks are in it"
+    load.on_load(ours(queued=100, waiting=3), now=1.003)
+    assert load.queue(now=1.003)[0] == 8200, "more wait than were picked here"
+
+
 def test_without_a_fresh_report_the_queue_is_all_reservations() -> None:
     load = EndpointLoad()
     load.reservations.open(40, now=0.0, predicted_prefill_s=10)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.runtime_engine import Harness, prompt
-from treeline_runtime.messages import CacheUpdate, Cleared, DrainReq, FlushReq, Removed, Stored
+from treeline_runtime.messages import AbortReq, CacheUpdate, Cleared, DrainReq, FlushReq, Removed, Stored
 from treeline_runtime.scheduler.stats import SchedulerStats
 
 
@@ -41,6 +41,28 @@ def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:
     assert [load.pages_cached for load in engine.loads[count:]] == [0], "only the first flush changes anything"
 
 
+def test_what_waiting_prompts_share_is_reported_once(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=1, chunked_prefill_size=16)
+    engine.submit("running", prompt(8, 4), max_new_tokens=40)
+    engine.step()
+    shared, own = prompt(1, 64), [prompt(10 + i, 12) for i in range(4)]
+    for i in range(4):
+        engine.submit(str(i), shared + own[i], max_new_tokens=2)
+    engine.submit("alone", shared + own[0], max_new_tokens=2, namespace="another")
+    engine.submit("short", shared[:32], max_new_tokens=2)
+    engine.step()
+    assert engine.loads[-1].waiting_uncached_tokens == 64 + 4 * 12 + 76 + 32, "for 31 tokens nobody waits"
+    engine.inbox.append(AbortReq("0"))
+    engine.step()
+    assert engine.loads[-1].waiting_uncached_tokens == 64 + 3 * 12 + 76 + 32, "the next one has to compute it"
+    engine.inbox.append(AbortReq("running"))
+    engine.step()
+    assert engine.prefill.chunked is not None
+    assert engine.loads[-1].waiting_uncached_tokens == 48 + 3 * 12 + 76 + 16, "a first chunk is done"
+    engine.run()
+    engine.assert_clean()
+
+
 def test_draining_is_reported_at_once(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.inbox.append(DrainReq())
@@ -67,8 +89,9 @@ def test_prefill_is_weighed_by_tokens_and_the_past_is_forgotten() -> None:
     assert stats.prefill_tokens_per_s == 0.0
     stats.on_prefill(1000, 1.0)
     assert stats.prefill_tokens_per_s == pytest.approx(1000)
-    stats.on_prefill(1, 0.01)
-    assert stats.prefill_tokens_per_s == pytest.approx(901 / 0.91)
+    stats.on_prefill(500, 1.0)
+    kept = 1000 - 0.1 * 500
+    assert stats.prefill_tokens_per_s == pytest.approx((kept * 1000 + 500 * 500) / (kept * 1.0 + 500 * 1.0))
     for _ in range(100):
         stats.on_prefill(2000, 1.0)
     assert stats.prefill_tokens_per_s == pytest.approx(2000, rel=1e-3)
@@ -76,6 +99,22 @@ def test_prefill_is_weighed_by_tokens_and_the_past_is_forgotten() -> None:
     assert stats.decode_step_ms == pytest.approx(10)
     stats.on_decode(0.020)
     assert stats.decode_step_ms == pytest.approx(11)
+
+
+def test_an_engine_that_finds_prompts_in_its_cache_does_not_look_slow() -> None:
+    stats = SchedulerStats()
+    stats.on_prefill(1, 1.0)
+    for _ in range(20):
+        stats.on_prefill(2000, 0.005 + 2000 / 50_000)
+    before = stats.prefill_tokens_per_s
+    for _ in range(100):
+        stats.on_prefill(100, 0.005 + 100 / 50_000)
+    assert stats.prefill_tokens_per_s > 0.8 * before
+    for _ in range(1000):
+        stats.on_prefill(100, 0.01)
+    assert stats.prefill_tokens_per_s == pytest.approx(10_000, rel=0.02), "it does nothing else"
+    stats.on_prefill(2000, 0.045)
+    assert stats.prefill_tokens_per_s > 0.5 * before, "one long prompt shows what it can do"
 
 
 def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:

@@ -75,7 +75,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--kv-tokens", type=int, default=0, metavar="N", help="memory of an engine (default: the trace's or engine's)")
     add("--block-size", type=int, default=0, metavar="N", help="tokens of a block (default: the engine's)")
     add("--news-ms", type=float, default=2.0, metavar="MS", help="events and load to the picker (default: %(default)s)")
-    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="share of KV batches that get lost")
+    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="of KV batches and pickers' words that get lost")
     add(
         "--restart",
         action="append",

@@ -1,7 +1,7 @@
 """The endpoint picker's own core as a router: `Picker`, its index and its subscriptions, in simulated time.
 
 The one module of the benchmarks that imports another room: nothing here is a copy of what the picker does. A driver as
-`treeline_epp.fleet` and `kvevents/connection.py` are, without their sockets.
+`treeline_epp.fleet`, `kvevents/connection.py` and `peers/driver.py` are, without their sockets.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import cast
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.peers.gossip import Gossip, Outgoing
+from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
@@ -25,9 +27,12 @@ from treeline_wire.keys import PrefixKeys
 from treeline_wire.load import TreelineLoad
 
 from treeline_bench.sim.model.text import token_bytes
-from treeline_bench.sim.routers import Answer, Asks, NoRoute, TraceRequest
+from treeline_bench.sim.routers import Answer, Asks, NoRoute, Others, TraceRequest
 
 MODEL = "sim"
+_KEY = peer_key(b"of simulated pickers")
+_GOSSIP_S = 0.05
+"""As `peers/driver.py` ticks."""
 DEFAULT_POLICY = PickerConfig().policy
 
 
@@ -61,6 +66,8 @@ class PickerCore:
         self._numbers = {name: number for number, name in enumerate(self._names)}
         self.subscriptions: list[KvSubscription] = []
         self._ids = count()
+        self.gossip: Gossip | None = None
+        self._others: Others | None = None
         for number, name in enumerate(self._names):
             spec = EndpointSpec(name, f"10.0.{number >> 8}.{number & 255}:8000", models=(MODEL,))
             endpoint = self.picker.add_endpoint(spec)
@@ -136,6 +143,38 @@ class PickerCore:
                 asked[number] = asks
         return asked
 
+    def join(self, others: Others) -> None:
+        """From now on it tells the others what it has in flight, and hears it of them."""
+        gossip = self.gossip = Gossip(self.picker, _KEY)
+        self._others = others
+        self.picker.elsewhere = gossip.own
+        due: list[object] = []  # the newest wake-up call alone counts, as a timer that is set anew
+
+        def wake(urgent: bool) -> None:
+            due[:] = [token := object()]
+            others.after(gossip.due_in(others.now(), urgent=urgent), lambda: flush(token))
+
+        def flush(token: object) -> None:
+            if due == [token]:
+                self._tell(gossip.flush(others.now()))
+
+        def tick() -> None:
+            self._tell(gossip.tick(others.now()))
+            others.after(_GOSSIP_S, tick)
+
+        gossip.own.wake = wake
+        others.after(0.0, tick)
+
+    def on_told(self, datagram: bytes, source: int) -> None:
+        """To the gossip, which may want to answer."""
+        if self.gossip is not None and self._others is not None:
+            self._tell(self.gossip.on_datagram(datagram, _address(source), self._others.now()))
+
+    def _tell(self, outgoing: Sequence[Outgoing]) -> None:
+        assert self._others is not None
+        for datagram, address in outgoing:
+            self._others.tell(datagram, None if address is None else address[1])
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -144,3 +183,7 @@ class PickerCore:
         while subscription.busy:
             asked += subscription.on_turn(now)
         return asked
+
+
+def _address(router: int) -> tuple[str, int]:
+    return "router", router

@@ -44,6 +44,23 @@ Asks = Sequence[Question]
 """What a router asks of an endpoint's publisher."""
 
 
+class Others(Protocol):
+    """The way from one router to the others, and a clock: what sockets and an event loop are to a real one. Routers
+    are numbered; one that has restarted has the number of the one before it, which is not called any more."""
+
+    def now(self) -> float:
+        """Simulated time."""
+        ...
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call so much later."""
+        ...
+
+    def tell(self, datagram: bytes, to: int | None) -> None:
+        """Send it to one router, or to all others."""
+        ...
+
+
 class Router(Protocol):
     """One process that routes. `now` is simulated time; endpoints are numbers. `deaf`: it wants no news of engines."""
 
@@ -81,6 +98,14 @@ class Router(Protocol):
         """A tenth of a second has passed."""
         ...
 
+    def join(self, others: Others) -> None:
+        """It is one of several; called before anything else."""
+        ...
+
+    def on_told(self, datagram: bytes, source: int) -> None:
+        """Another router has sent this."""
+        ...
+
     def close(self) -> None:
         """It is not used any more."""
         ...
@@ -116,6 +141,12 @@ class Deaf:
     def on_tick(self, now: float) -> Mapping[int, Asks]:
         """Nothing is asked."""
         return {}
+
+    def join(self, others: Others) -> None:
+        """It has nothing to say."""
+
+    def on_told(self, datagram: bytes, source: int) -> None:
+        """Nothing is learnt."""
 
     def close(self) -> None:
         """Nothing is held."""

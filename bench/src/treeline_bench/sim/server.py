@@ -21,7 +21,8 @@ from treeline_wire.load import TreelineLoad
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_bench.sim.connection import Connection
-from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig, Happened, Phase, Work
+from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig
+from treeline_bench.sim.model.work import Happened, Phase, Work
 from treeline_bench.sim.openai import CHAT, COMPLETIONS, Asked, BadRequest, Reader, Shapes
 from treeline_bench.sim.publisher import TOPIC, Publisher
 

@@ -3,8 +3,8 @@
 One queue of events, in order of time, is all there is; nothing waits for a clock. A request takes `hop_s` from client
 to engine and its first token as long back. KV events and load reports reach each router `news_s` after they were made,
 in order, unless one is lost (`event_loss`; then the router's own recovery asks for it). Requests go to the routers in
-turn. What breaks is in `Faults`: an engine that restarts loses its cache and the requests that it has; a router that
-restarts loses what it knows.
+turn; what one tells the others takes `hop_s`, and gets lost as often. What breaks is in `Faults`: an engine that
+restarts loses its cache and the requests that it has; a router that restarts loses what it knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 
 from treeline_wire.events import EventBatch
 
-from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig, Happened, Work
+from treeline_bench.sim.model.engine import FOREVER, Engine, EngineConfig
+from treeline_bench.sim.model.work import Happened, Work
 from treeline_bench.sim.routers import Answer, Asks, NoRoute, Router, TraceRequest
 
 TICK_S = 0.1
@@ -30,8 +31,8 @@ NOTICED_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """`event_loss`: the share of KV batches that get lost on the way to each router. `engines` and `routers`: (who,
-    when) restarts; an engine is away for `down_s`."""
+    """`event_loss`: the share of KV batches, and of words between routers, that get lost on the way. `engines` and
+    `routers`: (who, when) restarts; an engine is away for `down_s`."""
 
     event_loss: float = 0.0
     engines: tuple[tuple[int, float], ...] = ()
@@ -114,7 +115,6 @@ class Simulation:
         self._rng = random.Random(f"fleet {config.seed}")
         self._epoch = 0
         self.engines: list[Engine | None] = [self._new_engine() for _ in range(config.endpoints)]
-        self.routers = [make_router(self.engines, number) for number in range(config.routers)]
         self.outcome = Outcome()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = count()
@@ -123,6 +123,10 @@ class Simulation:
         self._flights: list[dict[_Flight, None]] = [{} for _ in range(config.endpoints)]
         self._open = 0
         self._coming = True
+        self.routers: list[Router] = []
+        for number in range(config.routers):
+            self.routers.append(make_router(self.engines, number))
+            self._introduce(number)
 
     def run(self, trace: Iterable[TraceRequest], progress: Callable[[int], None] = lambda done: None) -> Outcome:
         """Until every request of the trace has ended. `progress` hears how many have come, now and then."""
@@ -134,9 +138,9 @@ class Simulation:
         self._tick()
         self._sample()
         for endpoint, at in faults.engines:
-            self._at(at, self._kill, endpoint)
+            self.at(at, self._kill, endpoint)
         for number, at in faults.routers:
-            self._at(at, self._restart_router, number)
+            self.at(at, self._restart_router, number)
         requests = iter(trace)
         self._next(requests, progress)
         queue = self._queue
@@ -152,7 +156,8 @@ class Simulation:
         outcome.ended_at = self.now
         return outcome
 
-    def _at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+    def at(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        """Call then."""
         heapq.heappush(self._queue, (time, next(self._count), call, args))
 
     # Requests
@@ -163,7 +168,7 @@ class Simulation:
             self._coming = False
             progress(len(self.outcome.served))
             return
-        self._at(max(self.now, request.at), self._arrive, request, requests, progress)
+        self.at(max(self.now, request.at), self._arrive, request, requests, progress)
 
     def _arrive(self, request: TraceRequest, requests: Any, progress: Callable[[int], None]) -> None:
         number = len(self.outcome.served)
@@ -178,7 +183,7 @@ class Simulation:
             flight = _Flight(request, served, router, ticket)
             self._open += 1
             self._flights[served.endpoint][flight] = None
-            self._at(self.now + self.config.hop_s, self._deliver, flight)
+            self.at(self.now + self.config.hop_s, self._deliver, flight)
         if number % 256 == 0:
             progress(number)
         self._next(requests, progress)
@@ -196,7 +201,7 @@ class Simulation:
         if not engine.submit(work, self.now):
             self._fail(flight, "the endpoint's queue is full", overloaded=True)
         elif engine.ends_at != ends_at:
-            self._at(engine.ends_at, self._step, endpoint, engine)
+            self.at(engine.ends_at, self._step, endpoint, engine)
         self._changed(endpoint)
 
     def _step(self, endpoint: int, engine: Engine) -> None:
@@ -204,7 +209,7 @@ class Simulation:
             return  # another process, or the step ended sooner
         self._take(endpoint, engine, engine.advance(self.now))
         if engine.ends_at < FOREVER:
-            self._at(engine.ends_at, self._step, endpoint, engine)
+            self.at(engine.ends_at, self._step, endpoint, engine)
 
     def _take(self, endpoint: int, engine: Engine, happened: Happened) -> None:
         if happened.batch is not None:
@@ -214,7 +219,7 @@ class Simulation:
             served = flight.served
             served.cached_tokens = work.cached_tokens or 0
             served.ttft_s = self.now + self.config.hop_s - served.at
-            self._at(self.now + self.config.hop_s, self._answer, flight)
+            self.at(self.now + self.config.hop_s, self._answer, flight)
         for work in happened.done:
             self._end(_flight(work))
         for work in happened.refused:
@@ -247,7 +252,7 @@ class Simulation:
     def _publish(self, endpoint: int, engine: Engine, seq: int, batch: EventBatch) -> None:
         for number, router in enumerate(self.routers):
             if not router.deaf and self._rng.random() >= self.config.faults.event_loss:
-                self._at(self.now + self.config.news_s, self._hear, number, router, endpoint, engine, seq, batch)
+                self.at(self.now + self.config.news_s, self._hear, number, router, endpoint, engine, seq, batch)
 
     def _hear(self, number: int, router: Router, endpoint: int, engine: Engine, seq: int, batch: EventBatch) -> None:
         if router is self.routers[number] and engine is self.engines[endpoint]:
@@ -256,13 +261,13 @@ class Simulation:
     def _ask(self, number: int, endpoint: int, asks: Asks) -> None:
         """Send a router's questions; the answers are made when they arrive."""
         for ask in asks:
-            self._at(self.now + self.config.news_s, self._reply, number, self.routers[number], endpoint, ask)
+            self.at(self.now + self.config.news_s, self._reply, number, self.routers[number], endpoint, ask)
 
     def _reply(self, number: int, router: Router, endpoint: int, ask: Any) -> None:
         engine = self.engines[endpoint]
         if engine is not None:
             replies = list(engine.journal.reply(ask))
-            self._at(self.now + self.config.news_s, self._replied, number, router, endpoint, engine, replies)
+            self.at(self.now + self.config.news_s, self._replied, number, router, endpoint, engine, replies)
 
     def _replied(self, number: int, router: Router, endpoint: int, engine: Engine, replies: list[Any]) -> None:
         if router is self.routers[number] and engine is self.engines[endpoint]:
@@ -272,7 +277,7 @@ class Simulation:
         if not self._report_due[endpoint] and not all(router.deaf for router in self.routers):
             self._report_due[endpoint] = True
             due = self._reported_at[endpoint] + REPORT_EVERY_S
-            self._at(max(self.now, due), self._report, endpoint)
+            self.at(max(self.now, due), self._report, endpoint)
 
     def _report(self, endpoint: int) -> None:
         engine = self.engines[endpoint]
@@ -283,7 +288,7 @@ class Simulation:
         load = engine.load()
         for number, router in enumerate(self.routers):
             if not router.deaf:
-                self._at(self.now + self.config.news_s, self._on_load, number, router, endpoint, engine, load)
+                self.at(self.now + self.config.news_s, self._on_load, number, router, endpoint, engine, load)
 
     def _on_load(self, number: int, router: Router, endpoint: int, engine: Engine, load: Any) -> None:
         if router is self.routers[number] and engine is self.engines[endpoint]:
@@ -292,18 +297,34 @@ class Simulation:
     def _heartbeat(self, endpoint: int) -> None:
         if self.now - self._reported_at[endpoint] >= HEARTBEAT_S:
             self._changed(endpoint)
-        self._at(max(self.now, self._reported_at[endpoint]) + HEARTBEAT_S, self._heartbeat, endpoint)
+        self.at(max(self.now, self._reported_at[endpoint]) + HEARTBEAT_S, self._heartbeat, endpoint)
 
     def _tick(self) -> None:
         for number, router in enumerate(self.routers):
             if not router.deaf:
                 for endpoint, asks in router.on_tick(self.now).items():
                     self._ask(number, endpoint, asks)
-        self._at(self.now + TICK_S, self._tick)
+        self.at(self.now + TICK_S, self._tick)
 
     def _sample(self) -> None:
         self.outcome.queued.append([len(flights) for flights in self._flights])
-        self._at(self.now + 1.0, self._sample)
+        self.at(self.now + 1.0, self._sample)
+
+    # Between routers
+
+    def _introduce(self, number: int) -> None:
+        if self.config.routers > 1:
+            router = self.routers[number]
+            router.join(_Others(self, number, router))
+
+    def tell(self, number: int, datagram: bytes, to: int | None) -> None:
+        """Router `number` sends this."""
+        for other in (to,) if to is not None else range(self.config.routers):
+            if other != number and self._rng.random() >= self.config.faults.event_loss:
+                self.at(self.now + self.config.hop_s, self._told, other, datagram, number)
+
+    def _told(self, number: int, datagram: bytes, source: int) -> None:
+        self.routers[number].on_told(datagram, source)
 
     # What breaks
 
@@ -326,8 +347,8 @@ class Simulation:
         for flight in list(self._flights[endpoint]):
             self._fail(flight, "the endpoint died", overloaded=False)
         for number in range(self.config.routers):
-            self._at(self.now + NOTICED_S, self._lost, number, endpoint)
-        self._at(self.now + self.config.faults.down_s, self._start, endpoint)
+            self.at(self.now + NOTICED_S, self._lost, number, endpoint)
+        self.at(self.now + self.config.faults.down_s, self._start, endpoint)
 
     def _lost(self, number: int, endpoint: int) -> None:
         self.routers[number].on_connected(endpoint, False, self.now)
@@ -336,7 +357,7 @@ class Simulation:
         self.engines[endpoint] = self._new_engine()
         self._reported_at[endpoint] = float("-inf")
         for number in range(self.config.routers):
-            self._at(self.now + NOTICED_S, self._connect, number, endpoint)
+            self.at(self.now + NOTICED_S, self._connect, number, endpoint)
         self._changed(endpoint)
 
     def _connect(self, number: int, endpoint: int) -> None:
@@ -346,8 +367,35 @@ class Simulation:
     def _restart_router(self, number: int) -> None:
         self.routers[number].close()
         self.routers[number] = self._make(self.engines, number)
+        self._introduce(number)
         for endpoint in range(self.config.endpoints):
             self._connect(number, endpoint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """What a router may do until it restarts."""
+
+    simulation: Simulation
+    number: int
+    router: Router
+
+    def now(self) -> float:
+        return self.simulation.now
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        self.simulation.at(self.simulation.now + seconds, self._call, call)
+
+    def tell(self, datagram: bytes, to: int | None) -> None:
+        if self._alive():
+            self.simulation.tell(self.number, datagram, to)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        if self._alive():
+            call()
+
+    def _alive(self) -> bool:
+        return self.simulation.routers[self.number] is self.router
 
 
 def _flight(work: Work) -> _Flight:

@@ -4,6 +4,11 @@ Theory of operation. A report made at time t knows everything that reached the e
 
     queued tokens now = uncached tokens waiting at t + reservations opened after t.
 
+When a pick reaches its engine is known to `TRANSIT_S` only, so that the sum has some twice: the first of a burst of
+siblings, which has all of their prefix to compute, would count for two, and they would leave it. Where no more requests
+wait than there are reservations, those who wait were picked here, and the reservations bound the sum: as far as they do
+not explain the report, others pick, too, and it stays.
+
 Without a fresh report (an engine that tells nothing, or one that fell silent) the queue is the open reservations alone.
 An engine that pushes no reports is looked at (`scraper.py`), and what its metrics page says is a report like any other,
 made when the page was asked for. Three things are different. It names waiting requests and not their tokens: each is
@@ -44,6 +49,8 @@ STALE_AFTER_S = 3.0
 """A report older than this is stale: three heartbeats."""
 TRANSIT_S = 0.05
 """A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this."""
+UNKNOWN_FACTOR = 2
+"""Reported work that no reservation explains counts so often in the bound of a queue."""
 SCRAPE_LAG_S = 0.5
 """The same for a report that was scraped: an engine's metrics are those of the end of its last step, and a step that
 prefills is long: what begins on an idle vLLM is not in its metrics until then. Some is counted twice for that."""
@@ -85,6 +92,15 @@ class Report:
     def knows_until(self) -> float:
         """Reservations opened after this may be missing in it."""
         return self.at - self.lag_s
+
+    def queue(self, reserved: Reservations) -> tuple[int, int]:
+        """`(uncached tokens, requests)` before a new pick: the report's, and those of reservations that it may lack."""
+        newer, requests = reserved.newer_than(self.knows_until)
+        tokens = self.queued_tokens + newer
+        if self.waiting <= len(reserved):
+            unknown = max(0, self.queued_tokens - reserved.tokens)
+            tokens = min(tokens, reserved.tokens + UNKNOWN_FACTOR * unknown)
+        return tokens, self.waiting + requests
 
 
 def report_of(load: LoadStat | TreelineLoad, at: float) -> Report:
@@ -217,8 +233,7 @@ class EndpointLoad:
         report = self.report
         if report is None or now - report.at > STALE_AFTER_S:
             return self.reservations.tokens, len(self.reservations)
-        tokens, requests = self.reservations.newer_than(report.knows_until)
-        return report.queued_tokens + tokens, report.waiting + requests
+        return report.queue(self.reservations)
 
     def in_flight(self, now: float) -> int | None:
         """Requests that the endpoint has or is about to get; None where it does not report or has fallen silent.

@@ -418,7 +418,7 @@ class Index:
         if scope.predictions.size(bit):
             last = tree.run_of(hashes[stored - 1])
             if last is not None:
-                scope.predictions.confirm(last, bit)
+                scope.predictions.confirm(tree, last, bit)
         return stored
 
     def _remove(self, pod: Pod, event: BlockRemoved) -> None:

@@ -87,24 +87,25 @@ class Predictions:
         while queue.size > budget and queue.entries:
             self._pop(tree, bit, queue)
 
-    def confirm(self, run: BlockRun, bit: int) -> None:
-        """Events say that the pod holds all blocks of `run`: what is predicted up to there is known now. O(depth)."""
+    def confirm(self, tree: RadixTree, run: BlockRun, bit: int) -> None:
+        """Events say that the pod holds all blocks of `run`: what is predicted up to there is known now. O(depth).
+
+        Of an edge above, only what the chain's last block there ends with is known: the bytes after it are the
+        beginning of a block that goes on below, in each branch another one.
+        """
         queue = self._queues.get(bit)
         if queue is None:
             return
-        node: Node | None = run.node
-        limit = run.last_end()
-        while node is not None:
-            if node.predicted is not None and bit in node.predicted:
-                low, high, ends_at = node.predicted[bit]
-                if high <= limit:
-                    queue.size -= high - low
-                    _drop(node, bit)
-                elif low < limit:
-                    queue.size -= limit - low
-                    node.predicted[bit] = (limit, high, ends_at)
-            node = node.parent
-            limit = len(node.text) if node is not None else 0
+        for node, limit in _ends(tree, run):
+            if node.predicted is None or bit not in node.predicted:
+                continue
+            low, high, ends_at = node.predicted[bit]
+            if high <= limit:
+                queue.size -= high - low
+                _drop(node, bit)
+            elif low < limit:
+                queue.size -= limit - low
+                node.predicted[bit] = (limit, high, ends_at)
 
     def withdraw(self, tree: RadixTree, root: Node, key: bytes, bit: int, ends_at: float) -> None:
         """The prediction that ends at `ends_at` will not come true. O(bytes of the key) at memory speed."""
@@ -144,6 +145,24 @@ class Predictions:
             queue.size -= known[1] - known[0]
             _drop(node, bit)
             tree.compact(node)
+
+
+def _ends(tree: RadixTree, run: BlockRun) -> Iterator[tuple[Node, int]]:
+    """The node of a run and all above it, and in each the byte where the last block of the run's chain ends; 0 where
+    none does."""
+    node: Node | None = run.node
+    above: BlockRun | None = run
+    end = run.last_end()
+    while node is not None:
+        yield node, end if above is not None and above.node is node else 0
+        while above is not None and above.node is node:
+            parent, base = above.chain[:8], above.base
+            above = tree.run_of(int.from_bytes(parent, "little")) if base else None
+            if above is not None and above.base >= base:
+                above = None  # the parent went, and its hash came again elsewhere
+            if above is not None:
+                end = above.end(above.find(parent))
+        node = node.parent
 
 
 def reach(nodes: list[tuple[Node, int]], end_of: Callable[[int], int], now: float) -> Iterator[tuple[int, int]]:

@@ -209,9 +209,8 @@ def _values(endpoint: Endpoint) -> tuple[float, ...]:
     ours = in_flight = len(reserved)
     if report is not None:
         at, running, most, step = report.at, report.running, report.max_running, report.decode_step_s
-        tokens, requests = reserved.newer_than(report.knows_until)
-        in_flight = max(report.in_flight + requests, ours)
-        tokens, requests = tokens + report.queued_tokens, requests + report.waiting
+        tokens, requests = report.queue(reserved)
+        in_flight = max(report.in_flight + requests - report.waiting, ours)
         total, held = report.tokens_total, max(report.tokens_held, held)
     return (
         at,

@@ -15,17 +15,33 @@ class PendingPrefixes:
     def __init__(self) -> None:
         self._keys: dict[tuple[str | None, bytes], list[bytes]] = {}
 
-    @staticmethod
-    def _place(req: Req) -> tuple[str | None, bytes]:
-        return req.namespace, req.key[: MIN_SHARED_TOKENS * TOKEN_BYTES]
-
     def add(self, req: Req) -> None:
         if len(req.tokens) >= MIN_SHARED_TOKENS:
-            self._keys.setdefault(self._place(req), []).append(req.key)
+            self._keys.setdefault(_place(req), []).append(req.key)
 
     def saves_tokens(self, req: Req, matched_tokens: int) -> bool:
         """Whether waiting for a pending prefill would supply MIN_SHARED_TOKENS more than the cache does now."""
         if req.cacheable_len < matched_tokens + MIN_SHARED_TOKENS:
             return False
         needed = (matched_tokens + MIN_SHARED_TOKENS) * TOKEN_BYTES
-        return any(common_prefix(key, req.key) >= needed for key in self._keys.get(self._place(req), ()))
+        return any(common_prefix(key, req.key) >= needed for key in self._keys.get(_place(req), ()))
+
+
+class QueuedPrefixes:
+    """Prompts of a queue, in their order: what each shares with the last one before it that begins as it does, which
+    is nearly always the most that it shares with any. Cheaper than `PendingPrefixes`, for an estimate."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str | None, bytes], bytes] = {}
+
+    def add(self, req: Req) -> int:
+        """→ the tokens that one before `req` will have computed for it. One comparison, O(length) memcmp."""
+        if len(req.tokens) < MIN_SHARED_TOKENS:
+            return 0
+        place = _place(req)
+        before, self._last[place] = self._last.get(place, b""), req.key
+        return min(common_prefix(before, req.key) // TOKEN_BYTES, req.cacheable_len)
+
+
+def _place(req: Req) -> tuple[str | None, bytes]:
+    return req.namespace, req.key[: MIN_SHARED_TOKENS * TOKEN_BYTES]

@@ -11,7 +11,7 @@ from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import EVICTION_POLICIES, Match, key_of
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.dedup import PendingPrefixes
+from treeline_runtime.scheduler.dedup import MIN_SHARED_TOKENS, PendingPrefixes, QueuedPrefixes
 from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, View
 from treeline_runtime.scheduler.preemption import candidates, fewest
 from treeline_runtime.scheduler.ranked import Ranked
@@ -53,6 +53,7 @@ class PrefillManager:
         self._replaceable = Ranked()
         """Those that came and have not begun, the least urgent first, of these the last; where that is ever asked."""
         self._estimated_version = -1
+        """Of the tree, when the first of the queue were last estimated; -1 once others wait than then."""
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
@@ -75,11 +76,13 @@ class PrefillManager:
         req.uncached_tokens = 0
         self._estimate(req)
         self.waiting[req.rid] = req
+        self._estimated_version = -1
 
     def leave(self, req: Req) -> None:
         """It waits no longer, if it did."""
         if self.waiting.pop(req.rid, None) is not None:
             self._uncached_waiting -= req.uncached_tokens
+            self._estimated_version = -1
             self._order.leave(req)
             self._replaceable.leave(req)
 
@@ -89,18 +92,25 @@ class PrefillManager:
         assert len(order) == len(self.waiting)
         assert set(order) == set(self.waiting.values())
 
-    def _estimate(self, req: Req) -> None:
+    def _estimate(self, req: Req, shared_tokens: int = 0) -> None:
+        """shared_tokens: what another request will have computed before."""
         before = req.uncached_tokens
-        req.uncached_tokens = len(req.tokens) - self._cache.match(req).num_pages * self._page_size
+        cached = self._cache.match(req).num_pages * self._page_size
+        if shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
+            cached = shared_tokens - shared_tokens % self._page_size
+        req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before
 
     def uncached_tokens(self) -> int:
-        """Tokens still to be prefilled."""
+        """Tokens still to be prefilled. What several prompts begin with is computed once, and counts once."""
         version = self._cache.tree.version
         if version != self._estimated_version:
             self._estimated_version = version
+            queued = QueuedPrefixes()
+            if self.chunked is not None:
+                queued.add(self.chunked)
             for req in islice(self.waiting.values(), ESTIMATED_WAITING):
-                self._estimate(req)
+                self._estimate(req, queued.add(req))
         return self._uncached_waiting + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)
 
     # ---- the choice ---------------------------------------------------------------------------------------

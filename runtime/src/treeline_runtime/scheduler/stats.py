@@ -7,7 +7,11 @@ FORGET = 0.9
 
 
 class SchedulerStats:
-    """Prefill rate over busy time, weighted by tokens; duration of a decode step. Times in seconds.
+    """Prefill rate over busy time, as a token of a long prompt sees it; duration of a decode step. Times in seconds.
+
+    A step of few tokens takes nearly as long as one of none, so that its rate says little of the speed: a step counts
+    by its tokens, and makes the past be forgotten by its tokens, too, beside the mean of those that count. Else an
+    engine would look slow for finding prompts in its cache, and get no new ones, and never be measured again.
 
     The first of each counts in the totals and says nothing of the speed: it pays for what is done once (memory that is
     touched, kernels that are built). A picker that believed it would leave the pod alone, and never learn better.
@@ -18,8 +22,9 @@ class SchedulerStats:
         self.total_prefill_busy_us = 0
         self.total_jumps = 0
         self.total_forced_tokens = 0
-        self._tokens = 0.0
-        self._busy = 0.0
+        self._tokens = 0.0  # sums over steps: tokens,
+        self._squares = 0.0  # tokens × tokens,
+        self._busy = 0.0  # tokens × seconds
         self._decode = 0.0
         self._prefilled = self._decoded = False
 
@@ -29,8 +34,11 @@ class SchedulerStats:
         if not self._prefilled:
             self._prefilled = True
             return
-        self._tokens = FORGET * self._tokens + tokens
-        self._busy = FORGET * self._busy + seconds
+        mean = self._squares / self._tokens if self._tokens else 0.0
+        keep = 1.0 - (1.0 - FORGET) * min(1.0, tokens / mean if mean else 1.0)
+        self._tokens = keep * self._tokens + tokens
+        self._squares = keep * self._squares + tokens * tokens
+        self._busy = keep * self._busy + tokens * seconds
 
     def on_jump(self, tokens: int) -> None:
         """A request went on by so many tokens that were not sampled."""
@@ -45,7 +53,7 @@ class SchedulerStats:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return self._tokens / self._busy if self._busy else 0.0
+        return self._squares / self._busy if self._busy else 0.0
 
     @property
     def decode_step_ms(self) -> float:

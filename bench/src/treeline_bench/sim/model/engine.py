@@ -18,23 +18,24 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from itertools import islice
 
-from treeline_wire.events import EventBatch
 from treeline_wire.load import TreelineLoad
 
 from treeline_bench.sim.model.cache import PagedCache
 from treeline_bench.sim.model.journal import Journal
+from treeline_bench.sim.model.measures import PrefillRate, shared_blocks
 from treeline_bench.sim.model.speed import LLAMA_8B_H200, Speed
 from treeline_bench.sim.model.text import Prompt
+from treeline_bench.sim.model.work import Happened, Phase, Work
 
 FOREVER = float("inf")
 _ALPHA = 0.2
-"""Weight of a new measurement in the reported speeds."""
+"""Weight of a new measurement in the reported duration of a decode step."""
 _ESTIMATED = 64
-"""Waiting requests that a load report looks up anew, as our runtime does."""
+"""Waiting requests that a load report looks up anew, as our runtime does: what several of them begin with is computed
+once, and counts once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,47 +59,6 @@ class EngineConfig:
             raise ValueError("block size, chunk, running requests and steps of an engine are at least 1")
         if self.kv_tokens < 2 * self.block_size:
             raise ValueError(f"{self.kv_tokens} tokens of memory are not two blocks of {self.block_size}")
-
-
-class Phase(Enum):
-    """Where a request is."""
-
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    RUNNING = "running"
-    DONE = "done"
-
-
-@dataclass(eq=False, slots=True)
-class Work:
-    """A request in an engine. `whole` is its prompt with its output after it; `tag` is the owner's.
-
-    `computed` tokens have keys and values; `named` of its blocks have their names in the cache. `cached_tokens` is
-    what it found there first, None until it was admitted."""
-
-    prompt: Prompt
-    whole: Prompt
-    output_tokens: int
-    tag: object = None
-    phase: Phase = Phase.WAITING
-    cached_tokens: int | None = None
-    computed: int = 0
-    named: int = 0
-    uncached: int = 0
-    target: int = 0
-    written: int = 0
-    began_step: int = 0
-    ends_step: int = 0
-
-
-@dataclass(slots=True)
-class Happened:
-    """What a step has brought: first tokens, ends, prompts too long for the memory; and the KV events of it."""
-
-    first: list[Work] = field(default_factory=list)
-    done: list[Work] = field(default_factory=list)
-    refused: list[Work] = field(default_factory=list)
-    batch: tuple[int, EventBatch] | None = None
 
 
 class Engine:
@@ -130,7 +90,7 @@ class Engine:
         self._remaining = 0  # steps until all running ones are done, in sum; as of step 0
         self._count = 0
         self._seq = 0
-        self._prefill_rate = 0.0
+        self._prefill_rate = PrefillRate()
         self._decode_s = 0.0
 
     # From outside
@@ -196,8 +156,11 @@ class Engine:
         """Its load report."""
         cache, seq = self.cache, self._seq
         self._seq += 1
+        before: dict[int, Prompt] = {}
+        if self._prefilling is not None and self._prefilling.prompt.blocks:
+            before[self._prefilling.prompt.blocks[0]] = self._prefilling.prompt
         for work in islice(self._waiting, _ESTIMATED):
-            self._estimate(work)
+            self._estimate(work, before)
         return TreelineLoad(
             epoch=self.journal.epoch,
             seq=seq,
@@ -207,7 +170,7 @@ class Engine:
             pages_used=cache.private + cache.cached - cache.evictable,
             pages_total=cache.capacity,
             page_size=cache.block_size,
-            prefill_tokens_per_s=self._prefill_rate,
+            prefill_tokens_per_s=self._prefill_rate.tokens_per_s,
             decode_step_ms=1000 * self._decode_s,
             in_flight=self.running + self.waiting,
             max_running=self.config.max_running,
@@ -284,9 +247,7 @@ class Engine:
     def _prefilled(self, duration: float, happened: Happened) -> None:
         tokens = sum(count for _, count in self._chunks)
         self.computed_tokens += tokens
-        rate = tokens / duration
-        if tokens >= self.config.block_size:
-            self._prefill_rate += (rate - self._prefill_rate) * (_ALPHA if self._prefill_rate else 1.0)
+        self._prefill_rate.add(tokens, duration)
         chunks, self._chunks, self._full = self._chunks, [], False
         for work, count in chunks:
             work.computed += count
@@ -480,12 +441,19 @@ class Engine:
         computing.update(text.blocks[work.named : -(-work.target // size)])
         return 2 * count * work.computed + count * count
 
-    def _estimate(self, work: Work) -> None:
+    def _estimate(self, work: Work, before: dict[int, Prompt] | None = None) -> None:
+        """`before`: by their first blocks, the last prompts that will be computed before this one."""
         text = work.whole if work.written else work.prompt
-        before = work.uncached
-        matched = min(self.cache.matched(text.blocks), (work.target - 1) // self.config.block_size)
-        work.uncached = work.target - matched * self.config.block_size
-        self._waiting_uncached += work.uncached - before
+        known, size = work.uncached, self.config.block_size
+        last = (work.target - 1) // size
+        found = min(self.cache.matched(text.blocks), last)
+        if before is not None and text.blocks:
+            other = before.get(text.blocks[0])
+            if other is not None:
+                found = max(found, min(shared_blocks(other, text), last))
+            before[text.blocks[0]] = text
+        work.uncached = work.target - found * size
+        self._waiting_uncached += work.uncached - known
 
     def check(self) -> None:
         """Assert what always holds."""
