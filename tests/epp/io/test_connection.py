@@ -216,7 +216,7 @@ async def test_a_replay_leaves_time_for_everything_else_after_every_few_batches(
             await asyncio.gather(task, return_exceptions=True)
             context.destroy(linger=0)
     assert subscription.counts["replay"] == 1
-    assert 1 <= most <= 3
+    assert 1 <= most <= 5
 
 
 class Texts:

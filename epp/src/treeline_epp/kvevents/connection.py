@@ -313,21 +313,23 @@ class _Sockets:
         def read_frames(parts: Sequence[zmq.Frame]) -> Any:
             return read([part.bytes for part in parts])
 
+        def take_frames(parts: Sequence[zmq.Frame]) -> Iterable[Request]:
+            return take(read_frames(parts))
+
         while True:
             try:
-                async with self._ticker.turns:
-                    message: Any = plain.recv_multipart(zmq.NOBLOCK, copy=False)
-                    what = None if is_large(message) else read_frames(message)
-                if what is None:
+                message: Any = plain.recv_multipart(zmq.NOBLOCK, copy=False)
+                if is_large(message):
                     what = await asyncio.to_thread(read_frames, message)
+                    await self._do(partial(take, what))
+                else:
+                    await self._do(partial(take_frames, message))
             except zmq.Again:
                 await sock.poll()
             except WireError as error:
                 reason = error.reason.value if isinstance(error, DecodeError) else "frames"
                 self._callbacks.stats.rejected[reason] += 1
                 log.debug("message refused: %s", error)
-            else:
-                await self._do(partial(take, what))
 
     async def _send(self, requests: Iterable[Request]) -> None:
         replay = self._sockets.get("replay")
