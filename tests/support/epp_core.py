@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from treeline_epp.index.index import Index, IndexLimits
+from treeline_epp.index.index import Index
+from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.matching import GUARD_BYTES
 from treeline_epp.index.pods import Hit, Pod
 from treeline_epp.kvevents.reading import Replayed, answer_of

@@ -9,7 +9,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_core import KEYS, WIDTH, Bench, Lab, SimBlock, SimEngine, batch, item
-from treeline_epp.index.index import IndexLimits
+from treeline_epp.index.limits import IndexLimits
 from treeline_epp.kvevents.batches import AGE_EVERY_S
 from treeline_epp.kvevents.states import Peer
 from treeline_epp.kvevents.states import SubscriptionState as State

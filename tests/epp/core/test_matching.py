@@ -8,7 +8,8 @@ from typing import cast
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.index.index import Index, IndexLimits
+from treeline_epp.index.index import Index
+from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.pods import Pod
 from treeline_wire.events import BlockRemoved, BlockStored, block_hash, hash_of
 from treeline_wire.keys import PrefixKeys

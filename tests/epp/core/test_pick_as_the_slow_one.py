@@ -14,7 +14,8 @@ from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.load import EngineLoad
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.index.index import Index, IndexLimits
+from treeline_epp.index.index import Index
+from treeline_epp.index.limits import IndexLimits
 from treeline_epp.picking import table
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.lease import Lease

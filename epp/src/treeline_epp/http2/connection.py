@@ -21,30 +21,14 @@ from treeline_epp.http2.faults import ConnectionFault, unpadded
 from treeline_epp.http2.fields import BadBlock, FieldReader, Fields, Malformed, TooLong, length_of
 from treeline_epp.http2.frames import FIRST_WINDOW, HEAD_BYTES, MOST_WINDOW, NUMBER, PREFACE, Code, Setting
 from treeline_epp.http2.limits import Limits
-from treeline_epp.http2.sending import Answer, Sending, WindowTooLarge
+from treeline_epp.http2.sending import Sending, WindowTooLarge
+from treeline_epp.http2.stream import Stream
 
 _REMEMBERED = 256
 """Closed streams."""
 _STREAMS_A_FRAME = 64
 """Streams whose window changes are as much work as a frame."""
 _HEARD = b"goodbye!"  # a ping: the peer has read what we sent before it
-
-
-class _Stream:
-    """What is known of an open one."""
-
-    __slots__ = ("announced", "answer", "came", "peer_ended", "unread", "window")
-
-    def __init__(self, room: int, window: int, announced: int | None) -> None:
-        self.answer = Answer(room)
-        self.window = window
-        """Bytes that the peer may send."""
-        self.unread = 0
-        """Bytes that were read, and not credited again."""
-        self.peer_ended = False
-        self.announced = announced
-        """`content-length`."""
-        self.came = 0
 
 
 class Connection:
@@ -58,7 +42,7 @@ class Connection:
         self.fault: ConnectionFault | None = None
         self.settled = False
         """The peer has acknowledged our settings."""
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._closed: OrderedDict[int, bool] = OrderedDict()
         """The last ones: whether it was we who broke them off."""
         self._last = 0
@@ -242,11 +226,11 @@ class Connection:
         announced = length_of(fields.get("content-length"))
         if ended and announced:
             raise Malformed("content-length")
-        opened = self._streams[stream] = _Stream(self._sending.stream_window, self.limits.stream_window, announced)
+        opened = self._streams[stream] = Stream(self._sending.stream_window, self.limits.stream_window, announced)
         opened.peer_ended = ended
         events.append(Requested(stream, fields, ended))
 
-    def _on_trailers(self, stream: int, known: _Stream, block: bytes, events: list[Event], *, ended: bool) -> None:
+    def _on_trailers(self, stream: int, known: Stream, block: bytes, events: list[Event], *, ended: bool) -> None:
         if known.peer_ended:
             raise ConnectionFault(Code.STREAM_CLOSED, "fields of a stream that has ended")
         self._fields.trailers(block)
@@ -366,7 +350,7 @@ class Connection:
             return
         self._send_more(stream, known, events)
 
-    def _late(self, stream: int, known: _Stream | None) -> None:
+    def _late(self, stream: int, known: Stream | None) -> None:
         """Data of a stream that takes none."""
         if known is None and stream not in self._closed and stream > self._last and not self._leaving:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "data of a stream that was never opened")
@@ -470,19 +454,19 @@ class Connection:
         """Ask for a sign of life: eight bytes, which come back."""
         self._sending.control(frames.ping(data, ack=False))
 
-    def _send_more(self, stream: int, known: _Stream, events: list[Event]) -> None:
+    def _send_more(self, stream: int, known: Stream, events: list[Event]) -> None:
         """Of one whose window may have grown."""
         if known.answer.queue and known.answer.room > 0 and self._sending.drain(stream, known.answer):
             self._sent(stream, known, events)
 
-    def _sent(self, stream: int, known: _Stream, events: list[Event]) -> None:
+    def _sent(self, stream: int, known: Stream, events: list[Event]) -> None:
         """Nothing waits in it any more."""
         if known.answer.ending is not None:
             self._end(stream, known)
         else:
             events.append(Roomy(stream))
 
-    def _end(self, stream: int, known: _Stream) -> None:
+    def _end(self, stream: int, known: Stream) -> None:
         assert known.answer.ending is not None
         self._sending.trailers(stream, known.answer.ending, whole=known.peer_ended)
         self._idle = max(0, self._idle - self.limits.paid_frames)

@@ -27,34 +27,15 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.event_filter import Skip, block_texts, namespace_of, skip_reason
+from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.matching import GUARD_BYTES, Level, Walk, match, walk
 from treeline_epp.index.node import Node
 from treeline_epp.index.orphans import Orphan, Orphans
 from treeline_epp.index.pod_bits import PodBits
 from treeline_epp.index.pods import Hit, Match, Pod
 from treeline_epp.index.predictions import Predictions, reach
-from treeline_epp.index.radix_tree import MAX_EDGE, RadixTree
+from treeline_epp.index.radix_tree import RadixTree
 from treeline_epp.index.weights import SLICE, weight
-
-
-@dataclass(frozen=True, slots=True)
-class IndexLimits:
-    """Bounds of memory. Text is stored once, however many pods hold it; a block costs about 100 bytes beyond it.
-
-    A prediction lives `prediction_life_s`, for pods without events `eventless_life_s`; `*_bytes` bound a pod's
-    predictions. `aged_life_s` is how long blocks count after a gap that could not be covered.
-    """
-
-    max_text_bytes: int = 4 << 30
-    max_blocks: int = 16_000_000
-    max_orphan_blocks: int = 65_536
-    prediction_life_s: float = 10.0
-    prediction_bytes: int = 64 << 20
-    eventless_life_s: float = 600.0
-    eventless_bytes: int = 64 << 20
-    aged_life_s: float = 120.0
-    hit_cap_life_s: float = 30.0
-    max_edge: int = MAX_EDGE
 
 
 @dataclass(eq=False, slots=True)
