@@ -267,7 +267,7 @@ class Plane:
     engines: list[FakeEngine]
     http: httpx.AsyncClient
 
-    async def complete(self, prompt: str = "hello", **request: Any) -> httpx.Response:
+    async def complete(self, prompt: str | list[str] = "hello", **request: Any) -> httpx.Response:
         """One completion through Envoy."""
         headers = request.pop("headers", {})
         body = {"model": "tiny", "prompt": prompt, **request}

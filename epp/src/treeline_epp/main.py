@@ -23,7 +23,7 @@ from treeline_wire.security import CurveKeys, KeyFileError
 
 from treeline_epp import explain_command, fleet_report, pages, signals
 from treeline_epp.admin import PageServer
-from treeline_epp.endpoints.discovery import DiscoveryError, discover, parse_file
+from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endpoints
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.http2_server import Http2Server, Methods
@@ -452,10 +452,10 @@ def _read_secrets(options: Options) -> CurveKeys | None:
     try:
         curve = None if options.curve_dir is None else CurveKeys.load(options.curve_dir)
         if options.endpoints_file is not None:  # wrong at start is an error; wrong later is only said
-            parse_file(options.endpoints_file.read_text(encoding="utf-8"))
+            read_endpoints(options.endpoints_file)
     except KeyFileError as error:
         raise StartError(f"--curve-dir: {error}") from error
-    except (DiscoveryError, OSError, UnicodeDecodeError) as error:
+    except (DiscoveryError, OSError) as error:
         raise StartError(f"--endpoints-file {options.endpoints_file}: {_words_of(error)}") from error
     return curve
 

@@ -19,7 +19,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
-from treeline_wire import headers as names
 from treeline_wire import tracing
 from treeline_wire.tracing_env import operation_of
 
@@ -51,7 +50,7 @@ class Tracing(Observer):
         parent = self._propagator.extract(headers)
         span = self._tracer.start_span(REQUEST, parent, kind=SpanKind.SERVER, start_time=int(exchange.wall_time * 1e9))
         if not span.is_recording():
-            if not headers.get(names.TRACEPARENT):
+            if not trace.get_current_span(parent).get_span_context().is_valid:
                 self._tell(exchange, span)  # whoever comes after is not to sample it either
             return
         self._open[exchange] = span

@@ -69,7 +69,7 @@ def test_what_is_llm_ds_alone_is_not_gies(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "the configuration is empty"),
+        ("", "it is empty"),
         ("a: [", "no YAML"),
         ("[]", "Expected `object`, got `array`"),
         (f"apiVersion: {GIE}", "missing required field `kind`"),

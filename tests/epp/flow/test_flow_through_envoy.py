@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,9 @@ async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> No
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {requests_per_minute: 2, tokens_per_minute: 60000}")
     async with engines(count=1) as fakes, data_plane(tmp_path, fakes, "--quotas-file", str(file)) as plane:
-        answers = [await plane.complete("hello") for _ in range(3)]
+        answers = [await plane.complete(["hello", "again"], n=5, max_tokens=1000) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert int(answers[0].headers["x-ratelimit-remaining-tokens"]) in range(49_000, 50_000), "of ten outputs"
         left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
         assert left == ["1", "0", "0"]
         assert {answer.headers["x-ratelimit-limit-tokens"] for answer in answers} == {"60000"}
@@ -111,6 +113,25 @@ async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> No
         assert answers[2].json()["error"]["code"] == "rate_limit_exceeded"
         metrics = await plane.picker.metrics()
         assert metrics["treeline_epp_flow_quota_exceeded_total"] == 1
+
+
+@pytest.mark.integration
+async def test_an_output_of_any_length_counts_where_envoy_shows_it(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("default: {tokens_per_day: 1000000}")
+    flags = ("--quotas-file", str(file))
+    usage = {"prompt_tokens": 9, "completion_tokens": 2_000_000}
+    async with (
+        engines(count=1) as fakes,
+        data_plane(tmp_path, fakes, *flags, response_body_mode="STREAMED") as plane,
+    ):
+        fakes[0].reply_body = json.dumps({"choices": [], "usage": usage}).encode()
+        assert (await plane.complete("hello")).json()["usage"] == usage
+        await until(lambda: refused(plane), "the debt is known")
+
+
+async def refused(plane: Plane) -> bool:
+    return (await plane.complete("hello")).status_code == 429
 
 
 @pytest.mark.integration

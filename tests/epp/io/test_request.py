@@ -73,6 +73,30 @@ def test_the_longest_output_is_what_the_request_allows(path: str, body: dict[str
     assert pick(path, {"model": "tiny", **body}).max_output_tokens == most
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "outputs"),
+    [
+        ("/v1/chat/completions", {"messages": []}, 1),
+        ("/v1/chat/completions", {"messages": [], "n": 128}, 128),
+        ("/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "best_of": 4}, 12),
+        ("/v1/completions", {"prompt": [5, 6, 7], "n": None}, 1),
+        ("/v1/completions", {"prompt": [[5], [6]], "n": "many"}, 2),
+        ("/v1/completions", {"prompt": [], "n": -3}, 1),
+        ("/generate", {"text": ["a", "b"], "sampling_params": {"n": 3}, "n": 100}, 6),
+        ("/generate", {"input_ids": [[5], [6]], "sampling_params": [{"n": 3}]}, 2),
+    ],
+)
+def test_a_request_may_ask_for_many_outputs(path: str, body: dict[str, Any], outputs: int) -> None:
+    assert pick(path, {"model": "tiny", **body}).outputs == outputs
+
+
+def test_another_apis_bound_is_none() -> None:
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 700, "max_completion_tokens": 1, "max_output_tokens": 1}
+    assert pick("/v1/completions", body).max_output_tokens == 700
+    assert pick("/v1/messages", {**body, "messages": []}).max_output_tokens == 700
+    assert pick("/v1/responses", {**body, "input": "a"}).max_output_tokens == 1
+
+
 def test_ids_are_counted_and_several_prompts_give_the_first_ones_key() -> None:
     keyer = ONE.keyer_of("default")
     assert keyer is not None

@@ -102,6 +102,21 @@ def test_what_the_client_does_not_sample_is_neither_recorded_nor_changed(traced:
     assert names.TRACEPARENT not in sent, "it goes on as it came"
 
 
+@pytest.mark.parametrize("header", [None, "nonsense", f"{SAMPLED},{SAMPLED}"])
+def test_whom_nobody_samples_the_engine_does_not_sample_either(
+    monkeypatch: pytest.MonkeyPatch, header: str | None
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    off = provider(InMemorySpanExporter(), SERVICE)
+    proxy = Proxy([Tracing(off)])
+    replies = proxy.open(headers={} if header is None else {names.TRACEPARENT: header})
+    proxy.close()
+    off.shutdown()
+    mutation = replies[-1].request_body.response.header_mutation
+    (told,) = [one.header.raw_value for one in mutation.set_headers if one.header.key == names.TRACEPARENT]
+    assert int(told.rsplit(b"-")[-1], 16) & 1 == 0, "in the place of what could not be read"
+
+
 @pytest.mark.parametrize("header", [None, "nonsense", f"00-{'0' * 32}-{CLIENT}-01", f"ff-{TRACE}-{CLIENT}-01", "é"])
 def test_without_a_context_that_can_be_read_a_trace_begins(traced: Traced, header: str | None) -> None:
     sent = traced.sent(headers={} if header is None else {names.TRACEPARENT: header})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from textwrap import indent
 
 import msgspec
 import pytest
 from treeline_epp.compat.config import GIE, ConfigError, decode
-from treeline_epp.endpoints.discovery import DiscoveryError, parse_file
+from treeline_epp.endpoints.discovery import DiscoveryError, parse_file, read_endpoints
+from treeline_epp.endpoints.engine_key import EngineKey
 from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError, read_quotas
+from treeline_epp.flow.quotas import Limits, QuotaTable
 from treeline_epp.yaml_text import decode_yaml
 
 VALUES = [
@@ -40,6 +43,65 @@ def test_a_value_that_cannot_be_is_a_fault_of_the_file(value: str, tmp_path: Pat
         parse_file(f"endpoints: [{{name: a, address: 127.0.0.1:80, uid: {value}}}]")
     with pytest.raises(ConfigError):
         decode(f"apiVersion: {GIE}\nkind: EndpointPickerConfig\nplugins: [{{type: a, name: {value}}}]")
+
+
+LIMITS = "{requests_per_day: 1}"
+FEW = [f"a{at}: &a{at} {{<<: [{', '.join([f'*a{at - 1}'] * 10)}]}}" for at in range(1, 40)]
+BOMB = "\n".join([f"a0: &a0 {LIMITS}", *FEW])
+
+
+@pytest.mark.parametrize(
+    "text", [BOMB, f"a: {LIMITS}\na: {{}}", f"a: {{<<: {LIMITS}, <<: {LIMITS}}}"], ids=["merged", "twice", "merges"]
+)
+def test_a_few_lines_are_not_gigabytes_and_a_name_is_there_once(text: str, tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.yaml"
+    quotas.write_text("clients:\n" + indent(text, "  "))
+    with pytest.raises(QuotaFileError, match=r"more than 1000000 values|occurs twice - at `\$\.clients\.a"):
+        read_quotas(quotas)
+    with pytest.raises(DiscoveryError, match=r"more than 1000000 values|occurs twice"):
+        parse_file(f"{text}\nendpoints: []")
+
+
+def test_lines_that_repeat_others_are_read(tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas.yaml"
+    quotas.write_text(f"clients:\n  a: &a {LIMITS}\n  b: *a\n  c: {{<<: *a, tokens_per_day: 5}}")
+    table = read_quotas(quotas)
+    once = Limits(requests_per_day=1)
+    assert table.clients == {"a": once, "b": once, "c": Limits(requests_per_day=1, tokens_per_day=5)}
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+    pipe, folder, large = tmp_path / "pipe", tmp_path / "folder", tmp_path / "large"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    with large.open("wb") as file:
+        file.truncate(1 << 30)
+    for file_ in (pipe, folder, large, Path("/dev/zero")):
+        with pytest.raises(QuotaFileError):
+            read_quotas(file_)
+        with pytest.raises(OSError, match=r"regular|directory|more than"):
+            read_endpoints(file_)
+        assert not EngineKey(file_)()
+
+
+async def test_a_file_that_cannot_be_read_at_the_moment_is_read_as_soon_as_it_can(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text(f"default: {LIMITS}")
+    rights = [True]
+
+    def read(path: Path) -> QuotaTable:
+        if not rights[0]:
+            raise QuotaFileError(f"{path}: no rights") from PermissionError()
+        return read_quotas(path)
+
+    kept = QuotaFile(file, read)
+    file.write_text("default: {requests_per_day: 25}")
+    rights[0] = False
+    await kept.refresh()
+    assert kept.error
+    rights[0] = True
+    await kept.refresh()
+    assert (kept.error, kept.describe()["default"]) == ("", Limits(requests_per_day=25))
 
 
 async def test_quotas_stay_where_the_new_ones_cannot_be_read(tmp_path: Path) -> None:

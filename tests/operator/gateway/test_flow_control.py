@@ -64,6 +64,21 @@ def test_every_bound_reaches_the_picker() -> None:
     assert options.quotas_file == Path("/etc/treeline/quotas/quotas.yaml")
 
 
+def shown(**picker: Any) -> str:
+    """What our own Envoy shows the picker of responses."""
+    cluster = converged(pool("a", endpointPicker=picker))
+    (name,) = [name for name in cluster.names("ConfigMap") if name.startswith("treeline-edge")]
+    return cluster.get("ConfigMap", name)["data"]["envoy.json"]
+
+
+def test_with_quotas_the_picker_sees_what_outputs_took() -> None:
+    asked = '"response_body_mode":"STREAMED"'
+    quotas = {"quotas": {"secretRef": {"name": "q"}}}
+    assert asked in shown(flowControl=quotas).replace(" ", "")
+    assert asked not in shown(flowControl={"enabled": True}).replace(" ", "")
+    assert asked not in shown().replace(" ", "")
+
+
 def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> None:
     options = planned(holdEmptyPoolSeconds=300, maxRequests=9)
     assert options.may_hold

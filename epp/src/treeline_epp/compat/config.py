@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-import yaml
 
 from treeline_epp.yaml_text import decode_yaml
 
@@ -163,7 +162,8 @@ _TYPES: dict[str, type[EndpointPickerConfig]] = {GIE: EndpointPickerConfig, LLMD
 
 def decode(text: str) -> EndpointPickerConfig:
     """The document in YAML or JSON. Raises ConfigError."""
-    _check_text(text)
+    if len(text) > _MOST_BYTES:
+        raise ConfigError("", f"the configuration has more than {_MOST_BYTES} characters")
     head = _decoded(text, _Head)
     if head.kind != _KIND:
         raise ConfigError("kind", f"must be {_KIND}, got {head.kind!r}")
@@ -180,45 +180,8 @@ T = TypeVar("T")
 
 def _decoded(text: str, kind: type[T]) -> T:
     try:
-        return decode_yaml(text, kind)
+        return decode_yaml(text, kind, _MOST_NODES)
     except msgspec.MsgspecError as error:
         found = _AT.fullmatch(str(error))
         assert found is not None
         raise ConfigError(found[2] or "", found[1].replace("Object ", "", 1)) from None
-
-
-def _check_text(text: str) -> None:
-    """YAML lets names occur twice, and a few lines stand for gigabytes. Raises ConfigError."""
-    if len(text) > _MOST_BYTES:
-        raise ConfigError("", f"the configuration has more than {_MOST_BYTES} characters")
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
-            raise ConfigError("", "the configuration is empty")
-        nodes = _nodes(root, "", {})
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError("", f"no YAML: {error}") from None
-    if nodes > _MOST_NODES:
-        raise ConfigError("", f"the configuration has more than {_MOST_NODES} values")
-
-
-def _nodes(node: yaml.Node, path: str, known: dict[int, int]) -> int:
-    """How many values there are from here on; `known` has those of each node, and what is still open as too many."""
-    if (count := known.get(id(node))) is not None:
-        return count
-    known[id(node)] = _MOST_NODES + 1
-    count = 1
-    if isinstance(node, yaml.SequenceNode):
-        count += sum(_nodes(value, f"{path}[{at}]", known) for at, value in enumerate(node.value))
-    elif isinstance(node, yaml.MappingNode):
-        names = set()
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(path, "a name must be a text")
-            inner = f"{path}.{key.value}".lstrip(".")
-            if key.value in names:
-                raise ConfigError(inner, "occurs twice")
-            names.add(key.value)
-            count += 1 + _nodes(value, inner, known)
-    known[id(node)] = count
-    return count

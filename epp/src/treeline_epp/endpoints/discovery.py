@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +24,13 @@ from msgspec import Meta
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
 from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
+from treeline_epp.watched_file import read_file
 from treeline_epp.yaml_text import decode_yaml
 
 log = logging.getLogger(__name__)
 
+MOST_BYTES = 8 * 1024 * 1024
+"""Of the file: tens of thousands of endpoints."""
 _POLL_S = 5.0
 """The file is read again at least this often, should the watch have missed something (network file systems)."""
 
@@ -80,7 +84,12 @@ def normal_address(text: str) -> str:
     return f"[{host}]:{int(port)}" if ":" in host else f"{host}:{int(port)}"
 
 
-def parse_file(text: str) -> tuple[EndpointSpec, ...]:
+def read_endpoints(file: Path) -> tuple[EndpointSpec, ...]:
+    """The endpoints in a file. Raises `DiscoveryError` and OSError. Takes a second for each MB."""
+    return parse_file(read_file(file, MOST_BYTES))
+
+
+def parse_file(text: str | bytes) -> tuple[EndpointSpec, ...]:
     """The endpoints in a file's text. Raises `DiscoveryError`."""
     try:
         entries = decode_yaml(text, _File).endpoints
@@ -108,8 +117,7 @@ def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:
     """The same, checked: no name and no address twice. Raises `DiscoveryError`."""
     found = tuple(specs)
     for what, values in (("name", [s.name for s in found]), ("address", [s.address for s in found])):
-        twice = {value for value in values if values.count(value) > 1}
-        if twice:
+        if twice := [value for value, count in Counter(values).items() if count > 1]:
             raise DiscoveryError(f"{what} {min(twice)!r} occurs more than once")
     return found
 
@@ -123,8 +131,8 @@ async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIte
     said = ""
     async for _ in _changes(file):
         try:
-            specs = unique((*fixed, *parse_file(await asyncio.to_thread(file.read_text, encoding="utf-8"))))
-        except (DiscoveryError, OSError, UnicodeDecodeError) as error:
+            specs = unique((*fixed, *await asyncio.to_thread(read_endpoints, file)))
+        except (DiscoveryError, OSError) as error:
             if str(error) != said:
                 kept = "nothing is known yet" if current is None else "the old list stays"
                 log.error("endpoints file %s cannot be used, %s: %s", file, kept, error)

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from treeline_epp.watched_file import read_file
+
 log = logging.getLogger(__name__)
 
 _REREAD_S: Final = 10.0
@@ -29,8 +31,7 @@ class EngineKey:
         if now >= self._due:
             self._due = now + _REREAD_S
             try:
-                with self._file.open("rb") as file:
-                    key = file.read(_MOST_BYTES + 1).decode().strip()
+                key = read_file(self._file, _MOST_BYTES + 2).decode().strip()
                 problem = "" if _usable(key) else "it must be one line of printable ASCII, of at most 4096 bytes"
             except (OSError, UnicodeDecodeError) as error:
                 key, problem = "", str(error)

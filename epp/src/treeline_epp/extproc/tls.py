@@ -15,8 +15,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from treeline_epp.watched_file import read_file
+
 log = logging.getLogger(__name__)
 
+_MOST_BYTES = 1024 * 1024
+"""Of a file: as much as a Secret holds."""
 _LIFETIME = datetime.timedelta(days=3650)
 
 
@@ -115,8 +119,9 @@ class _Files:
 
     def read(self) -> grpc.ServerCertificateConfiguration:
         """Raises OSError, or ValueError where a file is no certificate or key, or the two do not belong together."""
-        self._seen = self._state()
-        key, chain, *authorities = (path.read_bytes() for path in self._paths)
+        state = self._state()
+        key, chain, *authorities = (read_file(path, _MOST_BYTES) for path in self._paths)
+        self._seen = state  # what could not be read at the moment is read again
         certificate = x509.load_pem_x509_certificate(chain)
         if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
             raise ValueError("tls.key is not the key of tls.crt")

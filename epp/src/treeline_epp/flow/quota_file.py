@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 import msgspec
 
 from treeline_epp.flow.quotas import Quotas, QuotaTable
+from treeline_epp.watched_file import read_file
 from treeline_epp.yaml_text import decode_yaml
 
 log = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ MOST_BYTES = 1024 * 1024
 """As much as a ConfigMap or a Secret holds."""
 
 Version = tuple[int, int, int] | None
+_UNREAD: Version = (-1, -1, -1)
+"""One that cannot be read at the moment may be later, as it is: by other rights, with a free descriptor."""
 
 
 class QuotaFileError(ValueError):
@@ -29,11 +32,7 @@ class QuotaFileError(ValueError):
 def read_quotas(file: Path) -> QuotaTable:
     """What a file (YAML or JSON) says. Raises QuotaFileError."""
     try:
-        with file.open("rb") as opened:
-            data = opened.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise QuotaFileError(f"{file} has more than {MOST_BYTES} bytes")
-        return decode_yaml(data, QuotaTable)
+        return decode_yaml(read_file(file, MOST_BYTES), QuotaTable)
     except (OSError, msgspec.MsgspecError) as error:
         raise QuotaFileError(f"{file}: {error}") from error
 
@@ -103,7 +102,8 @@ class QuotaFile:
         try:
             found = self._read(self.file)
         except QuotaFileError as error:
-            return _Look(now, None, str(error))
+            unread = now is not None and isinstance(error.__cause__, OSError)
+            return _Look(_UNREAD if unread else now, None, str(error))
         return _Look(now, found, changed=found != table)
 
 

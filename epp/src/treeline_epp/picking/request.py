@@ -12,13 +12,13 @@ class PickRequest(Struct, frozen=True):
 
     `key` is its prefix key (`treeline_wire.keys`), None if it has none (no tokenizer, no text): then only load counts.
     `prompt_tokens_estimate` counts the whole prompt; `key_tokens_estimate` what the key covers, where that is only the
-    beginning of the prompt (else None). `max_output_tokens` is the longest output that the request allows,
-    None where it does not say. `subset` limits the choice to these addresses: `ip:port`, or a bare IP for all its
-    ports. `pool` limits it to one pool. `priority` is that of its objective, the higher the more urgent; `sheddable`:
-    refuse it rather than let it queue for long. `listed`: its model is one that somebody said is served; else it is any
-    name, which engines may take or which nobody knows yet. `fallback_pools` may take it, under other names
-    perhaps, while its pool has no endpoint. `headers` are those of the request (lower-case names), None where they are
-    not shown.
+    beginning of the prompt (else None). `max_output_tokens` is the longest output that the request allows, None where
+    it does not say; it asks for so many `outputs`. `subset` limits the choice to these addresses: `ip:port`, or a bare
+    IP for all its ports. `pool` limits it to one pool. `priority` is that of its objective, the higher the more urgent;
+    `sheddable`: refuse it rather than let it queue for long. `listed`: its model is one that somebody said is served;
+    else it is any name, which engines may take or which nobody knows yet. `fallback_pools` may take it, under other
+    names perhaps, while its pool has no endpoint. `headers` are those of the request (lower-case names), None where
+    they are not shown.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class PickRequest(Struct, frozen=True):
     prompt_tokens_estimate: int = 0
     key_tokens_estimate: int | None = None
     max_output_tokens: int | None = None
+    outputs: int = 1
     subset: frozenset[str] | None = None
     pool: str | None = None
     priority: int = 0

@@ -135,6 +135,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most = _max_output_tokens(self.path, read.members)
         pick = self._pick(model, target, prompt, cache.namespace, most)
+        if (outputs := _outputs(self.path, read.members)) > 1:
+            pick = msgspec.structs.replace(pick, outputs=outputs)
         learner = keyer if prompt.key is not None else None
         asked = None if target is None else model or target.target
         return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, self.outline, asked)
@@ -294,6 +296,12 @@ def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
 _PRIORITY: Mapping[Criticality, int] = {"Critical": 1, "Standard": 0, "Sheddable": -1}
 """Of requests for an InferenceModel whose objective has none: what came after it has numbers only."""
 _GENERATE = "/generate"
+_LIMITS = (
+    ("/chat/completions", ("max_completion_tokens", "max_tokens")),
+    ("/responses", ("max_output_tokens",)),
+    ("", ("max_tokens",)),
+)
+"""Members that bound the output, by how a path ends; an engine heeds no other API's. The first that is there counts."""
 _BY_PROMPT = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "text": "/generate"}
 _VECTORS = ("/embeddings", "/pooling", "/classify", "/score", "/rerank")
 _WITHOUT_CACHE = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
@@ -332,9 +340,18 @@ def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
         params = body.get("sampling_params")
         asked = params.get("max_new_tokens") if isinstance(params, dict) else None
     else:
-        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        names = next((names for suffix, names in _LIMITS if path.endswith(suffix)), ())
         asked = next((body[name] for name in names if body.get(name) is not None), None)
     return asked if type(asked) is int and asked >= 0 else None
+
+
+def _outputs(path: str, body: dict[str, Any]) -> int:
+    """How many outputs a request asks for: some of each of its prompts. What is no count is the runtime's to refuse."""
+    params = body.get("sampling_params") if path.endswith(_GENERATE) else body
+    counts = [params.get(name) for name in ("n", "best_of")] if isinstance(params, dict) else []
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return prompts * max([1, *(count for count in counts if type(count) is int)])
 
 
 def _as_completion(read: Summary) -> Summary:

@@ -472,8 +472,8 @@ def _allowed(asked: PickRequest) -> int:
     """Tokens that a request is counted as until it is known what it took: its prompt, and all the output it allows."""
     if not asked.prompt_tokens_estimate:
         return 0
-    most = asked.max_output_tokens
-    return asked.prompt_tokens_estimate + (ASSUMED_OUTPUT_TOKENS if most is None else min(most, _MOST_TOKENS))
+    most = ASSUMED_OUTPUT_TOKENS if asked.max_output_tokens is None else asked.max_output_tokens
+    return asked.prompt_tokens_estimate + min(most * asked.outputs, _MOST_TOKENS)
 
 
 def _may_be_asked(request: RouteRequest, engine: str) -> bool:

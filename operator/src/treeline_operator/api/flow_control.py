@@ -97,4 +97,5 @@ class FlowControl(Part):
     Gateway set it. Not with API keys, by whose names clients are told apart. Absent: trustRequestHeaders decides
     whether x-gateway-inference-fairness-id is believed."""
     quotas: Quotas | None = None
-    """Tokens and requests that each client may have; more is answered 429. Clients are told apart as for fairness."""
+    """Tokens and requests that each client may have; more is answered 429. Clients are told apart as for fairness. Our
+    own Envoy then shows responses to the picker, piece by piece: it counts what outputs took."""

@@ -116,6 +116,7 @@ def _config(context: GatewayContext) -> envoy.EnvoyConfig:
         add_endpoint_header=settings.expose_routing,
         expose_cached_tokens=settings.expose_routing,
         isolation="PerKey" if context.shared.kept_apart else "Shared",
+        response_body_mode="STREAMED" if context.shared.counts_outputs else "NONE",
         tracing=None if tracing is None else envoy.Tracing(*tracing.collector, ratio=tracing.ratio),
     )
 

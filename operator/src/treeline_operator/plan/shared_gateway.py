@@ -80,6 +80,13 @@ class SharedGateway:
         return self.picker.failure_mode == "FailOpen" and not self.salts
 
     @property
+    def counts_outputs(self) -> bool:
+        """Whether the picker must see responses: a quota that knows no outputs holds nobody who allows them any
+        length."""
+        flow = self.picker.flow_control
+        return flow is not None and flow.quotas is not None
+
+    @property
     def tracing(self) -> Tracing | None:
         """Where picker and Envoy send their spans: pools need not agree."""
         return next((pool.spec.tracing for pool in self.members if pool.spec.tracing is not None), None)
