@@ -17,6 +17,10 @@ REFUSED_FLOW_CONTROL = [
         "endpointPicker: {flowControl: {fairnessHeader: x-team}}",
         "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
     ),
+    (
+        "endpointPicker: {flowControl: {enabled: true, fairnessHeader: authorization}}",
+        "this header carries a secret, and a client's name is told in messages and traces: name another",
+    ),
     ("endpointPicker: {flowControl: {quotas: {}}}", "set configMapRef or secretRef, and not both"),
     (
         "endpointPicker: {flowControl: {quotas: {configMapRef: {name: a}, secretRef: {name: b}}}}",

@@ -167,6 +167,7 @@ def test_a_fairness_header_is_one_header(capsys: pytest.CaptureFixture[str]) -> 
     assert options_of(["--gateway", "g", "--fairness-header", "X-Team"]).fairness_header == "x-team"
     for name in ("", "x team", ":authority", "x-" + 63 * "a"):
         assert "is no name of a header" in refused(capsys, "--gateway", "g", "--fairness-header", name)
+    assert "carries a secret" in refused(capsys, "--gateway", "g", "--fairness-header", "Authorization")
 
 
 FLOW_CONFIG = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, featureGates: [flowControl]}"

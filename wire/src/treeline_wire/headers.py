@@ -17,6 +17,9 @@ SELECTION = "test-epp-endpoint-selection"
 CONFORMANCE_SERVED = "x-conformance-test-served-endpoint"
 """Of conformance tests: the endpoint that answered, told to the client."""
 
+CREDENTIALS = ("api-key", "authorization", "cookie", "proxy-authorization", "x-api-key")
+"""Whoever knows what is in them is let in: what names a client in pages, traces and messages is none of them."""
+
 # Envoy metadata: namespaces and keys.
 LB = "envoy.lb"
 LB_SUBSET = "envoy.lb.subset_hint"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from treeline_wire.headers import CREDENTIALS
 from treeline_wire.settings import setting
 
 from treeline_epp.picking.saturation import POLICIES, Saturation, saturation_of
@@ -34,6 +35,10 @@ DEPENDENT = frozenset(_NEEDED)
 def _header_name(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text.lower()):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a header")
+    if text.lower() in CREDENTIALS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} carries a secret, and a client's name is told in messages and traces: choose another header"
+        )
     return text.lower()
 
 

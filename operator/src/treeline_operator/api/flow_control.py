@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints
+from treeline_wire.headers import CREDENTIALS
 
 from treeline_operator.api.parts import DnsName, Part
 from treeline_operator.api.rules import Rule, forbidden
@@ -72,6 +73,11 @@ class FlowControl(Part):
         forbidden(
             "!has(self.fairnessHeader) || self.enabled || has(self.quotas)",
             "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
+            field=".fairnessHeader",
+        ),
+        forbidden(
+            f"!has(self.fairnessHeader) || !(self.fairnessHeader in {list(CREDENTIALS)})",
+            "this header carries a secret, and a client's name is told in messages and traces: name another",
             field=".fairnessHeader",
         ),
     )
