@@ -94,6 +94,7 @@ async def _until_signal(options: Options, argv: Sequence[str]) -> None:
     if options.workers > 1:
         try:
             curve, _ = _read_secrets(options), _tokenizers(options)
+            _raise_file_limit()
             await supervise(options, argv, stopping, curve, listen=_listen, peer_socket=_peer_socket)
         except WorkerFailed as error:
             raise StartError(str(error)) from error
@@ -107,7 +108,8 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
         for sentence in options.ignored:
             log.warning("of other endpoint pickers: %s", sentence)
     curve, tokenizers = _read_secrets(options), _tokenizers(options)
-    _raise_file_limit()
+    if worker is None:  # a worker has its parent's
+        _raise_file_limit()
     metrics, registry, eds = Metrics(), ModelRegistry(), Eds() if worker is None else worker.eds
     health = await Health.starting()
     picker = _picker(options)
@@ -231,7 +233,7 @@ def _peer_socket(host: str, port: int) -> socket.socket:
     """Raises `StartError`."""
     try:
         return peers.bound(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what cannot be a name
         where = f"{host}:{port} (UDP)"
         raise StartError(f"cannot listen on {where}: {_words_of(error)}; choose another with --peer-port") from error
 
@@ -421,9 +423,9 @@ async def _listen(
         await admin.start(options.host, port)
     except TlsError as error:
         raise StartError(str(error)) from error
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, UnicodeError) as error:  # the last for what cannot be a name
         why = _words_of(error)
-        wrong_host = isinstance(error, OSError) and error.errno in _WRONG_HOST
+        wrong_host = isinstance(error, UnicodeError) or (isinstance(error, OSError) and error.errno in _WRONG_HOST)
         fix = "correct --host" if wrong_host else f"choose another port with {flag}"
         raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
     if isinstance(ext_proc, grpc.aio.Server):

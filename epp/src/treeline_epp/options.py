@@ -480,6 +480,8 @@ def _check_company(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
         p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
     if found["peers"] and found["peer_port"] + found["workers"] > 1 << 16:
         p.error("--peer-port: each worker has one, from this one on, and there are not so many")
+    if any(port + found["workers"] > 1 << 16 for _, port in found["peers"]):
+        p.error("--peers: each worker of a picker has a port, from the one that is named on, and there are not so many")
     if found["workers"] == 1:
         return
     if found["transport"] != "http2":

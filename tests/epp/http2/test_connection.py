@@ -360,6 +360,17 @@ def test_who_leaves_finishes_what_is_open_and_takes_nothing_new() -> None:
     assert connection.fault is None
 
 
+def test_a_peer_that_says_goodbye_is_answered_whatever_else_it_asks() -> None:
+    """Its GOAWAY is of streams that a server would open."""
+    connection = ours()
+    connection.receive(HELLO + headers(1, block()) + frames.goaway(0, Code.NO_ERROR))
+    (event,) = connection.receive(headers(3, block()))
+    assert isinstance(event, Requested)
+    assert not connection.left
+    connection.receive(frames.goaway(0, Code.NO_ERROR) * 100_000)
+    assert connection.fault is not None, "a flood of them is one"
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_whatever_comes_is_answered_or_ends_the_connection(seed: int) -> None:

@@ -21,9 +21,10 @@ from treeline_epp.extproc.http2_server import Http2Server
 from treeline_epp.extproc.tls import Certificate, TlsError, self_signed
 from treeline_epp.health import Health
 from treeline_epp.workers import entrance as module
+from treeline_epp.workers import link
 from treeline_epp.workers import team as team_module
 from treeline_epp.workers.entrance import Entrance, Handed, hand, to_shed
-from treeline_epp.workers.link import Status
+from treeline_epp.workers.link import Start, Status, Worker, lines
 from treeline_epp.workers.team import GONE, Member, Team
 from treeline_epp.xds.eds import Eds
 
@@ -180,6 +181,33 @@ async def test_a_worker_without_file_descriptors_loses_a_connection_says_so_and_
     client.close()
     ours.close()
     handed.close()
+    await server.stop(0)
+
+
+async def test_connections_of_a_flood_are_told_of_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "SOON_S", 60.0)
+    health = await Health.starting()
+    ours, its = socket.socketpair()
+    parents, link_end = socket.socketpair()
+    reader, back = await asyncio.open_connection(sock=parents)
+    _, writer = await asyncio.open_connection(sock=link_end)
+    worker = Worker(Start(0, b"k" * 32, 0, its.detach(), ()), writer)
+    server = Http2Server(health.methods(), 1 << 16)
+    worker.serve(server, None)
+    with socket.create_server((HOST, 0)) as door:
+        clients = [socket.create_connection(door.getsockname()) for _ in range(10)]
+        for _ in clients:
+            with door.accept()[0] as connection:
+                assert hand(ours, connection)
+    await until(lambda: server.connections == 10, "all are there")
+    worker.set_ready(True)  # which is told at once, and the connections with it
+    said = await anext(lines(reader))
+    assert isinstance(said, Status)
+    assert (said.ready, said.taken, said.connections) == (True, 10, 10)
+    for one in (*clients, ours):
+        one.close()
+    for stream in (back, writer):
+        stream.close()
     await server.stop(0)
 
 

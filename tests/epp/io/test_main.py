@@ -60,9 +60,10 @@ async def test_a_busy_port_is_an_error_that_names_it(
     assert "stopping" not in caplog.text, "it had not begun"
 
 
-async def test_a_host_that_is_not_ours_is_an_error_that_names_its_flag() -> None:
-    with pytest.raises(StartError, match=r"cannot listen on 192.0.2.1:.*; correct --host$"):
-        async with running_picker("--endpoint", "a=127.0.0.1:1", "--host", "192.0.2.1"):
+@pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
+async def test_a_host_that_is_not_ours_is_an_error_that_names_its_flag(host: str) -> None:
+    with pytest.raises(StartError, match=rf"cannot listen on {host}:.*; correct --host$"):
+        async with running_picker("--endpoint", "a=127.0.0.1:1", "--host", host):
             pass
 
 

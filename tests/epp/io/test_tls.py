@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import serialization
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from support.epp_io import engines, running_picker, until
 from support.epp_kube import asked
@@ -126,6 +127,23 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     with pytest.raises(TlsError):
         credentials(tmp_path)
     assert main(["--endpoint", "a=127.0.0.1:1", "--secure-serving", "--cert-path", str(tmp_path)]) == 1
+
+
+def test_a_key_that_wants_a_password_is_told_and_the_old_one_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key, chain = self_signed()
+    pem, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    secret = serialization.BestAvailableEncryption(b"secret")
+    locked = serialization.load_pem_private_key(key, None).private_bytes(pem, kind, secret)
+    write(tmp_path, (key, chain), 1)
+    certificate = Certificate(tmp_path)
+    certificate.context()
+    write(tmp_path, (locked, chain), 2)
+    assert certificate.changed() is None
+    assert "the old one stays: Password was not given" in caplog.text
+    with pytest.raises(TlsError, match="Password was not given"):
+        Certificate(tmp_path).context()
 
 
 def test_files_that_are_gone_are_told_once_and_used_when_they_are_back(

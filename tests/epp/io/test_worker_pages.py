@@ -105,10 +105,21 @@ def test_counters_never_fall_when_workers_die_or_do_not_answer() -> None:
 def test_an_endpoint_that_has_gone_leaves_no_series_of_workers_that_have_ended() -> None:
     totals = Totals()
     totals.page({1: page(10, endpoint="gone"), 2: page(20, endpoint="here")}, "", [1, 2])
-    found = values(totals.page({2: page(21, endpoint="here")}, "", [2]))
+    found = values(totals.page({2: page(21, endpoint="here")}, "", [2], {"here"}))
     assert 'x_total{endpoint="gone"}' not in found
     assert found['y_total{code="gone"}'] == 10, "what is not about an endpoint stays"
     assert found['x_total{endpoint="here"}'] == 21
+
+
+def test_what_only_a_worker_that_has_ended_counted_of_an_endpoint_stays_as_long_as_the_endpoint() -> None:
+    totals = Totals()
+    told = {1: page(10, endpoint="a"), 2: page(20, endpoint="b")}
+    assert values(totals.page(told, "", [1, 2], {"a", "b"}))['x_total{endpoint="a"}'] == 10
+    for endpoints in ({"a", "b"}, None):
+        found = values(totals.page({2: page(21, endpoint="b")}, "", [2], endpoints))
+        assert found['x_total{endpoint="a"}'] == 10, "the other never chose it"
+    assert values(totals.page({2: page(21)}, "", [2], {"a", "b"}))['x_total{endpoint="a"}'] == 31
+    assert 'x_total{endpoint="a"}' not in values(totals.page({2: page(21, endpoint="b")}, "", [2], {"b"}))
 
 
 async def test_they_are_summed_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

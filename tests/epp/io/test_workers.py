@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -224,6 +225,7 @@ async def test_a_worker_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) 
         (["--workers", "-1"], "--workers: "),
         (["--workers", "1000"], "--workers: "),
         (["--peers", "a:1", "--curve-dir", "/keys", "--peer-port", "65535"], "--peer-port: each worker has one"),
+        (["--peers", "a:65535", "--curve-dir", "/keys"], "--peers: each worker of a picker has a port"),
     ],
 )
 def test_what_does_not_go_with_workers_is_said_at_the_start(
@@ -252,6 +254,22 @@ def test_the_requests_that_each_worker_has_itself_are_summed() -> None:
             assert float(value) == 2 * one.pop(name), name
     assert {name.partition("{")[0] for name in one if "held" in name or "running" in name or "missed" in name} == set()
     assert "treeline_epp_flow_oldest_seconds" in {name.partition("{")[0] for name in one}, "the greatest"
+
+
+def test_the_parent_may_open_as_many_files_as_a_picker_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits: list[tuple[int, int]] = []
+
+    async def supervise(*_: Any, **__: Any) -> None:
+        limits.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+
+    monkeypatch.setattr(main, "supervise", supervise)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        assert main.main(["--endpoint", "a=127.0.0.1:1", "--workers", "2"]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert limits == [(hard, hard)]
 
 
 def _values(page: str) -> list[list[str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -122,11 +123,14 @@ class _Files:
         state = self._state()
         key, chain, *authorities = (read_file(path, _MOST_BYTES) for path in self._paths)
         self._seen = state  # what could not be read at the moment is read again
-        certificate = x509.load_pem_x509_certificate(chain)
-        if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
-            raise ValueError("tls.key is not the key of tls.crt")
-        for authority in authorities:
-            x509.load_pem_x509_certificates(authority)
+        try:
+            certificate = x509.load_pem_x509_certificate(chain)
+            if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
+                raise ValueError("tls.key is not the key of tls.crt")
+            for authority in authorities:
+                x509.load_pem_x509_certificates(authority)
+        except (TypeError, UnsupportedAlgorithm) as error:  # a key with a password, or of a kind that is not known
+            raise ValueError(str(error)) from error
         return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
 
     def context(self, terms: TlsTerms) -> ssl.SSLContext:

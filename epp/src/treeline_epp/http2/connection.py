@@ -48,7 +48,7 @@ class Connection:
         self._last = 0
         self._old = self._aging = 0
         """The last of the streams that were open for an `age`, and of those that were there at the last."""
-        self._leaving = self._parting = self.left = False
+        self._parting = self.left = False
         """`left`: we have said goodbye, and the peer has heard it. No more streams come."""
         self._fields = FieldReader(limits.header_bytes, known)
         self._rest = b""
@@ -213,10 +213,10 @@ class Connection:
     def _on_request(self, stream: int, block: bytes, events: list[Event], *, ended: bool) -> None:
         if stream % 2 == 0 or stream <= self._last:
             raise ConnectionFault(Code.PROTOCOL_ERROR, f"stream {stream} cannot be opened")
-        if not self._leaving:
+        if not self.left:
             self._last = stream
         fields = self._fields.request(block)
-        if self._leaving:
+        if self.left:
             return
         if len(self._streams) >= self.limits.streams:
             self._remember(stream, broken=True)
@@ -251,7 +251,7 @@ class Connection:
     def _on_rst_stream(self, _flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
         if len(payload) != 4:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a reset of other than four bytes")
-        if stream == 0 or (stream > self._last and not self._leaving):
+        if stream == 0 or (stream > self._last and not self.left):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of a stream that was never opened")
         if stream > self._old or stream not in self._streams:  # whoever gives up after a while is no flood
             self._nothing()
@@ -311,7 +311,7 @@ class Connection:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping of other than eight bytes")
         if flags & frames.ACK:  # that anything came is all that is asked, else
             if self._parting and payload == _HEARD and not self.left:
-                self._leaving = self.left = True
+                self.left = True
                 self._sending.control(frames.goaway(self._last, Code.NO_ERROR))
             return
         self._nothing()
@@ -320,7 +320,7 @@ class Connection:
     def _on_goaway(self, _flags: int, stream: int, payload: memoryview, _events: list[Event]) -> None:
         if stream or len(payload) < 8:
             raise ConnectionFault(Code.PROTOCOL_ERROR if stream else Code.FRAME_SIZE_ERROR, "a wrong goodbye")
-        self._leaving = True  # the peer opens no streams; those that are open go on
+        self._nothing()  # it is of streams that we would open; the peer's own go on, and more may come
 
     def _on_window_update(self, _flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
         if len(payload) != 4:
@@ -336,7 +336,7 @@ class Connection:
             return
         known = self._streams.get(stream)
         if known is None:
-            if stream > self._last and not self._leaving:
+            if stream > self._last and not self.left:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "a window of a stream that was never opened")
             return
         self._nothing()
@@ -352,7 +352,7 @@ class Connection:
 
     def _late(self, stream: int, known: Stream | None) -> None:
         """Data of a stream that takes none."""
-        if known is None and stream not in self._closed and stream > self._last and not self._leaving:
+        if known is None and stream not in self._closed and stream > self._last and not self.left:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "data of a stream that was never opened")
         self._nothing()
         if known is not None:

@@ -20,6 +20,8 @@ from treeline_epp.workers.entrance import Handed
 from treeline_epp.xds.eds import Eds
 
 BEAT_S = 1.0
+SOON_S = 0.02
+"""Connections that come in a flood are told of together: a line costs the more, the more endpoints there are."""
 MOST_LINE = 16 << 20
 """A line names each endpoint once."""
 
@@ -120,6 +122,7 @@ class Worker:
         self._writer = writer
         self._status = Status()
         self._handed: Handed | None = None
+        self._telling: asyncio.TimerHandle | None = None
 
     def serves_pages(self, metrics_port: int, admin_port: int) -> None:
         """They are there."""
@@ -128,7 +131,7 @@ class Worker:
 
     def serve(self, server: Http2Server, tls: Certificate | None) -> None:
         """Take the connections that are handed over. Raises what `tls` raises."""
-        self._handed = Handed(socket.socket(fileno=self.start.entrance_fd), server, tls, self._tell)
+        self._handed = Handed(socket.socket(fileno=self.start.entrance_fd), server, tls, self._tell_soon)
 
     def set_ready(self, ready: bool) -> None:
         """It takes requests, or takes no more."""
@@ -147,6 +150,7 @@ class Worker:
                     self._tell()
         finally:
             beating.cancel()
+            self._told()
             if self._handed is not None:
                 self._handed.close()
 
@@ -155,7 +159,17 @@ class Worker:
             await asyncio.sleep(BEAT_S)
             self._tell()
 
+    def _tell_soon(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(SOON_S, self._tell)
+
+    def _told(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+
     def _tell(self) -> None:
+        self._told()
         status = msgspec.structs.replace(self._status, synced=self.eds.synced, endpoints=self.eds.endpoints)
         if (handed := self._handed) is not None:
             status = msgspec.structs.replace(status, taken=handed.taken, connections=handed.server.connections)

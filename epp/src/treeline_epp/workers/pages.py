@@ -50,12 +50,14 @@ class Pages:
     async def metrics(self, _query: Mapping[str, str]) -> Page:
         """The sum, over the lives of workers."""
         async with self._summing:  # each page is to be no less than the one before
-            told = await self._asking.all("/metrics", port=metrics_port)
+            told, listed = await asyncio.gather(
+                self._asking.all("/metrics", port=metrics_port), self._asking.all("/endpoints")
+            )
             pages = {one.place.pid: _body(one).decode() for one in told if one.well}
             self._unanswered = len(told) - len(pages)
             living = {place.pid for place in self._places()}
             # Beside the loop, which answers EDS and health: with a thousand endpoints it takes a good part of a second.
-            body = await asyncio.to_thread(self._totals.page, pages, self._own().decode(), living)
+            body = await asyncio.to_thread(self._totals.page, pages, self._own().decode(), living, _names(listed))
         return Page(body, content_type=_TEXT)
 
     def admin(self, ready: Callable[[], bool], options: Options) -> PageServer:
@@ -129,6 +131,14 @@ class Pages:
             return Page({**merge(said), **_missing(told)})
         refused = next((one.page for one in told if one.page is not None), None)
         return refused or Page({**_NOBODY, **_missing(told)}, 503)
+
+
+def _names(listed: Sequence[Told]) -> set[str] | None:
+    """Of the endpoints that any worker knows; None where none has heard of all of them yet."""
+    pages = [page for one in listed if one.well and (page := _json(one))["synced"]]
+    if not pages:
+        return None
+    return {one["name"] for page in pages for pool in page["pools"].values() for one in pool["endpoints"]}
 
 
 def _missing(told: Sequence[Told]) -> dict[str, object]:

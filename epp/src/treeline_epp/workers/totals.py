@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
+from treeline_epp.compat.series import OTHER
+
 SUMMED_GAUGES = frozenset(
     {
         "treeline_epp_extproc_streams",
@@ -39,6 +41,8 @@ LEAST_GAUGES = frozenset({"treeline_epp_peers"})
 """It is what the worst of them knows that counts."""
 _ENDPOINT_LABELS = frozenset({"endpoint", "endpoint_name", "pod_name"})
 """Of endpoints that come and go: what a worker that has ended knew of one that has gone is forgotten, too."""
+_NO_ENDPOINTS = frozenset({"", OTHER})
+"""Values of these labels that are no names."""
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -50,21 +54,20 @@ class Totals:
         self._last: dict[int, list[Metric]] = {}
         self._past: list[Metric] = []
 
-    def page(self, pages: Mapping[int, str], own: str, living: Collection[int]) -> bytes:
+    def page(
+        self, pages: Mapping[int, str], own: str, living: Collection[int], endpoints: Collection[str] | None = None
+    ) -> bytes:
         """Of now: the pages of the workers that answer, by process, and the parent's own. `living`: all processes that
-        are there. Raises ValueError for what is no such page."""
+        are there; `endpoints`: the names of those that are, None where nobody says. Raises ValueError for what is no
+        such page."""
         fresh = {pid: families(page) for pid, page in pages.items()}
         self._last |= {pid: [one for one in found if _lasts(one)] for pid, found in fresh.items()}
         ended = [pid for pid in self._last if pid not in living and pid not in fresh]
         self._past = merged([self._past, *(self._last.pop(pid) for pid in ended)])
-        if fresh:
-            shown = {_key(sample) for found in self._last.values() for one in found for sample in one.samples}
+        if endpoints is not None:
+            there = _NO_ENDPOINTS.union(endpoints)
             for one in self._past:
-                one.samples = [
-                    sample
-                    for sample in one.samples
-                    if _ENDPOINT_LABELS.isdisjoint(sample.labels) or _key(sample) in shown
-                ]
+                one.samples = [sample for sample in one.samples if there.issuperset(_endpoints(sample))]
         stale = [found for pid, found in self._last.items() if pid not in fresh]
         return rendered(merged([*fresh.values(), families(own), *stale, self._past]))
 
@@ -109,6 +112,10 @@ def _both(family: Metric, one: float, other: float) -> float:
 
 def _lasts(family: Metric) -> bool:
     return family.type in ("counter", "histogram", "summary")
+
+
+def _endpoints(sample: Sample) -> set[str]:
+    return {value for label, value in sample.labels.items() if label in _ENDPOINT_LABELS}
 
 
 def _key(sample: Sample) -> Key:
