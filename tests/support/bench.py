@@ -91,6 +91,14 @@ def _rows_of_two(engine: str) -> list[tuple[str, float, float | None]]:
 
 INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
     "routing": _routing_rows(),
+    "routing-peers": [
+        ("routing.peers.zipf.hit_vs.smg", 1.1, None),
+        ("routing.peers.zipf.hit_vs.sglang-router", 0.9, None),
+        ("routing.peers.zipf.ttft_p90_vs.smg", 0.8, None),
+        ("routing.peers.zipf.ttft_p90_vs.sglang-router", 0.7, None),
+        ("routing.peers.zipf.hit_rate.smg", 0.6, 0.8),
+        ("routing.peers.zipf.late.smg", 3, None),
+    ],
     "engines": _rows_of_two("vllm"),
     "engines-sglang": _rows_of_two("sglang"),
     "picker": [

@@ -25,6 +25,7 @@ from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select
 from treeline_bench.report import MarkersMissing, page, replace_between_markers, summary
 from treeline_bench.results import Result, ResultError, number, read_results, write_result, write_whole
 from treeline_bench.serving.command import main as serving
+from treeline_bench.sim.peers import options as peers
 
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / ".cache" / "bench-quick"
@@ -66,6 +67,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         metavar="FILE",
         help="print the summary of the results, or write it between the markers in FILE; runs nothing",
     )
+    peers.add_arguments(bench)
     return bench
 
 
@@ -103,7 +105,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, console: Console) -
         date=datetime.date.today().isoformat(),
         machine=this_machine(),
         versions=versions() | benchmark.versions(),
-        command=f"python -m treeline_bench {benchmark.name}" + (" --quick" if args.quick else ""),
+        command=f"python -m treeline_bench {benchmark.command or benchmark.name}" + (" --quick" if args.quick else ""),
         rows=rows,
     )
 
@@ -150,9 +152,12 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     if args.readme is not None:
         return _quote(args.readme, _out(args), console)
     try:
-        chosen = select(args.names)
-    except KeyError as error:
+        chosen = [peers.chosen(args, console)] if peers.asked(args) else select(args.names)
+    except (KeyError, ValueError) as error:
         bench.error(error.args[0])
+    except BenchmarkError as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
     take_interrupts()
     try:
         return _run(chosen, args, console)

@@ -49,3 +49,5 @@ class Benchmark:
     """It needs what few machines have, so it is not one of all."""
     versions: Callable[[], dict[str, str]] = dict
     """Of what it starts and this environment has not, by name."""
+    command: str = ""
+    """Its words on the command line, where they are more than its name."""

@@ -105,3 +105,38 @@ def simulated() -> dict[str, Metric]:
         }
         found |= {f"{name}.{what}": Metric(*described, headline=False) for what, described in plain.items()}
     return found
+
+
+def beside_peers() -> dict[str, Metric]:
+    """Those of `routing-sim --peers`, for each trace; the tail is a router's name."""
+    same = "the other router, same run"
+    found: dict[str, Metric] = {}
+    for trace in TRACES:
+        name = f"routing.peers.{trace}"
+        of = f"trace {trace}, simulated engines behind sockets"
+        found |= {
+            f"{name}.hit_vs": Metric(
+                "times", f"our hit rate by that of another router, {of}", "higher", 1.0, same, headline=False
+            ),
+            f"{name}.ttft_p90_vs": Metric(
+                "times",
+                f"our time to first token by that of another router, 90th percentile, {of}",
+                "lower",
+                1.0,
+                same,
+                headline=False,
+            ),
+            f"{name}.hit_rate": Metric(
+                "share",
+                "prompt tokens from a cache, as the engines count them",
+                "higher",
+                source="one endless cache of all engines",
+                beside="endless",
+                headline=False,
+            ),
+            f"{name}.ttft_p50_ms": Metric("ms", "time to first token, median", "lower", headline=False),
+            f"{name}.ttft_p90_ms": Metric("ms", "the same, 90th percentile", "lower", headline=False),
+            f"{name}.errors": Metric("requests", "without a whole answer", "lower", headline=False),
+            f"{name}.late": Metric("requests", "sent over 20 ms after they were due", "lower", headline=False),
+        }
+    return found

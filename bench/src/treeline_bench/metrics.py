@@ -6,7 +6,7 @@ that selects no entry of its own: `routing.hit_rate.random` is described by `rou
 
 from __future__ import annotations
 
-from treeline_bench.metric import EXPECTED, Metric, of_engine, simulated
+from treeline_bench.metric import EXPECTED, Metric, beside_peers, of_engine, simulated
 from treeline_bench.results import Row
 
 _CHAOS = "the bound that was set for free requests beside hostile ones"
@@ -80,6 +80,7 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     **simulated(),
+    **beside_peers(),
     "routing.errors": Metric("requests", "requests without a complete answer", "lower", source="none expected"),
     **of_engine("vLLM"),
     **of_engine("SGLang"),

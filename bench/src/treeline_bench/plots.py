@@ -448,9 +448,21 @@ def _routing_sim(result: Result) -> Figure:
     return figure
 
 
+def _routing_peers(result: Result) -> Figure:
+    """Our hit rate and waits, as a multiple of each other router's."""
+    figure, axes = _figure("Our picker beside other routers", 2, f"3 simulated engines, {_size(result)}")
+    for axis, ending, what in zip(axes, ("hit_vs", "ttft_p90_vs"), ("Hit rate", "TTFT p90"), strict=True):
+        found = {row.metric.rpartition(".")[2]: row.value for row in result.rows if f".{ending}." in row.metric}
+        _bars(axis, list(found), list(found.values()), [OURS] * len(found))
+        axis.set(title=f"{what}: ours ÷ theirs")
+        axis.axhline(1.0, color=REFERENCE, linestyle="--", linewidth=1.3)
+    return figure
+
+
 PLOTS: dict[str, Callable[[Result], Figure]] = {
     "routing": _routing,
     "routing-sim": _routing_sim,
+    "routing-peers": _routing_peers,
     "picker": _picker,
     "gie": _gie,
     "tree": _tree,

@@ -176,16 +176,16 @@ def edge(policy: str, engines: Sequence[Server], context: Context) -> Iterator[E
         picker = stack.enter_context(child("picker", argv, folder))
         found = Edge(port, f"http://127.0.0.1:{pages}", f"http://127.0.0.1:{metrics}/metrics", times)
         picker.wait_ready(f"{found.pages}/ready")
-        picker.wait_until(lambda: follows(found, len(engines)), "following the engines' events", QUIET_S)
+        picker.wait_until(lambda: follows(found.metrics, len(engines)), "following the engines' events", QUIET_S)
         words = [str(envoy_binary()), "--config-path", str(path), "--log-level", "warning", "--concurrency", "1"]
         envoy = stack.enter_context(child("envoy", [*words, "--disable-hot-restart"], folder))
         envoy.wait_ready(f"http://127.0.0.1:{port}/health")
         yield found
 
 
-def follows(edge: Edge, engines: int) -> bool:
-    """Whether the picker has applied all that so many engines have published."""
-    page = _get(edge.metrics).text
+def follows(metrics: str, engines: int) -> bool:
+    """Whether the picker with this page of metrics has applied all that so many engines have published."""
+    page = _get(metrics).text
     states = [line.split() for line in page.splitlines() if line.startswith("treeline_epp_kv_subscriptions{")]
     return sum(float(count) for name, count in states if "live" in name or "checking" in name) == engines
 
