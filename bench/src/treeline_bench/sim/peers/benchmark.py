@@ -11,8 +11,9 @@ Ours are `treeline pick` with the engines' KV events and an Envoy of one worker;
 `cache_aware` and their own defaults. The picker of the Gateway API Inference Extension needs Kubernetes objects:
 benchmark `gie` has it.
 
-Bias. All share the machine's cores. A peer is one process, ours are two. 40 s show a cold start and what follows, and
-no eviction where the trace does not fill the memory.
+Bias. All share the machine's cores, and ours come first. A peer is one process, ours are two. Whatever a router counts
+by the clock (how long it trusts a measurement, how often it evicts) is not slowed down with the engines. 40 s show a
+cold start and what follows, and no eviction where the trace does not fill the memory.
 """
 
 from __future__ import annotations
