@@ -134,3 +134,9 @@ def test_what_readme_and_docs_quote_is_what_was_measured(tmp_path: Path) -> None
         copy.write_text((ROOT / page).read_text())
         assert main(["--readme", str(copy)]) == 0
         assert copy.read_text() == (ROOT / page).read_text()
+
+
+def test_a_run_does_not_quote_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--start", "a=true", "--readme", "README.md"])
+    assert "give it alone, after the run" in capsys.readouterr().err

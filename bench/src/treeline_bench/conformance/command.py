@@ -156,6 +156,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_benc
             print(f"{one.name:<34} {one.level.value:<7} {one.says}")
         return 0
     if args.readme is not None:
+        if args.start or args.against or args.target:
+            top.error("--readme runs nothing, it quotes what --out wrote: give it alone, after the run")
         return _quote(args, console)
     try:
         targets = targets_of(args)
