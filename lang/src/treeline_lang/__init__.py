@@ -1,1 +1,97 @@
-"""The frontend language. Nothing here yet: the room holds its place in the import rule."""
+"""Treeline's frontend language: programs of several model calls, written in Python.
+
+    from treeline_lang import RuntimeEndpoint, assistant, function, gen, user
+
+    @function
+    def capital(s, country):
+        s += user("What is the capital of " + country + "?")
+        s += assistant(gen("answer", max_tokens=16))
+
+    with RuntimeEndpoint("http://127.0.0.1:30000") as backend:
+        print(capital.run(country="France", backend=backend)["answer"])
+
+`docs/language.md` is the tutorial.
+"""
+
+from treeline_lang.backends.base import Backend, set_default_backend
+from treeline_lang.backends.runtime import RuntimeEndpoint
+from treeline_lang.choices import (
+    greedy_token_selection,
+    token_length_normalized,
+    unconditional_likelihood_normalized,
+)
+from treeline_lang.errors import (
+    BackendError,
+    Cancelled,
+    ProgramError,
+    Refused,
+    RoleError,
+    TemplateError,
+    TraceError,
+    UnknownVariable,
+    Unreachable,
+    Unsupported,
+    WrongType,
+)
+from treeline_lang.expressions import (
+    Expr,
+    assistant,
+    assistant_begin,
+    assistant_end,
+    gen,
+    gen_int,
+    gen_string,
+    image,
+    select,
+    separate_reasoning,
+    system,
+    system_begin,
+    system_end,
+    user,
+    user_begin,
+    user_end,
+    video,
+)
+from treeline_lang.program import Function, function
+from treeline_lang.state import ProgramState, ProgramStateGroup
+
+__all__ = [
+    "Backend",
+    "BackendError",
+    "Cancelled",
+    "Expr",
+    "Function",
+    "ProgramError",
+    "ProgramState",
+    "ProgramStateGroup",
+    "Refused",
+    "RoleError",
+    "RuntimeEndpoint",
+    "TemplateError",
+    "TraceError",
+    "UnknownVariable",
+    "Unreachable",
+    "Unsupported",
+    "WrongType",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "greedy_token_selection",
+    "image",
+    "select",
+    "separate_reasoning",
+    "set_default_backend",
+    "system",
+    "system_begin",
+    "system_end",
+    "token_length_normalized",
+    "unconditional_likelihood_normalized",
+    "user",
+    "user_begin",
+    "user_end",
+    "video",
+]

@@ -1,0 +1,1 @@
+"""Who generates: Treeline's runtime, other servers, an engine in this process."""

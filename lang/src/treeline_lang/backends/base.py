@@ -1,0 +1,104 @@
+"""What a program asks of whoever generates."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from treeline_lang import background
+from treeline_lang.choices import ChoicesMethod, Decision
+from treeline_lang.errors import Unsupported
+from treeline_lang.sampling import Sampling
+from treeline_lang.templates import TEMPLATES, ChatTemplate
+from treeline_lang.transcript import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    text: str
+    """All of it so far, without the stop that ended it."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """As SGLang's `meta_info`: `finish_reason`, `prompt_tokens`, `completion_tokens`, …, where the backend tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is known of a request besides its text."""
+
+    session: str | None = None
+    """Requests of one program: better served where the earlier ones were."""
+    num_api_spec_tokens: int | None = None
+    """Of the program (`treeline_lang.speculation`)."""
+
+
+class Backend(ABC):
+    """All methods with `async` run on the loop of `treeline_lang.background`, many at a time; they raise BackendError,
+    Unsupported and TemplateError. A backend keeps nothing of a program: two runs never see each other."""
+
+    reads_images = False
+    reads_videos = False
+    image_token = ""
+    """What stands in the text for an image."""
+    takes_hints = False
+    """`warm` makes later requests with the same beginning faster."""
+
+    async def template(self) -> ChatTemplate:
+        """How the model's turns are written. Asked before the first of a program."""
+        return TEMPLATES["plain"]
+
+    @abstractmethod
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+        """`sampling.n` completions."""
+
+    @abstractmethod
+    def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+        """One completion as it grows, at least one time."""
+
+    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
+
+    async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:  # noqa: B027
+        """Have the prompt cached, for so many requests that begin with it."""
+
+    async def aclose(self) -> None:  # noqa: B027
+        """Give back what it holds. Idempotent."""
+
+    # ---- for callers without an event loop ----------------------------------------------------------------------
+
+    def close(self) -> None:
+        background.call(self.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache."""
+        raise Unsupported(f"{type(self).__name__} has no cache to flush")
+
+    def get_server_info(self) -> dict[str, Any]:
+        raise Unsupported(f"{type(self).__name__} has no server that tells about itself")
+
+
+_default: Backend | None = None
+_default_lock = threading.Lock()
+
+
+def set_default_backend(backend: Backend | None) -> None:
+    """Which backend runs programs that name none."""
+    global _default
+    with _default_lock:
+        _default = backend
+
+
+def default_backend() -> Backend:
+    if _default is None:
+        raise Unsupported(
+            "no backend: give run() one, as backend=RuntimeEndpoint('http://127.0.0.1:30000'), or set_default_backend()"
+        )
+    return _default

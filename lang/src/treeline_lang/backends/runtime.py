@@ -1,0 +1,236 @@
+"""Treeline's runtime, or any server with SGLang's `/generate`, alone or behind a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from treeline_lang import background
+from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.http import HttpClient
+from treeline_lang.backends.scoring import select_by_logprobs
+from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
+from treeline_lang.errors import BackendError, Refused, Unsupported
+from treeline_lang.sampling import Sampling
+from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive
+from treeline_lang.transcript import Prompt
+
+SESSION_HEADER: Final = "x-session-id"
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "n",
+)
+_TOP_LEVEL: Final = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
+_NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
+
+
+class RuntimeEndpoint(Backend):
+    """A runtime behind a URL: a pod's, or that of a gateway with many behind it."""
+
+    takes_hints = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        chat_template: str | ChatTemplate | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """api_key: sent as a bearer token (None: the variable TREELINE_API_KEY). model: where several are served behind
+        one URL. chat_template: one of `treeline_lang.templates.TEMPLATES`, or pieces of your own (None: the model's, as
+        the server renders it). Raises ValueError for a URL or a template that is none.
+        """
+        key = api_key or os.environ.get("TREELINE_API_KEY")
+        self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
+        self._model = {} if model is None else {"model": model}
+        if isinstance(chat_template, str) and chat_template not in TEMPLATES:
+            raise ValueError(f"chat_template is one of {', '.join(TEMPLATES)}, not {chat_template!r}")
+        given = TEMPLATES[chat_template] if isinstance(chat_template, str) else chat_template
+        self._template: ChatTemplate | None = given
+        self._deriving: asyncio.Task[ChatTemplate] | None = None
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+        if sampling.stop_regex:
+            return [await self._until(prompt, sampling, call) for _ in range(sampling.n or 1)]
+        answer = await self._post(self._body(prompt.text, sampling), call)
+        return [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+        patterns = [re.compile(pattern) for pattern in sampling.stop_regex]
+        body = {**self._body(prompt.text, sampling), "stream": True}
+        async with aclosing(self._http.events("/generate", body, self._headers(call))) as events:
+            async for _, data in events:
+                if isinstance(data, dict) and "error" in data:
+                    raise BackendError(f"the server gave the request up: {data['error']}")
+                completion = _completion(data)
+                cut = _cut(completion, patterns)
+                yield cut or completion
+                if cut is not None:
+                    return
+
+    async def _until(self, prompt: Prompt, sampling: Sampling, call: Call) -> Completion:
+        completion = Completion("")
+        async with aclosing(self.stream(prompt, sampling, call)) as stream:
+            async for one in stream:
+                completion = one
+        return completion
+
+    async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
+        await self._post({"text": prompt.text, "sampling_params": _NOTHING}, call)
+
+    def _body(self, text: str, sampling: Sampling) -> dict[str, Any]:
+        params: dict[str, Any] = {"max_new_tokens": sampling.limit}
+        if sampling.min_tokens is not None:
+            params["min_new_tokens"] = sampling.min_tokens
+        for name in _SAMPLING:
+            if getattr(sampling, name) is not None:
+                params[name] = getattr(sampling, name)
+        if sampling.stop_regex:
+            params.pop("n", None)
+        for name in ("stop", "stop_token_ids"):
+            if getattr(sampling, name):
+                params[name] = list(getattr(sampling, name))
+        for name in ("regex", "json_schema"):
+            if getattr(sampling, name) is not None:
+                params[name] = getattr(sampling, name)
+        body = {"text": text, "sampling_params": params}
+        return body | {name: value for name in _TOP_LEVEL if (value := getattr(sampling, name)) is not None}
+
+    # ---- choosing -----------------------------------------------------------------------------------------------
+
+    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        return await select_by_logprobs(_Scorer(self, call), prompt.text, choices, method)
+
+    # ---- the server ---------------------------------------------------------------------------------------------
+
+    async def template(self) -> ChatTemplate:
+        if self._template is None:
+            if self._deriving is None:
+                self._deriving = asyncio.ensure_future(self._derive())
+            try:
+                self._template = await asyncio.shield(self._deriving)
+            finally:
+                if self._deriving is not None and self._deriving.done():
+                    self._deriving = None
+        return self._template
+
+    async def _derive(self) -> ChatTemplate:
+        async def render(messages: list[Message], opened: bool) -> str:
+            tokens = await self._tokens({"messages": messages, "add_generation_prompt": opened})
+            return await self._text(tokens)
+
+        start = await self._text(await self._tokens({"prompt": ""}))
+        return await derive(render, start)
+
+    async def _tokens(self, body: dict[str, Any]) -> list[int]:
+        try:
+            answer = await self._http.post("/tokenize", body | self._model)
+        except Refused as error:
+            raise Refused(f"{error.reason}; give RuntimeEndpoint a chat_template ({', '.join(TEMPLATES)})") from None
+        return list(answer["tokens"])
+
+    async def _text(self, tokens: list[int]) -> str:
+        if not tokens:
+            return ""
+        body = {"tokens": tokens, "skip_special_tokens": False} | self._model
+        return str((await self._http.post("/detokenize", body))["text"])
+
+    async def _post(self, body: dict[str, Any], call: Call) -> Any:
+        return await self._http.post("/generate", body | self._model, self._headers(call))
+
+    def _headers(self, call: Call) -> dict[str, str]:
+        return {} if call.session is None else {SESSION_HEADER: call.session}
+
+    def get_server_info(self) -> dict[str, Any]:
+        info = background.call(self._http.get("/get_server_info"))
+        return dict(info)
+
+    def get_model_info(self) -> dict[str, Any]:
+        return dict(background.call(self._http.get("/get_model_info")))
+
+    def flush_cache(self) -> None:
+        """Raises Unsupported where the server keeps this from its users: then its administration is asked, if it is on
+        this machine."""
+        background.call(self._flush())
+
+    async def _flush(self) -> None:
+        try:
+            await self._http.post_text("/flush_cache")
+            return
+        except Refused as error:
+            refusal = error
+        info = await self._http.get("/get_server_info")
+        host, port = info.get("admin_host"), info.get("admin_port")
+        here = urlsplit(self._http.url)
+        if (
+            host not in ("127.0.0.1", "localhost", "::1")
+            or here.hostname not in (host, "127.0.0.1", "localhost")
+            or not port
+        ):
+            raise Unsupported(f"the cache cannot be flushed from here: {refusal.reason}") from None
+        admin = HttpClient(urlunsplit((here.scheme, f"{here.hostname}:{port}", "", "", "")))
+        try:
+            await admin.post_text("/flush_cache?timeout=5")
+        finally:
+            await admin.close()
+
+    async def aclose(self) -> None:
+        await self._http.close()
+
+
+class _Scorer:
+    """`scoring.Scorer` over `/generate`."""
+
+    def __init__(self, backend: RuntimeEndpoint, call: Call) -> None:
+        self._backend, self._call = backend, call
+
+    async def count(self, text: str) -> int:
+        answer = await self._backend._post({"text": text, "sampling_params": _NOTHING}, self._call)
+        return int(answer["meta_info"]["prompt_tokens"])
+
+    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
+        return await self._scores({"text": list(texts)}, start)
+
+    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
+        return await self._scores({"input_ids": [list(one) for one in ids]}, 0)
+
+    async def _scores(self, inputs: dict[str, Any], start: int) -> list[list[TokenLogprob]]:
+        asked = {"return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
+        answers = await self._backend._post({**inputs, **asked, "sampling_params": _NOTHING}, self._call)
+        return [[TokenLogprob(*entry) for entry in one["meta_info"]["input_token_logprobs"]] for one in answers]
+
+
+def _completion(answer: Any) -> Completion:
+    try:
+        meta = answer["meta_info"]
+        finish = meta.get("finish_reason") or {}
+        if finish.get("type") == "abort":
+            raise BackendError(f"the server gave the request up: {finish.get('message', '')}")
+        return Completion(answer["text"], meta)
+    except (KeyError, TypeError, AttributeError):
+        raise BackendError(f"the server's answer is not one of /generate: {str(answer)[:200]}") from None
+
+
+def _cut(completion: Completion, patterns: Sequence[re.Pattern[str]]) -> Completion | None:
+    """Up to the first match, if there is one."""
+    found = [match for pattern in patterns if (match := pattern.search(completion.text))]
+    if not found:
+        return None
+    first = min(found, key=lambda match: match.start())
+    reason = {"type": "stop", "matched": first.group()}
+    return Completion(completion.text[: first.start()], {**completion.meta, "finish_reason": reason})

@@ -1,0 +1,100 @@
+"""A program run with many arguments: threads for the bodies, results in order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from treeline_lang.executor import Run
+from treeline_lang.ordering import plan_batch
+from treeline_lang.progress import Progress
+from treeline_lang.state import ProgramState, state_of
+
+if TYPE_CHECKING:
+    from treeline_lang.program import Function
+
+Order = Literal["dfs", "given"]
+ORDERS: Final = ("dfs", "given")
+
+
+def thread_count(asked: int | Literal["auto"], items: int) -> int:
+    """Bodies mostly wait, so there are many more than cores. Raises ValueError."""
+    if asked == "auto":
+        asked = max(96, 16 * (os.cpu_count() or 1))
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ValueError(f"num_threads is 1 or more, or 'auto', not {asked!r}")
+    return min(asked, items)
+
+
+class Jobs:
+    """The runs of one program, each with its own arguments."""
+
+    def __init__(
+        self, program: Function, arguments: Sequence[Mapping[str, Any]], new_run: Callable[[], Run], order: Order
+    ) -> None:
+        """Raises ValueError for an order that there is not; Unsupported if there is no backend."""
+        if order not in ORDERS:
+            raise ValueError(f"order is one of {', '.join(ORDERS)}, not {order!r}")
+        self._program = program
+        self._arguments = arguments
+        self._runs = [new_run() for _ in arguments]
+        self._order = order
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[int, ProgramState]] = queue.SimpleQueue()
+        self._stopped = False
+
+    def run(self, num_threads: int | Literal["auto"], progress_bar: bool) -> Iterator[ProgramState]:
+        """The states, in the order of the arguments, each as soon as it and those before have ended. Whoever leaves
+        early, or interrupts, ends the others."""
+        threads = thread_count(num_threads, len(self._runs)) if self._runs else 0
+        return self._results(threads, Progress(len(self._runs), self._program.__name__, shown=progress_bar))
+
+    def _results(self, threads: int, progress: Progress) -> Iterator[ProgramState]:
+        if not self._runs:
+            return
+        plan = plan_batch(self._program, self._arguments, self._runs[0])
+        for index in plan.order if self._order == "dfs" else range(len(self._runs)):
+            self._waiting.put(index)
+        try:
+            with progress:
+                if self._order == "dfs":
+                    plan.warm(self._runs[0])
+                for number in range(threads):
+                    threading.Thread(target=self._work, name=f"programs {number}", daemon=True).start()
+                yield from self._in_order(progress)
+        finally:
+            self._stop()
+
+    def _in_order(self, progress: Progress) -> Iterator[ProgramState]:
+        ended: dict[int, ProgramState] = {}
+        for index in range(len(self._runs)):
+            while index not in ended:
+                number, state = self._ended.get()
+                ended[number] = state
+                progress.advance()
+            yield ended.pop(index)
+
+    def _work(self) -> None:
+        while not self._stopped:
+            try:
+                index = self._waiting.get_nowait()
+            except queue.Empty:
+                return
+            self._ended.put((index, self._one(index)))
+
+    def _one(self, index: int) -> ProgramState:
+        """Runs to its end; what goes wrong stays in the state."""
+        state = state_of(self._runs[index])
+        with suppress(Exception):  # the state has been told
+            self._program.run_body(state, self._arguments[index])
+        state.sync()
+        return state
+
+    def _stop(self) -> None:
+        self._stopped = True
+        for run in self._runs:
+            run.streams.cancel()

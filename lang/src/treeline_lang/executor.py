@@ -1,0 +1,244 @@
+"""A state's executor: like a stream of a GPU, it takes steps without making their submitter wait, and does them in
+order; different streams run at the same time.
+
+A variable is there as soon as the step that sets it is submitted; whoever reads it waits for it. A step that fails ends
+its stream: the steps behind it are not done, and their variables raise the same error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from treeline_lang import background
+from treeline_lang.backends.base import Backend, Call
+from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
+from treeline_lang.growing import Growing, Variable
+from treeline_lang.sampling import Sampling
+from treeline_lang.transcript import Transcript
+from treeline_lang.where import Where
+
+
+class Step(ABC):
+    """Something submitted to a stream."""
+
+    name: str = ""
+    """What an error calls it."""
+    where: Where | None = None
+    variables: Sequence[Variable] = ()
+    """That it sets."""
+
+    @abstractmethod
+    async def do(self, stream: StreamExecutor) -> None: ...
+
+    def abandon(self, failure: ProgramError) -> None:
+        """It will not be done, or not to its end."""
+        for variable in self.variables:
+            variable.fail(failure)
+
+
+class Mark(Step):
+    """Says that a stream has come here, or never will."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        self._reached = reached
+
+    async def do(self, stream: StreamExecutor) -> None:
+        self._reached()
+
+    def abandon(self, failure: ProgramError) -> None:
+        self._reached()
+
+
+class Streams:
+    """Those of a run, to be cancelled together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._members: weakref.WeakSet[StreamExecutor] = weakref.WeakSet()
+        self._cancelled = False
+
+    def add(self, stream: StreamExecutor) -> None:
+        with self._lock:
+            self._members.add(stream)
+            cancelled = self._cancelled
+        if cancelled:
+            stream.cancel()
+
+    def cancel(self) -> None:
+        """Requests in flight are given up, steps that wait are not done, nor are later ones."""
+        with self._lock:
+            self._cancelled = True
+            members = list(self._members)
+        for stream in members:
+            stream.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a program, with all its streams."""
+
+    backend: Backend
+    defaults: Sampling = field(default_factory=Sampling)
+    streaming: bool = False
+    hints: bool = True
+    """Prefixes are sent ahead of the branches that share them."""
+    parallel: bool = True
+    """False: a step's submitter waits until it is done."""
+    call: Call = field(default_factory=Call)
+    streams: Streams = field(default_factory=Streams)
+
+    def beside(self, sampling: Sampling) -> Run:
+        """A run for a program called within this one; it is cancelled with it."""
+        return replace(self, defaults=sampling.over(self.defaults))
+
+
+class StreamExecutor:
+    """Its methods without `_` are for the threads of programs; the rest runs on the loop."""
+
+    def __init__(self, run: Run, variables: dict[str, Variable] | None = None, *, waits: bool = False) -> None:
+        """variables: those of the state that it was forked from, if any. waits: nothing is done before `start`."""
+        self.run = run
+        self.variables = dict(variables or {})
+        self.transcript = Transcript()
+        self.growing = Growing()
+        """The whole text."""
+        self.scopes: dict[str, tuple[Variable, int]] = {}
+        """Open ones: variable, where its text begins."""
+        self.step: tuple[Where | None, str] = (None, "")
+        """What is being done."""
+        self.failure: ProgramError | None = None
+        self.forked_at = 0
+        """Characters of the text that it was forked with."""
+        self._loop = background.loop()
+        self._children: list[StreamExecutor] = []
+        self.owner = threading.get_ident()
+        """The thread that submits: what it reads before it has submitted the step that sets it will never come."""
+        self._declared = threading.Condition()
+        self._open = True
+        """More steps may come."""
+        self._inbox: deque[Step] = deque()
+        self._waits = waits
+        self._task: asyncio.Task[None] | None = None
+        run.streams.add(self)
+
+    # ---- threads of programs ------------------------------------------------------------------------------------
+
+    def submit(self, step: Step) -> None:
+        """Does not wait, unless the run is told not to be parallel."""
+        with self._declared:
+            self.variables.update({variable.name: variable for variable in step.variables})
+            self._declared.notify_all()
+        self._loop.call_soon_threadsafe(self._put, step)
+        if not self.run.parallel:
+            self.sync()
+
+    def variable(self, name: str, timeout: float | None = None) -> Variable:
+        """Waits for a body in another thread that may yet set it. Raises UnknownVariable, TimeoutError."""
+        mine = threading.get_ident() == self.owner
+        with self._declared:
+            if not self._declared.wait_for(lambda: name in self.variables or mine or not self._open, timeout):
+                raise TimeoutError(f"the program has not come to {name!r} within {timeout:g} s")
+            if name in self.variables:
+                return self.variables[name]
+            known = ", ".join(self.variables) or "none"
+        if self.failure is not None:
+            raise self.failure.again()
+        raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}")
+
+    def branch(self, count: int) -> list[StreamExecutor]:
+        """Streams that wait for a step of this one to start them."""
+        children = [StreamExecutor(self.run, self.variables, waits=True) for _ in range(count)]
+        self._children += children
+        return children
+
+    def sync(self) -> None:
+        """Wait until everything submitted so far is done or given up."""
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(self._put, Mark(done.set))
+        done.wait()
+
+    def close(self, failure: ProgramError | None = None) -> None:
+        """The body has ended: no more steps come. failure: why, where it did not end well."""
+        with self._declared:
+            self._open = False
+            self._declared.notify_all()
+        for child in self._children:
+            if child._open:
+                child.close(failure)
+        self._loop.call_soon_threadsafe(self._put, Mark(lambda: self._end(failure)))
+
+    def cancel(self) -> None:
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def start(self, transcript: Transcript) -> None:
+        """For one that waits: with this text."""
+        self.transcript, self.forked_at = transcript, len(transcript.text)
+        self.growing.grow(transcript.text)
+        self._waits = False
+        self._go_on()
+
+    def fail(self, failure: ProgramError) -> None:
+        """This step and those behind it are not done."""
+        self._waits = False
+        if self.failure is None:
+            self.failure = failure
+        for variable, _ in self.scopes.values():
+            variable.fail(self.failure)
+        while self._inbox:
+            self._inbox.popleft().abandon(self.failure)
+        self.growing.fail(self.failure)
+
+    def show(self, coming: str = "") -> None:
+        """Let those who follow the text see it. coming: what the transcript does not have yet."""
+        self.growing.grow(self.transcript.text + coming)
+
+    def _put(self, step: Step) -> None:
+        if self.failure is not None:
+            step.abandon(self.failure)
+            return
+        self._inbox.append(step)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._task is None and not self._waits and self._inbox:
+            self._task = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        while self._inbox:
+            step = self._inbox.popleft()
+            self.step = (step.where, step.name)
+            try:
+                await step.do(self)
+            except asyncio.CancelledError:
+                self._stop(step, Cancelled("interrupted"))
+            except ProgramError as error:
+                self._stop(step, error)
+            except Exception as error:
+                failure = ProgramError(f"{type(error).__name__}: {error}")
+                failure.__cause__ = error
+                self._stop(step, failure)
+        self._task = None
+
+    def _stop(self, step: Step, failure: ProgramError) -> None:
+        failure.at(*self.step)
+        step.abandon(failure)
+        self.fail(failure)
+
+    def _end(self, failure: ProgramError | None) -> None:
+        if failure is not None:
+            self.fail(failure)
+        self.growing.end()
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self.fail(Cancelled("interrupted"))

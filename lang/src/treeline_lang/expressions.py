@@ -1,0 +1,318 @@
+"""What a program appends to its state: texts, model calls, roles, images, and sums of them.
+
+Nodes are plain immutable data: an interpreter evaluates them, a tracer collects them, both share what they mean. Each
+but a sum knows the line of the program that made it (`where`, which equality ignores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal
+
+from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, token_length_normalized
+from treeline_lang.reasoning import check_model_type
+from treeline_lang.sampling import Sampling, check_sampling
+from treeline_lang.where import Where, caller
+
+Role = Literal["system", "user", "assistant"]
+ROLES: Final[tuple[Role, ...]] = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Expr:
+    step: ClassVar[str] = "+="
+    """What an error calls it."""
+
+    def __add__(self, other: Piece) -> Sum:
+        return Sum((*_parts(self), *_parts(as_expr(other))))
+
+    def __radd__(self, other: Piece) -> Sum:
+        return Sum((*_parts(as_expr(other)), *_parts(self)))
+
+
+Piece = Expr | str | int | float
+"""What may be appended: numbers as their text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Expr):
+    text: str
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(Expr):
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gen(Expr):
+    """The model goes on. `name`: the variable that holds what it wrote; None: nobody reads it."""
+
+    step = "gen"
+    name: str | None
+    sampling: Sampling
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Select(Expr):
+    """The model takes one of several texts."""
+
+    step = "select"
+    name: str | None
+    choices: tuple[str | Expr, ...]
+    """An expression is one that has a text without asking a model."""
+    method: ChoicesMethod = token_length_normalized
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleBegin(Expr):
+    step = "role"
+    role: Role
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEnd(Expr):
+    step = "role"
+    role: Role
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeBegin(Expr):
+    step = "var_scope"
+    name: str
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeEnd(Expr):
+    step = "var_scope"
+    name: str
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Image(Expr):
+    """A picture: a path, a URL, or its bytes."""
+
+    step = "image"
+    source: str | bytes
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Video(Expr):
+    step = "video"
+    source: str | bytes
+    num_frames: int
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateReasoning(Expr):
+    """Of each variable that `expr` generates, the reasoning goes to another one, `<name>_reasoning_content`."""
+
+    step = "separate_reasoning"
+    expr: Expr
+    model_type: str
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+def as_expr(piece: object) -> Expr:
+    """Raises TypeError for what cannot be appended."""
+    if isinstance(piece, Expr):
+        return piece
+    if isinstance(piece, str):
+        return Text(piece)
+    if isinstance(piece, int | float):
+        return Text(str(piece))
+    if piece is None:
+        raise TypeError("None was appended: a function without a return, or a variable that was never set?")
+    raise TypeError(f"{type(piece).__name__} cannot be appended: a program appends texts, numbers and expressions")
+
+
+def _parts(expr: Expr) -> tuple[Expr, ...]:
+    return expr.parts if isinstance(expr, Sum) else (expr,)
+
+
+def flatten(expr: Expr) -> tuple[Expr, ...]:
+    """The parts of a sum, in order; of anything else, itself."""
+    return _parts(expr)
+
+
+def names_of(expr: Expr) -> tuple[str, ...]:
+    """The variables that an expression sets, in order."""
+    names: list[str] = []
+    for part in _parts(expr):
+        if isinstance(part, SeparateReasoning):
+            inner = names_of(part.expr)
+            names += [*inner, *(reasoning_name(name) for name in inner)]
+        elif isinstance(part, Gen | Select | ScopeBegin) and part.name is not None:
+            names.append(part.name)
+    return tuple(names)
+
+
+def reasoning_name(name: str) -> str:
+    return f"{name}_reasoning_content"
+
+
+# ---- what a program calls ---------------------------------------------------------------------------------------
+
+
+def gen(
+    name: str | None = None,
+    max_tokens: int | None = None,
+    min_tokens: int | None = None,
+    n: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    stop_regex: str | Sequence[str] | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    ignore_eos: bool | None = None,
+    return_logprob: bool | None = None,
+    logprob_start_len: int | None = None,
+    top_logprobs_num: int | None = None,
+    return_text_in_logprobs: bool | None = None,
+    dtype: type | str | None = None,
+    choices: Sequence[str | Expr] | None = None,
+    choices_method: ChoicesMethod | str | None = None,
+    regex: str | None = None,
+    json_schema: Any = None,
+) -> Expr:
+    """The model goes on with the text; what it writes is `s[name]`.
+
+    What is not given is as the run says, or the backend. n: as many answers, `s[name]` is their list and the text goes
+    on with the first. dtype: int, float, bool or str; the output is held to it and `s[name]` is of it. choices: the
+    same as `select`. regex; json_schema: a mapping, JSON, or a pydantic model. stop_regex: the text ends where it
+    matches. Raises TypeError and ValueError for arguments that no backend takes.
+    """
+    given = dict(locals())
+    _check_name(given.pop("name"))
+    choices, method = given.pop("choices"), given.pop("choices_method")
+    if choices is not None:
+        if any(given[key] is not None for key in ("regex", "json_schema", "dtype")):
+            raise ValueError("choices and a constraint are two constraints of one text: give one")
+        return select(name, choices, temperature=0.0, choices_method=method)
+    if method is not None:
+        raise ValueError("choices_method is for choices, and there are none")
+    return Gen(name, check_sampling(**given))
+
+
+def gen_int(name: str | None = None, **options: Any) -> Expr:
+    """`gen` of an integer."""
+    return gen(name, dtype=int, **options)
+
+
+def gen_string(name: str | None = None, **options: Any) -> Expr:
+    """`gen` of a quoted text; `s[name]` has no quotes."""
+    return gen(name, dtype=str, **options)
+
+
+def select(
+    name: str | None = None,
+    choices: Sequence[str | Expr] | None = None,
+    temperature: float = 0.0,
+    choices_method: ChoicesMethod | str | None = None,
+) -> Expr:
+    """The likeliest of several texts, by `choices_method` (`treeline_lang.choices`)."""
+    _check_name(name)
+    if not isinstance(choices, list | tuple) or not choices:
+        raise TypeError(f"choices is a list of one text or more, not {choices!r}")
+    for choice in choices:
+        if not isinstance(choice, str | Expr) or choice == "":
+            raise TypeError(f"a choice is a text that is not empty, not {choice!r}")
+    if temperature > 1e-5:
+        raise ValueError("select takes the likeliest choice; there is no temperature but 0")
+    return Select(name, tuple(choices), method_named(choices_method))
+
+
+def method_named(method: ChoicesMethod | str | None) -> ChoicesMethod:
+    if method is None:
+        return token_length_normalized
+    if isinstance(method, ChoicesMethod):
+        return method
+    if method not in CHOICES_METHODS:
+        raise ValueError(f"choices_method is one of {', '.join(CHOICES_METHODS)}, not {method!r}")
+    return CHOICES_METHODS[method]
+
+
+def _check_name(name: object) -> None:
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f"the name of a variable is a text, not {name!r}")
+
+
+def image(source: str | bytes) -> Expr:
+    """A picture, by its path, its URL (http:, https:, data:) or its bytes. Refused by backends that read text alone."""
+    return Image(source)
+
+
+def video(source: str | bytes, num_frames: int) -> Expr:
+    """So many frames of a video. Refused by backends that read text alone."""
+    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
+        raise ValueError(f"num_frames is at least 1, not {num_frames!r}")
+    return Video(source, num_frames)
+
+
+def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:
+    """Let `s[name]` of what `expr` generates be the answer without the model's reasoning, and
+    `s["<name>_reasoning_content"]` be that. model_type: how the model marks it (`treeline_lang.reasoning.MARKS`)."""
+    expr = as_expr(expr)
+    for part in flatten(expr):
+        if not isinstance(part, Text | Gen) or (isinstance(part, Gen) and part.sampling.dtype is not None):
+            raise TypeError("separate_reasoning takes texts and gens without a dtype: nothing else has reasoning in it")
+    return SeparateReasoning(expr, check_model_type(model_type))
+
+
+def _turn(role: Role, content: Piece | None) -> Expr:
+    if content is None:
+        raise TypeError(f"{role}() needs its content; to open it for several steps: with s.{role}(): …")
+    return RoleBegin(role) + as_expr(content) + RoleEnd(role)
+
+
+def system(content: Piece | None = None) -> Expr:
+    """A turn of the system."""
+    return _turn("system", content)
+
+
+def user(content: Piece | None = None) -> Expr:
+    """A turn of the user."""
+    return _turn("user", content)
+
+
+def assistant(content: Piece | None = None) -> Expr:
+    """A turn of the assistant: where a chat model generates."""
+    return _turn("assistant", content)
+
+
+def system_begin() -> Expr:
+    return RoleBegin("system")
+
+
+def system_end() -> Expr:
+    return RoleEnd("system")
+
+
+def user_begin() -> Expr:
+    return RoleBegin("user")
+
+
+def user_end() -> Expr:
+    return RoleEnd("user")
+
+
+def assistant_begin() -> Expr:
+    return RoleBegin("assistant")
+
+
+def assistant_end() -> Expr:
+    return RoleEnd("assistant")

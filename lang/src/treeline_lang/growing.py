@@ -1,0 +1,139 @@
+"""Texts and variables that are written on the loop piece by piece, and read from any thread and any event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from treeline_lang.errors import ProgramError
+
+
+class Growing:
+    """A text that grows until it is finished or has failed. One writes; others wait, or follow it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wake: list[Callable[[], None]] = []
+        self._text = ""
+        self._failure: ProgramError | None = None
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    @property
+    def failure(self) -> ProgramError | None:
+        return self._failure
+
+    def grow(self, text: str) -> None:
+        """text: all of it so far."""
+        self._change(text, done=False)
+
+    def end(self) -> None:
+        """No more comes; what there is stands."""
+        self._change(self._text, done=True)
+
+    def fail(self, failure: ProgramError) -> None:
+        """Nothing where it has ended already."""
+        self._change(self._text, done=True, failure=failure)
+
+    def _change(self, text: str, *, done: bool, failure: ProgramError | None = None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._text, self._done, self._failure = text, done, failure
+            wake, self._wake = self._wake, []
+        for one in wake:
+            one()
+
+    def _listen(self, seen: int, wake: Callable[[], None]) -> bool:
+        """Calls `wake` once there is more than `seen` characters or an end; False: that is so already."""
+        with self._lock:
+            if self._done or len(self._text) > seen:
+                return False
+            self._wake.append(wake)
+            return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it has ended. Raises its failure, and TimeoutError."""
+        while not self._done:
+            woken = threading.Event()
+            if self._listen(len(self._text), woken.set) and not woken.wait(timeout):
+                raise TimeoutError(f"nothing new for {timeout:g} s")
+        self._raise()
+
+    async def wait_async(self) -> None:
+        """`wait`, for an event loop."""
+        async for _ in self.follow_async():
+            pass
+
+    def follow(self) -> Iterator[str]:
+        """New pieces as they come. Raises its failure after the last."""
+        seen = 0
+        while True:
+            woken = threading.Event()
+            if self._listen(seen, woken.set):
+                woken.wait()
+            text, done = self._text, self._done
+            if len(text) > seen:
+                yield text[seen:]
+                seen = len(text)
+            elif done:
+                self._raise()
+                return
+
+    async def follow_async(self) -> AsyncIterator[str]:
+        """`follow`, for an event loop."""
+        loop, seen = asyncio.get_running_loop(), 0
+        while True:
+            woken = asyncio.Event()
+
+            def wake(woken: asyncio.Event = woken) -> None:
+                loop.call_soon_threadsafe(woken.set)
+
+            if self._listen(seen, wake):
+                await woken.wait()
+            text, done = self._text, self._done
+            if len(text) > seen:
+                yield text[seen:]
+                seen = len(text)
+            elif done:
+                self._raise()
+                return
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise self._failure.again()
+
+
+class Variable(Growing):
+    """What a step of a program sets: its value, and what the backend said about it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._value: Any = None
+        self._meta: Any = None
+
+    def set(self, value: Any, text: str | None = None, meta: Any = None) -> None:
+        """text: of the value, for those who follow it (None: the value, if it is one)."""
+        self._value, self._meta = value, {} if meta is None else meta
+        shown = text if text is not None else value if isinstance(value, str) else self._text
+        self._change(shown, done=True)
+
+    def read(self, timeout: float | None = None) -> Any:
+        """The value, once it is there. Raises the failure of the step that was to set it, and TimeoutError."""
+        self.wait(timeout)
+        return self._value
+
+    async def read_async(self) -> Any:
+        await self.wait_async()
+        return self._value
+
+    def meta(self, timeout: float | None = None) -> Any:
+        """What the backend said with the value: a dict, or a list of them where n > 1."""
+        self.wait(timeout)
+        return self._meta

@@ -1,0 +1,252 @@
+"""Programs: functions over a state, and running them."""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, Literal, overload
+
+from treeline_lang import batch
+from treeline_lang.backends.base import Backend, Call, default_backend
+from treeline_lang.errors import Cancelled, ProgramError
+from treeline_lang.executor import Run
+from treeline_lang.sampling import Sampling, check_sampling
+from treeline_lang.state import ProgramState, state_of
+from treeline_lang.where import Where
+
+SAMPLING_NAMES = frozenset({field.name for field in fields(Sampling)} - {"dtype", "regex", "json_schema"}) | {
+    "max_new_tokens"
+}
+_running: contextvars.ContextVar[Run | None] = contextvars.ContextVar("treeline-run", default=None)
+
+
+class Function:
+    """A program: what `@function` makes of a Python function whose first parameter is the state.
+
+        state = program.run(topic="trees", backend=backend, temperature=0)
+
+    Parameters of sampling that are given to `run` hold for every `gen` that says nothing else; a parameter of the
+    function by the same name comes first.
+    """
+
+    def __init__(
+        self, body: Callable[..., Any], num_api_spec_tokens: int | None = None, bound: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raises TypeError for a function without a state, ValueError for a wrong number of tokens."""
+        parameters = list(inspect.signature(body).parameters.values())
+        if not parameters or parameters[0].kind not in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            raise TypeError(
+                f"{body.__name__}: the first parameter of a program is its state: def {body.__name__}(s, …)"
+            )
+        if num_api_spec_tokens is not None and num_api_spec_tokens < 1:
+            raise ValueError(f"num_api_spec_tokens is at least 1, not {num_api_spec_tokens!r}")
+        self.body = body
+        self.num_api_spec_tokens = num_api_spec_tokens
+        self.bound = dict(bound or {})
+        self._signature = inspect.signature(body).replace(parameters=parameters[1:])
+        self.__name__ = body.__name__
+        self.__doc__ = body.__doc__
+        self.__wrapped__ = body
+
+    def __repr__(self) -> str:
+        return f"<program {self.__name__}{self._signature}>"
+
+    def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the body, by name. Raises TypeError for those that it does not have, and lacks."""
+        try:
+            bound = self._signature.bind(*args, **{**self.bound, **kwargs})
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}{self._signature}: {error}") from None
+        bound.apply_defaults()
+        flat = dict(bound.arguments)
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                flat.update(flat.pop(parameter.name))
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and flat.get(parameter.name):
+                raise TypeError(f"{self.__name__}: programs have no *{parameter.name}")
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                flat.pop(parameter.name, None)
+        return flat
+
+    def bind(self, **arguments: Any) -> Function:
+        """The same program with some of its arguments given."""
+        unknown = arguments.keys() - self._signature.parameters.keys()
+        open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._signature.parameters.values())
+        if unknown and not open_ended:
+            raise TypeError(f"{self.__name__}{self._signature} has no parameter {sorted(unknown)[0]!r}")
+        return Function(self.body, self.num_api_spec_tokens, {**self.bound, **arguments})
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        *args: Any,
+        backend: Backend | None = None,
+        stream: bool = False,
+        hints: bool = True,
+        parallel: bool = True,
+        **kwargs: Any,
+    ) -> ProgramState:
+        """Run it; returns its state, whose last steps may still be under way: reading it waits.
+
+        stream: return at once, with texts that grow (`text_iter`). hints=False: no prefixes are sent ahead.
+        parallel=False: one step at a time. Raises what the body raises; ProgramError from what it reads.
+        """
+        kwargs, sampling = self.split(kwargs)
+        run = self.new_run(backend, sampling, stream=stream, hints=hints, parallel=parallel)
+        return self.start(run, self.arguments(args, kwargs), waits=not stream)
+
+    def split(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Sampling]:
+        """→ (arguments of the body, sampling parameters of the run). Raises TypeError, ValueError."""
+        mine = {name for name in kwargs if name not in SAMPLING_NAMES or name in self._signature.parameters}
+        sampling = check_sampling(**{name: value for name, value in kwargs.items() if name not in mine})
+        return {name: kwargs[name] for name in mine}, sampling
+
+    def new_run(
+        self,
+        backend: Backend | None,
+        sampling: Sampling,
+        *,
+        stream: bool = False,
+        hints: bool = True,
+        parallel: bool = True,
+    ) -> Run:
+        """Raises Unsupported if there is no backend."""
+        call = Call(uuid.uuid4().hex, self.num_api_spec_tokens)
+        return Run(backend or default_backend(), sampling, stream, hints, parallel, call)
+
+    def start(self, run: Run, arguments: Mapping[str, Any], *, waits: bool) -> ProgramState:
+        """Runs the body, in this thread (`waits`) or another."""
+        state = state_of(run)
+        if waits:
+            try:
+                self.run_body(state, arguments)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # a Ctrl-C
+                    run.streams.cancel()
+                raise
+            return state
+
+        def body() -> None:
+            with suppress(Exception):  # the state tells it to whoever reads
+                self.run_body(state, arguments)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(body,), name=f"program {self.__name__}", daemon=True).start()
+        return state
+
+    def run_body(self, state: ProgramState, arguments: Mapping[str, Any]) -> None:
+        stream = state._stream
+        stream.owner = threading.get_ident()
+        token = _running.set(stream.run)
+        failure: ProgramError | None = Cancelled("interrupted")
+        try:
+            state.ret_value = self.body(state, **arguments)
+            failure = None
+        except ProgramError as error:
+            failure = error
+            raise
+        except Exception as error:
+            failure = _of_body(error, self.body)
+            raise
+        finally:
+            _running.reset(token)
+            stream.close(failure)
+
+    @overload
+    def run_batch(
+        self, items: Sequence[Any], *, generator_style: Literal[False] = False, **options: Any
+    ) -> list[ProgramState]: ...
+    @overload
+    def run_batch(
+        self, items: Sequence[Any], *, generator_style: Literal[True], **options: Any
+    ) -> Iterator[ProgramState]: ...
+    def run_batch(
+        self,
+        items: Sequence[Any],
+        *,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        backend: Backend | None = None,
+        hints: bool = True,
+        parallel: bool = True,
+        order: batch.Order = "dfs",
+        **kwargs: Any,
+    ) -> Any:
+        """Run it with each of many arguments (mappings, or tuples), many at a time. → their states, in order, all
+        ended; one that failed says so by `error()`, and when read.
+
+        generator_style: yields them, in order, as they come. order: "dfs" starts programs that begin with the same text
+        one after the other, which a prefix cache serves best, and sends what all begin with ahead; "given" does not.
+        kwargs: sampling parameters, and arguments that all have in common. Raises TypeError before any is started.
+        """
+        common, sampling = self.split(kwargs)
+        program = self.bind(**common) if common else self
+        jobs = batch.Jobs(
+            program,
+            [program.arguments(*_item(item)) for item in items],
+            lambda: program.new_run(backend, sampling, hints=hints, parallel=parallel),
+            order,
+        )
+        states = jobs.run(num_threads, progress_bar)
+        return states if generator_style else list(states)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ProgramState:
+        """Within a program: with its state, the body goes on there; without, it runs beside, and the state is returned
+        at once. Outside of one: `run`."""
+        if args and isinstance(args[0], ProgramState):
+            state = args[0]
+            state.ret_value = self.body(state, **self.arguments(args[1:], kwargs))
+            return state
+        outer = _running.get()
+        if outer is None:
+            return self.run(*args, **kwargs)
+        kwargs, sampling = self.split(kwargs)
+        return self.start(outer.beside(sampling), self.arguments(args, kwargs), waits=False)
+
+
+def _item(item: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    if isinstance(item, Mapping):
+        return (), item
+    if isinstance(item, tuple | list):
+        return item, {}
+    raise TypeError(f"an item of a batch is a mapping of arguments or a tuple of them, not {item!r}")
+
+
+def _of_body(error: Exception, body: Callable[..., Any]) -> ProgramError:
+    """What went wrong in the program's own code, with the line of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == body.__code__.co_filename]
+    frame = (own or frames)[-1]
+    failure = ProgramError(
+        f"{type(error).__name__}: {error}",
+        where=Where(frame.filename, frame.lineno or 0, frame.name),
+        step="the program",
+    )
+    failure.__cause__ = error
+    return failure
+
+
+@overload
+def function(body: Callable[..., Any]) -> Function: ...
+@overload
+def function(*, num_api_spec_tokens: int | None = None) -> Callable[[Callable[..., Any]], Function]: ...
+def function(body: Callable[..., Any] | None = None, *, num_api_spec_tokens: int | None = None) -> Any:
+    """Makes a program of a function whose first parameter is the state.
+
+    num_api_spec_tokens: for backends that only complete texts: ask for so many tokens more, and take the following
+    steps of the program from them where they fit (`treeline_lang.speculation`).
+    """
+    if body is not None:
+        return Function(body)
+    return lambda body: Function(body, num_api_spec_tokens)

@@ -1,0 +1,194 @@
+"""How text is generated: what a `gen` says, over what a run says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+MAX_NEW_TOKENS: Final = 128
+"""Where neither says."""
+
+_PATTERNS: Final[dict[type, str]] = {
+    int: r"[-+]?[0-9]+[ \n]*",
+    float: r"[-+]?[0-9]*\.?[0-9]+[ \n]*",
+    bool: r"(True|False)",
+    str: r'"[\w\d\s]*"',
+}
+"""As in SGLang's language."""
+_STOPS: Final[dict[type, tuple[str, ...]]] = {int: (" ", "\n"), float: (" ", "\n")}
+Dtype = type[int] | type[float] | type[bool] | type[str]
+_DTYPES: Final[dict[str, Dtype]] = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """None: not said. The names are those of the runtime's API but for `max_tokens` and `min_tokens`."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    """The text ends where one of these first matches; what matched is cut off."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    ignore_eos: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    dtype: Dtype | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+    """The schema, as JSON."""
+
+    def over(self, defaults: Sampling) -> Sampling:
+        """Where this says nothing, the defaults; stops of both count."""
+        said: dict[str, Any] = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(defaults, field.name)
+            if field.name in ("stop", "stop_token_ids", "stop_regex"):
+                said[field.name] = tuple(dict.fromkeys((*mine, *theirs)))
+            else:
+                said[field.name] = theirs if mine is None else mine
+        return Sampling(**said)
+
+    @property
+    def limit(self) -> int:
+        """Tokens to generate at most."""
+        return MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def constrained(self) -> bool:
+        return self.regex is not None or self.json_schema is not None
+
+    def value_of(self, text: str) -> Any:
+        """What a variable with this text holds. Raises ValueError."""
+        if self.dtype is bool:
+            if text not in ("True", "False"):
+                raise ValueError
+            return text == "True"
+        if self.dtype is str:
+            return text.removeprefix('"').removesuffix('"')
+        return text if self.dtype is None else self.dtype(text)
+
+
+def check_sampling(**given: Any) -> Sampling:
+    """A Sampling of a user's arguments. Raises TypeError for wrong types and names, ValueError for wrong values.
+
+    Besides the fields: `stop` and `stop_regex` may be one text, `json_schema` a mapping or a pydantic model,
+    `dtype` a name, `max_new_tokens` is another name of `max_tokens`.
+    """
+    if "max_new_tokens" in given:
+        most = given.pop("max_new_tokens")
+        if most is not None and given.get("max_tokens") is not None:
+            raise TypeError("max_tokens and max_new_tokens are one thing: give one of them")
+        given["max_tokens"] = given.get("max_tokens") if most is None else most
+    names = {field.name for field in fields(Sampling)}
+    unknown = sorted(given.keys() - names)
+    if unknown:
+        raise TypeError(f"there is no parameter {unknown[0]!r}; the sampling parameters are {', '.join(sorted(names))}")
+    for name in ("stop", "stop_token_ids", "stop_regex"):
+        given[name] = _several(name, given.get(name))
+    for pattern in (*given["stop_regex"], given.get("regex")):
+        _check_regex(pattern)
+    given["json_schema"] = _schema(given.get("json_schema"))
+    given["dtype"] = _dtype(given.get("dtype"))
+    _check_numbers(given)
+    sampling = Sampling(**given)
+    constraints = [name for name in ("regex", "json_schema", "dtype") if getattr(sampling, name) is not None]
+    if len(constraints) > 1:
+        raise ValueError(f"{' and '.join(constraints)} are several constraints of one text: give one")
+    return _with_dtype(sampling)
+
+
+def _with_dtype(sampling: Sampling) -> Sampling:
+    if sampling.dtype is None:
+        return sampling
+    stops = (*sampling.stop, *_STOPS.get(sampling.dtype, ()))
+    return replace(sampling, regex=_PATTERNS[sampling.dtype], stop=tuple(dict.fromkeys(stops)))
+
+
+def _several(name: str, given: Any) -> tuple[Any, ...]:
+    kind: type = int if name == "stop_token_ids" else str
+    if given is None:
+        return ()
+    several = (given,) if isinstance(given, kind) else tuple(given) if isinstance(given, list | tuple) else None
+    if several is None or not all(isinstance(one, kind) for one in several):
+        raise TypeError(f"{name} is a list of {kind.__name__}, not {given!r}")
+    if "" in several:
+        raise ValueError(f"{name} holds an empty text, which is everywhere")
+    return several
+
+
+def _check_regex(pattern: Any) -> None:
+    if pattern is None:
+        return
+    if not isinstance(pattern, str):
+        raise TypeError(f"a regex is a string, not {pattern!r}")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"the regex {pattern!r} is wrong: {error}") from None
+
+
+def _schema(given: Any) -> str | None:
+    if given is None:
+        return None
+    if hasattr(given, "model_json_schema"):
+        given = given.model_json_schema()
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"json_schema is not JSON: {error}") from None
+    if not isinstance(given, Mapping | bool):
+        raise TypeError(f"json_schema is an object (as a mapping, JSON, or a pydantic model), not {given!r}")
+    return json.dumps(given)
+
+
+def _dtype(given: Any) -> Dtype | None:
+    found = _DTYPES.get(given, given) if isinstance(given, str) else given
+    if found is not None and found not in _PATTERNS:
+        raise ValueError(f"dtype is int, float, bool or str, not {given!r}")
+    return found
+
+
+_NUMBERS: Final[dict[str, tuple[Any, float, float]]] = {
+    "max_tokens": (int, 0, 1 << 31),
+    "min_tokens": (int, 0, 1 << 31),
+    "n": (int, 1, 128),
+    "temperature": ((int, float), 0, 1e6),
+    "top_p": ((int, float), 0, 1),
+    "top_k": (int, -1, 1 << 31),
+    "min_p": ((int, float), 0, 1),
+    "frequency_penalty": ((int, float), -2, 2),
+    "presence_penalty": ((int, float), -2, 2),
+    "logprob_start_len": (int, -1, 1 << 31),
+    "top_logprobs_num": (int, 0, 20),
+}
+
+
+def _check_numbers(given: dict[str, Any]) -> None:
+    for name in ("ignore_eos", "return_logprob", "return_text_in_logprobs"):
+        if given.get(name) is not None and not isinstance(given[name], bool):
+            raise TypeError(f"{name} is True or False, not {given[name]!r}")
+    for name, (kind, low, high) in _NUMBERS.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise TypeError(f"{name} is {'an integer' if kind is int else 'a number'}, not {value!r}")
+        if not low <= value <= high:
+            raise ValueError(f"{name} is between {low:g} and {high:g}, not {value!r}")
+    least, most = given.get("min_tokens"), given.get("max_tokens")
+    if least is not None and most is not None and least > most:
+        raise ValueError(f"min_tokens {least} is above max_tokens {most}")

@@ -1,0 +1,238 @@
+"""The state of a program: what its body appends to, reads from and forks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal, Self, cast, overload
+
+from treeline_lang.errors import ProgramError
+from treeline_lang.executor import Run, StreamExecutor
+from treeline_lang.expressions import (
+    Expr,
+    Piece,
+    Role,
+    RoleBegin,
+    RoleEnd,
+    ScopeBegin,
+    ScopeEnd,
+    as_expr,
+    assistant,
+    system,
+    user,
+)
+from treeline_lang.growing import Growing, Variable
+from treeline_lang.steps import Arrive, Assign, Extend, Fork, Gather, Join
+from treeline_lang.where import caller
+
+JoinMode = Literal["gather_variable", "concate_and_append"]
+JOIN_MODES: Final = ("gather_variable", "concate_and_append")
+
+
+class ProgramState:
+    """A prompt that grows. `s += …` appends without waiting; `s[name]`, `s.text()`, `s.messages()` wait for what they
+    read, and raise the ProgramError of the step that failed."""
+
+    def __init__(self, stream: StreamExecutor) -> None:
+        self._stream = stream
+        self.ret_value: Any = None
+        """What the program's function returned."""
+
+    # ---- appending ----------------------------------------------------------------------------------------------
+
+    def __iadd__(self, piece: Piece) -> Self:
+        self._stream.submit(Extend(as_expr(piece), caller()))
+        return self
+
+    def system(self, content: Piece | None = None) -> Any:
+        """Appends a turn; without content, a context manager around the steps of one."""
+        return self._turn("system", system, content)
+
+    def user(self, content: Piece | None = None) -> Any:
+        return self._turn("user", user, content)
+
+    def assistant(self, content: Piece | None = None) -> Any:
+        return self._turn("assistant", assistant, content)
+
+    def _turn(self, role: Role, whole: Callable[[Piece], Expr], content: Piece | None) -> Any:
+        if content is None:
+            return self._around(RoleBegin(role), RoleEnd(role))
+        self += whole(content)
+        return None
+
+    def var_scope(self, name: str) -> Any:
+        """A context manager: `s[name]` is all the text appended within."""
+        return self._around(ScopeBegin(name), ScopeEnd(name))
+
+    @contextmanager
+    def _around(self, begin: Expr, end: Expr) -> Iterator[None]:
+        self._stream.submit(Extend(begin, caller()))
+        try:
+            yield
+        finally:
+            self._stream.submit(Extend(end, caller()))
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        return self.get_var(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.set_var(name, value)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a step that sets it has been submitted."""
+        return name in self._stream.variables
+
+    def get_var(self, name: str, timeout: float | None = None) -> Any:
+        """Raises UnknownVariable (a KeyError), TimeoutError."""
+        return self._stream.variable(name, timeout).read(timeout)
+
+    async def get_var_async(self, name: str) -> Any:
+        return await self._stream.variable(name).read_async()
+
+    def set_var(self, name: str, value: Any) -> None:
+        self._stream.submit(Assign(name, value, caller()))
+
+    def get_meta_info(self, name: str, timeout: float | None = None) -> Any:
+        """What the backend said with a variable: `finish_reason`, `prompt_tokens`, `cached_tokens`, logprobs, … A list
+        of them where n > 1 and after a join. Raises UnknownVariable, TimeoutError."""
+        return self._stream.variable(name, timeout).meta(timeout)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """All that are set, once they are."""
+        return {name: variable.read() for name, variable in list(self._stream.variables.items())}
+
+    def text(self) -> str:
+        """The whole text, once all that was submitted is done."""
+        self._settle()
+        return self._stream.transcript.text
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The turns that have ended, as OpenAI's API has them."""
+        self._settle()
+        return list(self._stream.transcript.messages)
+
+    def _settle(self) -> None:
+        self._stream.sync()
+        if self._stream.failure is not None:
+            raise self._stream.failure.again()
+
+    def sync(self) -> None:
+        """Wait until all that was submitted is done, or was given up (`error`)."""
+        self._stream.sync()
+
+    def error(self) -> ProgramError | None:
+        """Why the state ended early, if it did, once all that was submitted is done."""
+        self._stream.sync()
+        return self._stream.failure
+
+    # ---- following ----------------------------------------------------------------------------------------------
+
+    def text_iter(self, name: str | None = None) -> Iterator[str]:
+        """Pieces of a variable's text as they come, or of the whole until the program ends. Run with `stream=True`;
+        else it comes step by step. Raises the error that ends it."""
+        return self._grows(name).follow()
+
+    @overload
+    def text_async_iter(self, name: str | None = None) -> AsyncIterator[str]: ...
+    @overload
+    def text_async_iter(
+        self, name: str | None = None, return_meta_data: Literal[True] = True
+    ) -> AsyncIterator[tuple[str, Any]]: ...
+    async def text_async_iter(self, name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
+        """`text_iter` for `async for`. return_meta_data: pairs with what the backend said, so far {}."""
+        grows = await asyncio.to_thread(self._grows, name)
+        async for piece in grows.follow_async():
+            if return_meta_data:
+                yield piece, (grows.meta() if isinstance(grows, Variable) and grows.done and not grows.failure else {})
+            else:
+                yield piece
+
+    def _grows(self, name: str | None) -> Growing:
+        return self._stream.growing if name is None else self._stream.variable(name)
+
+    # ---- branches -----------------------------------------------------------------------------------------------
+
+    def fork(self, count: int = 1) -> ProgramStateGroup:
+        """So many states with the text, the variables and the open turn of this one, which go on side by side. Before
+        that the prefix that they share is sent to the server once."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"a state is forked into one or more, not {count!r}")
+        where = caller()
+        children = self._stream.branch(count)
+        self._stream.submit(Fork(children, where))
+        return ProgramStateGroup([ProgramState(child) for child in children], self)
+
+    @contextmanager
+    def copy(self) -> Iterator[ProgramState]:
+        """A branch for a while: what it sets is joined at the end of the block."""
+        group = self.fork(1)
+        yield group[0]
+        group.join()
+
+    def _joined(self, children: Sequence[ProgramState], mode: str) -> None:
+        if mode not in JOIN_MODES:
+            raise ValueError(f"a join's mode is one of {', '.join(JOIN_MODES)}, not {mode!r}")
+        where = caller()
+        arrivals = [Arrive(where) for _ in children]
+        for child, arrival in zip(children, arrivals, strict=True):
+            child._stream.submit(arrival)
+        self._stream.submit(Join(arrivals, appends=mode == "concate_and_append", where=where))
+        if mode == "gather_variable":
+            gathered: dict[str, list[Variable]] = {}
+            for child in children:
+                for name, variable in child._stream.variables.items():
+                    if self._stream.variables.get(name) is not variable:
+                        gathered.setdefault(name, []).append(variable)
+            self._stream.submit(Gather(gathered, where))
+        for child in children:
+            child._stream.close()
+
+
+class ProgramStateGroup:
+    """The branches of a fork."""
+
+    def __init__(self, states: Sequence[ProgramState], parent: ProgramState) -> None:
+        self._states = list(states)
+        self._parent = parent
+
+    def __iadd__(self, other: Piece | Sequence[Piece] | Callable[[int], Piece]) -> Self:
+        """The same for all, a list with one for each, or a function of the branch's number."""
+        pieces: list[Piece]
+        if callable(other):
+            pieces = [other(i) for i in range(len(self))]
+        elif isinstance(other, list | tuple):
+            pieces = list(other)
+        else:
+            pieces = [cast(Piece, other)] * len(self)
+        if len(pieces) != len(self):
+            raise ValueError(f"{len(pieces)} pieces for {len(self)} branches")
+        for i, piece in enumerate(pieces):
+            self._states[i] += piece
+        return self
+
+    def join(self, mode: JoinMode = "gather_variable") -> None:
+        """Ends the branches. gather_variable: each variable that they set becomes a list in the parent, in their order;
+        concate_and_append: what each wrote since the fork is appended to the parent's text, in their order."""
+        self._parent._joined(self._states, mode)
+
+    def __getitem__(self, index: int) -> ProgramState:
+        return self._states[index]
+
+    def __setitem__(self, index: int, state: ProgramState) -> None:
+        """For `group[i] += …`, which assigns what it appended to."""
+        if state is not self._states[index]:
+            raise TypeError("the branches of a fork are what they are; append to them")
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[ProgramState]:
+        return iter(self._states)
+
+
+def state_of(run: Run) -> ProgramState:
+    return ProgramState(StreamExecutor(run))

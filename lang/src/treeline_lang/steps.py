@@ -1,0 +1,285 @@
+"""What a program submits to a stream: expressions to append, forks, joins."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treeline_lang import images
+from treeline_lang.backends.base import Completion
+from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
+from treeline_lang.executor import Step, StreamExecutor
+from treeline_lang.expressions import (
+    Expr,
+    Gen,
+    Image,
+    RoleBegin,
+    RoleEnd,
+    ScopeBegin,
+    ScopeEnd,
+    Select,
+    SeparateReasoning,
+    Text,
+    Video,
+    flatten,
+    names_of,
+)
+from treeline_lang.growing import Variable
+from treeline_lang.reasoning import split_reasoning
+from treeline_lang.sampling import Sampling
+from treeline_lang.where import Where
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read(Expr):
+    """The value of a variable, as its text, once it is there."""
+
+    variable: Variable
+    where: Where | None = None
+
+
+class Extend(Step):
+    """Appends an expression, part by part."""
+
+    name = "+="
+
+    def __init__(self, expr: Expr, where: Where | None) -> None:
+        self.where = where
+        self._expr = expr
+        self.variables = [Variable(name) for name in names_of(expr)]
+
+    async def do(self, stream: StreamExecutor) -> None:
+        variables = iter(self.variables)
+        for part in flatten(self._expr):
+            stream.step = (getattr(part, "where", None) or self.where, _name(part))
+            await _append(stream, part, variables)
+            stream.show()
+
+
+class Assign(Step):
+    """`set_var`: at its place among the other steps."""
+
+    name = "set_var"
+
+    def __init__(self, name: str, value: Any, where: Where | None) -> None:
+        self.where = where
+        self._value = value
+        self.variables = [Variable(name)]
+
+    async def do(self, stream: StreamExecutor) -> None:
+        self.variables[0].set(self._value)
+
+
+class Fork(Step):
+    """Starts other streams with what there is of this one."""
+
+    name = "fork"
+
+    def __init__(self, children: Sequence[StreamExecutor], where: Where | None) -> None:
+        self.where = where
+        self._children = children
+
+    async def do(self, stream: StreamExecutor) -> None:
+        run, transcript = stream.run, stream.transcript
+        if len(self._children) > 1 and transcript.text and run.hints and run.backend.takes_hints:
+            await run.backend.warm(transcript.prompt(), run.call, len(self._children))
+        for child in self._children:
+            child.start(transcript.copy())
+
+    def abandon(self, failure: ProgramError) -> None:
+        for child in self._children:
+            child.fail(failure)
+
+
+class Gather(Step):
+    """`join("gather_variable")`: what the children have set becomes lists here, in their order."""
+
+    name = "join"
+
+    def __init__(self, gathered: dict[str, list[Variable]], where: Where | None) -> None:
+        self.where = where
+        self._gathered = gathered
+        self.variables = [Variable(name) for name in gathered]
+
+    async def do(self, stream: StreamExecutor) -> None:
+        for variable, parts in zip(self.variables, self._gathered.values(), strict=True):
+            variable.set([await part.read_async() for part in parts], meta=[part.meta() for part in parts])
+
+
+class Arrive(Step):
+    """A child's last step before a join: says what it has written since the fork."""
+
+    name = "join"
+
+    def __init__(self, where: Where | None) -> None:
+        self.where = where
+        self.written = Variable("join")
+
+    async def do(self, stream: StreamExecutor) -> None:
+        self.written.set(stream.transcript.text[stream.forked_at :])
+
+    def abandon(self, failure: ProgramError) -> None:
+        self.written.fail(failure)
+
+
+class Join(Step):
+    """Waits for the children's arrivals; `appends` (`join("concate_and_append")`): what they wrote, in their order."""
+
+    name = "join"
+
+    def __init__(self, arrivals: Sequence[Arrive], *, appends: bool, where: Where | None) -> None:
+        self.where = where
+        self._arrivals = arrivals
+        self._appends = appends
+
+    async def do(self, stream: StreamExecutor) -> None:
+        texts = [await arrival.written.read_async() for arrival in self._arrivals]
+        if self._appends:
+            stream.transcript.append("".join(texts))
+            stream.show()
+
+
+# ---- parts of an expression -------------------------------------------------------------------------------------
+
+
+def _name(part: Expr) -> str:
+    name = getattr(part, "name", None)
+    if isinstance(part, RoleBegin | RoleEnd):
+        return f"{part.role}()"
+    return part.step if not isinstance(name, str) else f"{part.step}({name!r})"
+
+
+async def _append(stream: StreamExecutor, part: Expr, variables: Iterator[Variable]) -> None:
+    match part:
+        case Text(text):
+            stream.transcript.append(text)
+        case Read():
+            stream.transcript.append(str(await part.variable.read_async()))
+        case Gen():
+            await _generate(stream, part, variables)
+        case Select():
+            await _select(stream, part, variables)
+        case RoleBegin(role):
+            stream.transcript.begin(role, await stream.run.backend.template())
+        case RoleEnd(role):
+            stream.transcript.end(role, await stream.run.backend.template())
+        case ScopeBegin(name):
+            stream.scopes[name] = (next(variables), len(stream.transcript.text))
+        case ScopeEnd(name):
+            _end_scope(stream, name)
+        case Image(source):
+            await _show_image(stream, source)
+        case Video():
+            raise Unsupported(f"{type(stream.run.backend).__name__} reads text alone, and no videos")
+        case SeparateReasoning(expr, model_type):
+            await _separate(stream, expr, model_type, variables)
+        case _:
+            raise ProgramError(f"{type(part).__name__} cannot be appended here")
+
+
+async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Variable], *, streams: bool = True) -> None:
+    run = stream.run
+    variable = next(variables) if node.name is not None else Variable("")
+    sampling = node.sampling.over(run.defaults)
+    prompt = stream.transcript.prompt()
+    count = sampling.n or 1
+    if stream.transcript.role is not None:
+        stops = (await run.backend.template()).stop
+        sampling = sampling.over(Sampling(stop=stops)) if stops else sampling
+    if run.streaming and streams and count == 1:
+        last = Completion("")
+        async for last in run.backend.stream(prompt, sampling, run.call):
+            variable.grow(last.text)
+            stream.show(last.text)
+        completions = [last]
+    else:
+        completions = await run.backend.generate(prompt, sampling, run.call)
+    texts = [completion.text for completion in completions]
+    stream.transcript.append(texts[0])
+    metas = [completion.meta for completion in completions]
+    if count == 1:
+        variable.set(_value(sampling, texts[0], node.name), texts[0], metas[0])
+    else:
+        variable.set([_value(sampling, text, node.name) for text in texts], texts[0], metas)
+
+
+def _value(sampling: Sampling, text: str, name: str | None) -> Any:
+    try:
+        return sampling.value_of(text)
+    except ValueError:
+        kind = sampling.dtype.__name__ if sampling.dtype else ""
+        raise WrongType(
+            f"{name!r} is to be of type {kind}, and the model wrote {text!r}: max_tokens may be low"
+        ) from None
+
+
+async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Variable]) -> None:
+    variable = next(variables) if node.name is not None else Variable("")
+    choices = [await text_of(choice) for choice in node.choices]
+    if "" in choices:
+        raise ProgramError("a choice is empty")
+    run = stream.run
+    decision = await run.backend.select(stream.transcript.prompt(), choices, node.method, run.call)
+    chosen = choices[decision.index]
+    stream.transcript.append(chosen)
+    scores = dict(zip(choices, decision.scores, strict=True))
+    variable.set(chosen, meta={**decision.meta, "choices_method": node.method.name, "scores": scores})
+
+
+async def text_of(choice: str | Expr) -> str:
+    """Of an expression that has one without a model's help."""
+    if isinstance(choice, str):
+        return choice
+    texts = []
+    for part in flatten(choice):
+        if isinstance(part, Text):
+            texts.append(part.text)
+        elif isinstance(part, Read):
+            texts.append(str(await part.variable.read_async()))
+        else:
+            raise ProgramError(f"a choice is a text, and {type(part).__name__} has none before a model is asked")
+    return "".join(texts)
+
+
+def _end_scope(stream: StreamExecutor, name: str) -> None:
+    if name not in stream.scopes:
+        raise RoleError(f"the scope {name!r} ends and has not begun")
+    variable, start = stream.scopes.pop(name)
+    variable.set(stream.transcript.text[start:])
+
+
+async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
+    backend = stream.run.backend
+    if not backend.reads_images:
+        raise Unsupported(f"{type(backend).__name__} reads text alone, and no images")
+    try:
+        url = await asyncio.to_thread(images.url_of, source)
+    except (OSError, ValueError) as error:
+        raise ProgramError(f"no image: {error}") from error
+    stream.transcript.show(url, backend.image_token)
+
+
+async def _separate(stream: StreamExecutor, expr: Expr, model_type: str, variables: Iterator[Variable]) -> None:
+    """Generates, whole, then gives the variables the two parts; of the text only the answers stay."""
+    names = names_of(expr)
+    answers = [next(variables) for _ in names]
+    reasonings = iter([next(variables) for _ in names])
+    rest = iter(answers)
+    for part in flatten(expr):
+        if not isinstance(part, Gen):
+            await _append(stream, part, rest)
+            continue
+        at = len(stream.transcript.text)
+        generated = Variable("")
+        await _generate(stream, replace(part, name=""), iter([generated]), streams=False)
+        whole = stream.transcript.text[at:]
+        stream.transcript.text = stream.transcript.text[:at] + split_reasoning(whole, model_type)[1]
+        if part.name is not None:
+            value = generated.read()
+            several = isinstance(value, list)
+            parts = [split_reasoning(str(text), model_type) for text in (value if several else [value])]
+            thoughts, said = zip(*parts, strict=True)
+            next(rest).set(list(said) if several else said[0], meta=generated.meta())
+            next(reasonings).set(list(thoughts) if several else thoughts[0])

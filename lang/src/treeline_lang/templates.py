@@ -1,0 +1,133 @@
+"""Turns of a chat as text: what a model's chat template writes before and after each.
+
+A program's state is a text that grows, so a turn's beginning must be known before its end is. Where a server renders
+chats, the pieces are found by rendering a few with known contents (`derive`); otherwise one of `TEMPLATES` serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from treeline_lang.errors import TemplateError
+from treeline_lang.expressions import Role
+
+Message = dict[str, str]
+Render = Callable[[list[Message], bool], Awaitable[str]]
+"""(messages, whether the assistant's turn is to be opened) → the text that the model reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    prefix: str
+    suffix: str
+    opening: str | None = None
+    """Instead of `prefix`, where the chat begins with this turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    turns: Mapping[Role, Turn]
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn of the assistant, where the model's end of text does not."""
+    missing: Mapping[Role, str] = field(default_factory=dict)
+    """Why there is no such turn."""
+
+    def begin(self, role: Role, first: bool) -> str:
+        """What stands before a turn. Raises TemplateError for a role that the model does not know."""
+        turn = self.turn(role)
+        return turn.opening if first and turn.opening is not None else turn.prefix
+
+    def end(self, role: Role) -> str:
+        return self.turn(role).suffix
+
+    def turn(self, role: Role) -> Turn:
+        if role not in self.turns:
+            raise TemplateError(f"the model's chat template has no turn of the {role}: {self.missing.get(role, '')}")
+        return self.turns[role]
+
+
+def _chatml() -> ChatTemplate:
+    turns: dict[Role, Turn] = {
+        role: Turn(f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("system", "user", "assistant")
+    }
+    return ChatTemplate(turns, ("<|im_end|>",))
+
+
+TEMPLATES: Final[dict[str, ChatTemplate]] = {
+    "chatml": _chatml(),
+    "llama-3": ChatTemplate(
+        {
+            role: Turn(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
+            for role in ("system", "user", "assistant")
+        },
+        ("<|eot_id|>",),
+    ),
+    "plain": ChatTemplate(
+        {
+            "system": Turn("SYSTEM: ", "\n"),
+            "user": Turn("USER: ", "\n"),
+            "assistant": Turn("ASSISTANT: ", "\n"),
+        },
+        ("\nUSER:",),
+    ),
+}
+"""For servers that do not render chats. `plain` is for models that were not trained on chats."""
+
+_SYSTEM, _USER, _ASSISTANT, _LATER = (f"treeline{word}mark" for word in ("system", "user", "assistant", "later"))
+
+
+def _message(role: Role, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+async def derive(render: Render, start: str = "") -> ChatTemplate:
+    """The pieces of a chat template. `start`: what the tokenizer puts before any text by itself (`<s>`), which a prompt
+    must not have twice. Raises TemplateError where a template cannot be taken apart.
+    """
+    user, answered = _message("user", _USER), _message("assistant", _ASSISTANT)
+    alone = await render([user], False)
+    asked = await render([user], True)
+    turns = await render([user, answered, _message("user", _LATER)], False)
+    opening, user_suffix = _around(alone, _USER)
+    if not asked.startswith(alone):
+        raise TemplateError("opening the assistant's turn changes the text before it")
+    between = _between(turns, _ASSISTANT, _LATER)
+    ended = await render([user, answered], False)
+    assistant_suffix = _around(ended, _ASSISTANT)[1]
+    if not between.startswith(assistant_suffix):
+        assistant_suffix = _common_prefix(between, assistant_suffix)
+    user_prefix = between[len(assistant_suffix) :]
+    known: dict[Role, Turn] = {
+        "user": Turn(user_prefix, user_suffix, opening.removeprefix(start)),
+        "assistant": Turn(asked[len(alone) :], assistant_suffix),
+    }
+    missing: dict[Role, str] = {}
+    try:
+        first = await render([_message("system", _SYSTEM), user], False)
+        opening = _around(first, _SYSTEM)[0]
+        between = _between(first, _SYSTEM, _USER)
+        if not between.endswith(user_prefix):
+            raise TemplateError("it is written into the user's turn: put it there")
+        suffix = between[: len(between) - len(user_prefix)]
+        known["system"] = Turn(opening.removeprefix(start), suffix)
+    except TemplateError as error:
+        missing["system"] = error.reason
+    return ChatTemplate(known, (), missing)
+
+
+def _around(text: str, mark: str) -> tuple[str, str]:
+    before, found, after = text.partition(mark)
+    if not found or mark in after:
+        raise TemplateError(f"it does not show the content of a turn once: {text!r}")
+    return before, after
+
+
+def _between(text: str, first: str, second: str) -> str:
+    return _around(_around(text, first)[1], second)[0]
+
+
+def _common_prefix(one: str, other: str) -> str:
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]

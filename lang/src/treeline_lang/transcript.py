@@ -1,0 +1,99 @@
+"""The text of a state, and the same as a chat's messages: pure data that steps append to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from treeline_lang.errors import RoleError
+from treeline_lang.expressions import Role
+from treeline_lang.templates import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image in a prompt."""
+
+    url: str
+    """`data:image/…;base64,…`, or one that the backend may fetch."""
+    at: int
+    """Characters of the text before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a backend sees of a state."""
+
+    text: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """Turns that have ended, as OpenAI's API has them."""
+    role: Role | None = None
+    """Of the turn that is open."""
+    turn: str = ""
+    """The text of that turn so far."""
+    images: tuple[Picture, ...] = ()
+    open_images: tuple[Picture, ...] = ()
+    """Those in the turn that is open."""
+
+
+@dataclass(slots=True)
+class Transcript:
+    text: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Picture] = field(default_factory=list)
+    role: Role | None = None
+    _turn_at: int = 0
+    """Where the content of the open turn begins in the text."""
+    _turn_images: int = 0
+    """Images before it."""
+
+    def append(self, text: str) -> None:
+        self.text += text
+
+    def begin(self, role: Role, template: ChatTemplate) -> None:
+        if self.role is not None:
+            raise RoleError(f"a turn of the {role} begins within one of the {self.role}: turns are not nested")
+        self.text += template.begin(role, not self.messages)
+        self.role, self._turn_at, self._turn_images = role, len(self.text), len(self.images)
+
+    def end(self, role: Role, template: ChatTemplate) -> None:
+        if self.role != role:
+            raise RoleError(
+                f"a turn of the {role} ends, but " + (f"the {self.role}'s is open" if self.role else "none is open")
+            )
+        self.messages.append({"role": role, "content": self._content()})
+        self.text += template.end(role)
+        self.role = None
+
+    def show(self, url: str, token: str) -> None:
+        """An image, which the text shows as `token`."""
+        self.images.append(Picture(url, len(self.text)))
+        self.text += token
+
+    def prompt(self) -> Prompt:
+        return Prompt(
+            self.text,
+            tuple(self.messages),
+            self.role,
+            self.text[self._turn_at :] if self.role else "",
+            tuple(self.images),
+            tuple(self.images[self._turn_images :]) if self.role else (),
+        )
+
+    def copy(self) -> Transcript:
+        return Transcript(
+            self.text, list(self.messages), list(self.images), self.role, self._turn_at, self._turn_images
+        )
+
+    def _content(self) -> str | list[dict[str, Any]]:
+        """A text, or with images a list of parts."""
+        return content_of(self.text[self._turn_at :], self.images[self._turn_images :])
+
+
+def content_of(text: str, pictures: list[Picture]) -> str | list[dict[str, Any]]:
+    """A turn's content in the words of OpenAI's API: images first, as models are trained."""
+    if not pictures:
+        return text
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in pictures]
+    return [*parts, {"type": "text", "text": text}]

@@ -1,0 +1,31 @@
+"""Lines of a user's program: every step knows the one that it came from."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import FrameType
+
+_OURS = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{PurePath(self.file).name}:{self.line} in {self.function}"
+
+
+def caller() -> Where | None:
+    """The innermost line on the stack that is not of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != _OURS and not module.startswith(_OURS + ".") and not frame.f_code.co_filename.startswith("<"):
+            return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+    return None
