@@ -25,7 +25,7 @@ def caller() -> Where | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != _OURS and not module.startswith(_OURS + ".") and not frame.f_code.co_filename.startswith("<"):
+        if module != _OURS and not module.startswith(_OURS + "."):
             return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None

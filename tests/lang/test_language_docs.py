@@ -1,0 +1,82 @@
+"""docs/language.md says what is true: its blocks are run, in order, against a real server, and print what it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.runtime_server import running
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "language.md"
+SHOWN_URL = "http://127.0.0.1:30000"
+
+
+class Block(NamedTuple):
+    kind: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    found = re.finditer(r"^```([^\n]*)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    return [Block(match[1], match[2], page.count("\n", 0, match.start()) + 2) for match in found]
+
+
+def server_flags(page: list[Block]) -> list[str]:
+    """Of the server that the page tells its reader to start."""
+    (command,) = [block.text.split() for block in page if block.kind == "sh server"]
+    assert command[:2] == ["treeline", "serve"]
+    assert f"http://127.0.0.1:{command[command.index('--port') + 1]}" == SHOWN_URL
+    return command[2:]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    flags = server_flags(blocks(PAGE.read_text()))
+    model = flags[flags.index("--model") + 1]
+    with running(ROOT / model, "--no-events") as server:
+        yield server.url
+
+
+def run_python(block: Block, url: str, names: dict[str, Any]) -> str:
+    code = compile("\n" * (block.line - 1) + block.text.replace(SHOWN_URL, url), str(PAGE), "exec")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
+
+
+def run_shell(block: Block, url: str, folder: Path) -> str:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", block.text.replace(SHOWN_URL, url)],
+        capture_output=True, text=True, cwd=folder, env=os.environ | {"PATH": path}, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_does_what_the_page_says(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "language_page"}
+    page = blocks(PAGE.read_text())
+    assert len(page) > 20
+    printed, where = "", 0
+    for block in page:
+        if block.kind == "text":
+            assert printed == block.text, f"line {where} prints something else"
+        elif block.kind == "sh":
+            printed, where = run_shell(block, url, tmp_path), block.line
+        elif block.kind == "python":
+            printed, where = run_python(block, url, names), block.line
+        else:
+            assert block.kind == "sh server", f"line {block.line}: nobody runs a block of {block.kind!r}"
