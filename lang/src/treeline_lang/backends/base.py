@@ -39,7 +39,6 @@ class Backend(ABC):
     Unsupported and TemplateError. A backend keeps nothing of a program: two runs never see each other."""
 
     reads_images = False
-    reads_videos = False
     image_token = ""
     """What stands in the text for an image."""
     takes_hints = False
