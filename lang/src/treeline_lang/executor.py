@@ -240,5 +240,5 @@ class StreamExecutor:
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        else:
+        elif not self.growing.done:  # what has ended stays as it ended
             self.fail(Cancelled("interrupted"))
