@@ -15,14 +15,15 @@ from treeline_lang import growing
 from treeline_lang.errors import WrongArgument
 from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, flatten
-from treeline_lang.graph import (
+from treeline_lang.graph import Graph
+from treeline_lang.meeting import Meeting
+from treeline_lang.nodes import (
     ROOT,
     Append,
     Argument,
     Const,
     Entries,
     Fork,
-    Graph,
     Hole,
     Items,
     Join,
@@ -36,7 +37,6 @@ from treeline_lang.graph import (
     reads,
     sources,
 )
-from treeline_lang.meeting import Meeting
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Assign, Extend, Read, join
 from treeline_lang.steps import Fork as ForkStep
@@ -53,7 +53,6 @@ class GraphBody:
         self.order = graph.order()
         self._source = source
         self.__name__ = graph.name
-        self.__doc__ = None if source is None else source.__doc__
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = sorted(graph.parameters, key=lambda parameter: not parameter.required)
         self.__signature__ = inspect.Signature(

@@ -23,6 +23,8 @@ ROLES: Final[tuple[Role, ...]] = ("system", "user", "assistant")
 class Expr:
     step: ClassVar[str] = "+="
     """What an error calls it."""
+    has_text: ClassVar[bool] = False
+    """Without asking a model."""
 
     def __add__(self, other: Piece) -> Sum:
         return Sum((*_parts(self), *_parts(as_expr(other))))
@@ -37,6 +39,7 @@ Piece = Expr | str | int | float
 
 @dataclass(frozen=True, slots=True)
 class Text(Expr):
+    has_text = True
     text: str
     where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
@@ -282,7 +285,7 @@ def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:
     `s["<name>_reasoning_content"]` be that. model_type: how the model marks it (`treeline_lang.reasoning.MARKS`)."""
     expr = as_expr(expr)
     for part in flatten(expr):
-        if not isinstance(part, Text | Gen) or (isinstance(part, Gen) and part.sampling.dtype is not None):
+        if not (part.has_text or isinstance(part, Gen)) or (isinstance(part, Gen) and part.sampling.dtype is not None):
             raise TypeError("separate_reasoning takes texts and gens without a dtype: nothing else has reasoning in it")
     return SeparateReasoning(expr, check_model_type(model_type))
 

@@ -1,211 +1,35 @@
-"""A program as data: streams of steps, which variables they read, and what the program returns.
+"""A program as data: streams of steps, what it is run with, and what it returns.
 
 A `Graph` is what a trace records (`treeline_lang.trace`), passes rewrite (`treeline_lang.passes`), a file holds
-(`treeline_lang.serialize`) and streams execute (`treeline_lang.execute`). What a step appends is made of the same
-expressions that programs are written in; what is known only when it runs is a `Hole`.
+(`treeline_lang.serialize`), streams execute (`treeline_lang.execute`) and a picture shows (`treeline_lang.draw`).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
-from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, names_of
+from treeline_lang import draw
+from treeline_lang.expressions import Expr
+from treeline_lang.nodes import (
+    ROOT,
+    Argument,
+    Const,
+    Fork,
+    Join,
+    Place,
+    SetVar,
+    Step,
+    Value,
+    Variable,
+    generates,
+    reads,
+    sources,
+    states,
+)
 from treeline_lang.sampling import Sampling
-from treeline_lang.where import Where
-
-Path = tuple[str | int, ...]
-"""Keys and indices into a value, outermost first."""
-ROOT: Final = 0
-"""The number of the stream that the program's own state is."""
-
-# ---- values ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """One that the program is run with, or a part of it."""
-
-    name: str
-    path: Path = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """What a step has generated: by the number of its stream, its name there, and which of those of this name."""
-
-    stream: int
-    name: str
-    nth: int = 0
-    path: Path = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Texts one after the other. Each part must be a text when it is known, as `+` of a text takes nothing else."""
-
-    parts: tuple[str | Argument | Variable, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Const:
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list, or a tuple."""
-
-    items: tuple[Value, ...]
-    mutable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """A mapping."""
-
-    entries: tuple[tuple[Value, Value], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """The state that a stream is."""
-
-    stream: int
-
-
-Unknown = Argument | Variable | Joined
-Value = Argument | Variable | Joined | Const | Items | Entries | State
-
-
-def sources(value: Value | str) -> Iterator[Argument | Variable]:
-    """What must be known for the value to be."""
-    match value:
-        case Argument() | Variable():
-            yield value
-        case Joined(parts):
-            for part in parts:
-                yield from sources(part)
-        case Items(items):
-            for item in items:
-                yield from sources(item)
-        case Entries(entries):
-            for key, entry in entries:
-                yield from (*sources(key), *sources(entry))
-        case _:
-            pass
-
-
-def states(value: Value) -> Iterator[int]:
-    """The streams that the value holds as states."""
-    match value:
-        case State(stream):
-            yield stream
-        case Items(items):
-            for item in items:
-                yield from states(item)
-        case Entries(entries):
-            for key, entry in entries:
-                yield from (*states(key), *states(entry))
-        case _:
-            pass
-
-
-def at_path(value: Any, path: Path) -> Any:
-    """A part of a value. Raises LookupError and TypeError as indexing does."""
-    for key in path:
-        value = value[key]
-    return value
-
-
-# ---- steps ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Hole(Expr):
-    """Where a value is appended that is not known yet. `text`: it must be one, since the program adds it to a text;
-    otherwise a number will do."""
-
-    value: Argument | Variable
-    text: bool = False
-    where: Where | None = field(default=None, compare=False, repr=False, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Append:
-    parts: tuple[Expr, ...]
-    where: Where | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class SetVar:
-    name: str
-    value: Value
-    where: Where | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    children: tuple[int, ...]
-    hint: tuple[Expr, ...] = ()
-    """What all children begin with: cached with the text before."""
-    ahead: bool = False
-    """Children begin before it is cached; their first model calls wait for it."""
-    together: tuple[int, ...] = ()
-    """Children whose first model calls are sent as one request."""
-    where: Where | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Of streams that end here. `appends`: their texts are appended; otherwise their variables become lists."""
-
-    children: tuple[int, ...]
-    appends: bool = False
-    where: Where | None = field(default=None, compare=False, repr=False)
-
-
-Step = Append | SetVar | Fork | Join
-Place = tuple[int, int]
-"""(number of a stream, index of a step in it)."""
-
-
-def parts_within(parts: Iterable[Expr]) -> Iterator[Expr]:
-    """All parts, those of choices and of reasoning too."""
-    for part in parts:
-        yield part
-        match part:
-            case Sum(inner):
-                yield from parts_within(inner)
-            case Select(_, choices):
-                yield from parts_within(choice for choice in choices if isinstance(choice, Expr))
-            case SeparateReasoning(expr):
-                yield from parts_within((expr,))
-            case _:
-                pass
-
-
-def reads(step: Step) -> Iterator[Argument | Variable]:
-    """What a step needs to know."""
-    match step:
-        case Append(parts):
-            yield from (part.value for part in parts_within(parts) if isinstance(part, Hole))
-        case SetVar(_, value):
-            yield from sources(value)
-        case Fork(_, hint):
-            yield from (part.value for part in hint if isinstance(part, Hole))
-        case _:
-            pass
-
-
-def generates(step: Step) -> tuple[str, ...]:
-    """The names of the variables that a step fills with what the model writes, in order."""
-    return names_of(Sum(step.parts)) if isinstance(step, Append) else ()
-
-
-# ---- the whole ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +53,7 @@ class Graph:
     name: str
     parameters: tuple[Parameter, ...]
     streams: tuple[Stream, ...]
-    returns: Value = Const(None)
+    returns: Value = field(default_factory=lambda: Const(None))
     num_api_spec_tokens: int | None = None
     beginnings: tuple[tuple[Expr, ...], ...] = ()
     """Constants with which streams begin that begin by themselves: cached once ahead of a batch."""
@@ -261,7 +85,7 @@ class Graph:
         stream, the steps that generate what it reads, the streams that it joins. Of several that could be next, the one
         of the lowest stream is. Raises ValueError where there is no such order.
         """
-        needs = self._needs()
+        needs = self.needs()
         followers: dict[Place, list[Place]] = {}
         missing = {place: len(others) for place, others in needs.items()}
         for place, others in needs.items():
@@ -308,7 +132,15 @@ class Graph:
             raise ValueError(f"it needs an argument {missing[0]!r}, and has no such parameter")
         self.order()
 
-    def _needs(self) -> dict[Place, set[Place]]:
+    def draw(self) -> str:
+        """A picture of it, as SVG: streams are columns, steps are boxes."""
+        return draw.picture(self)
+
+    def _repr_svg_(self) -> str:
+        """For notebooks."""
+        return self.draw()
+
+    def needs(self) -> dict[Place, set[Place]]:
         parents, places = self.parents(), self.definitions()
         needs: dict[Place, set[Place]] = {}
         for number, stream in enumerate(self.streams):

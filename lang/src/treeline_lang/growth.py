@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 from treeline_lang.expressions import Expr, Gen, ScopeBegin, ScopeEnd, Select, SeparateReasoning, Sum, Text, flatten
-from treeline_lang.graph import Append, Fork, Graph, Hole, Join, Variable
+from treeline_lang.graph import Graph
+from treeline_lang.nodes import Append, Fork, Hole, Join, Variable
 
 MAX_COPIES: Final = 10_000
 """Of one model call's answer or of one argument, in the text of one stream; of a constant's characters a thousand times

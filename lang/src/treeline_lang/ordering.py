@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from treeline_lang import background, prefix
 from treeline_lang.executor import Run
-from treeline_lang.graph import Argument, Joined, Unknown, at_path
+from treeline_lang.nodes import Argument, Joined, Unknown, at_path
 from treeline_lang.transcript import Prompt
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from treeline_lang.expressions import (
     Text,
     flatten,
 )
-from treeline_lang.graph import ROOT, Append, Argument, Fork, Graph, Hole, SetVar, at_path, parts_within
+from treeline_lang.graph import Graph
+from treeline_lang.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, at_path, parts_within
 from treeline_lang.templates import ChatTemplate
 from treeline_lang.transcript import Transcript
 

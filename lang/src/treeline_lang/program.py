@@ -108,7 +108,7 @@ class Function:
         A parameter with the default None, True or False is a constant, too: `x is None` cannot tell that it is traced.
         """
         self.bind(**static)
-        traced = self.traced(self._switches() | static)
+        traced = self.traced(self._switches() | self.bound | static)
         if traced.failure is not None:
             raise traced.failure
         return traced.graph
@@ -126,7 +126,9 @@ class Function:
                 raise
             return Compiled.interpreted(self.bind(**static), str(error))
         constants = self._switches() | self.bound | static
-        return Compiled.of(graph, passes, lambda state, **rest: self.body(state, **constants, **rest))
+        compiled = Compiled.of(graph, passes, lambda state, **rest: self.body(state, **constants, **rest))
+        compiled.__doc__ = self.__doc__
+        return compiled
 
     def _switches(self) -> dict[str, Any]:
         parameters = self._signature.parameters.values()
@@ -329,7 +331,12 @@ class Compiled(Function):
 
     def bind(self, **arguments: Any) -> Compiled:
         bound = Compiled(self.body, self.num_api_spec_tokens, super().bind(**arguments).bound)
-        bound.graph, bound.fallback, bound.reports = self.graph, self.fallback, self.reports
+        bound.__doc__, bound.graph, bound.fallback, bound.reports = (
+            self.__doc__,
+            self.graph,
+            self.fallback,
+            self.reports,
+        )
         return bound
 
     def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:

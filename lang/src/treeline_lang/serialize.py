@@ -36,21 +36,19 @@ from treeline_lang.expressions import (
     Text,
     flatten,
 )
-from treeline_lang.graph import (
+from treeline_lang.graph import Graph, Parameter, Stream
+from treeline_lang.nodes import (
     Append,
     Argument,
     Const,
     Entries,
     Fork,
-    Graph,
     Hole,
     Items,
     Join,
     Joined,
-    Parameter,
     SetVar,
     State,
-    Stream,
     Variable,
 )
 from treeline_lang.reasoning import MARKS

@@ -29,8 +29,8 @@ from treeline_lang.expressions import (
     flatten,
     names_of,
 )
-from treeline_lang.graph import Path, at_path
 from treeline_lang.growing import Variable
+from treeline_lang.nodes import Path, at_path
 from treeline_lang.reasoning import split_reasoning
 from treeline_lang.sampling import Sampling
 from treeline_lang.where import Where
@@ -40,6 +40,7 @@ from treeline_lang.where import Where
 class Read(Expr):
     """The value of a variable, or a part of it, as its text, once it is there."""
 
+    has_text = True
     variable: Variable
     path: Path = ()
     text: bool = False

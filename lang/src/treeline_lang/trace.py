@@ -17,26 +17,24 @@ from typing import Any, Final, Never, cast
 from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
 from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten
-from treeline_lang.graph import (
+from treeline_lang.graph import Graph, Parameter, Stream
+from treeline_lang.nodes import (
     Append,
     Argument,
     Const,
     Entries,
     Fork,
-    Graph,
     Hole,
     Items,
     Join,
     Joined,
-    Parameter,
     SetVar,
     State,
-    Stream,
     Unknown,
     Value,
     Variable,
 )
-from treeline_lang.graph import Step as GraphStep
+from treeline_lang.nodes import Step as GraphStep
 from treeline_lang.sampling import Sampling
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Arrive, Assign, Extend, Gather
@@ -64,6 +62,7 @@ def _refused(verb: str) -> Callable[..., Any]:
 class Placeholder(Expr):
     """Stands for what is not known while a program is traced."""
 
+    has_text = True
     value: Unknown
     tracing: Tracing
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, Text
-from treeline_lang.graph import Append, Argument, Graph, Hole, SetVar, Step, Stream
+from treeline_lang.graph import Graph, Stream
+from treeline_lang.nodes import Append, Argument, Hole, SetVar, Step
 
 
 @dataclass(frozen=True, slots=True)

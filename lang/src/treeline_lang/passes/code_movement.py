@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, Text
-from treeline_lang.graph import Append, Argument, Graph, Hole, Step, Stream
+from treeline_lang.graph import Graph, Stream
+from treeline_lang.nodes import Append, Argument, Hole, Step
 from treeline_lang.passes.base import Report, shown
 
 

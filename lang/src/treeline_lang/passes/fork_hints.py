@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from treeline_lang.expressions import Expr, Text
-from treeline_lang.graph import Fork, Graph
+from treeline_lang.graph import Graph
+from treeline_lang.nodes import Fork
 from treeline_lang.ordering import shared_length
 from treeline_lang.passes.base import Report, beginning, shown, with_step
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from treeline_lang.expressions import Gen
-from treeline_lang.graph import Fork, Graph, Stream
+from treeline_lang.graph import Graph, Stream
+from treeline_lang.nodes import Fork
 from treeline_lang.passes.base import Report, known_at_once, leading, with_step
 
 

@@ -1,0 +1,5 @@
+import sys
+
+from treeline_lang.command import main
+
+sys.exit(main())

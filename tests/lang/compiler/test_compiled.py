@@ -1,0 +1,232 @@
+"""Compiled programs: run like others, with their errors and their lines; interpreted where they cannot be compiled."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.echo_backend import EchoBackend, echo
+from treeline_lang import (
+    BackendError,
+    Compiled,
+    ProgramError,
+    Refused,
+    TraceError,
+    WrongArgument,
+    assistant,
+    function,
+    gen,
+    gen_int,
+    separate_reasoning,
+    user,
+)
+from treeline_lang.backends.base import Completion
+
+
+@function
+def qa(s, question, note=""):
+    """Asks."""
+    s += user("Q: " + question)
+    s += note
+    s += assistant(gen("answer", max_tokens=6))
+    return s["answer"]
+
+
+@function
+def loops(s, words):
+    for word in words:
+        s += word
+    s += gen("x")
+
+
+def test_a_compiled_program_is_run_like_any_other():
+    backend = EchoBackend()
+    compiled = qa.compile()
+    assert isinstance(compiled, Compiled)
+    assert compiled.fallback is None
+    assert (compiled.__name__, compiled.__doc__) == ("qa", "Asks.")
+    assert repr(compiled) == "<program qa(question, note='')>"
+    expected = qa.run("why?", backend=backend)
+    for state in (compiled.run("why?", backend=backend), compiled.bind(question="why?").run(backend=backend)):
+        assert (state.text(), state.ret_value) == (expected.text(), expected.ret_value)
+    states = compiled.run_batch([("a",), {"question": "b", "note": 5}], backend=backend)
+    assert [state["answer"] for state in states] == [qa.run("a", backend=backend)["answer"], states[1].ret_value]
+    assert "\n5ASSISTANT" in states[1].text()
+    with pytest.raises(TypeError, match="missing a required argument: 'question'"):
+        compiled.run(backend=backend)
+
+
+def test_the_function_is_not_run_again():
+    runs = []
+
+    @function
+    def counted(s, word):
+        runs.append(word)
+        s += word + gen("x")
+
+    compiled = counted.compile()
+    compiled.run_batch([{"word": "a"}, {"word": "b"}, {"word": "c"}], backend=EchoBackend())
+    assert len(runs) == 1
+
+
+def test_it_streams():
+    state = qa.compile().run(question="why?", backend=EchoBackend(), stream=True)
+    assert "".join(state.text_iter("answer")) == state["answer"]
+    assert "".join(state.text_iter()) == state.text()
+
+
+def test_a_program_that_cannot_be_compiled_is_interpreted_and_says_why():
+    compiled = loops.compile()
+    assert compiled.graph is None
+    assert "test_compiled.py" in compiled.fallback
+    assert "argument words is iterated over" in compiled.fallback
+    assert compiled.run(words=["a", "b"], backend=EchoBackend()).text().startswith("ab")
+    with pytest.raises(TraceError, match="iterated over"):
+        loops.compile(strict=True)
+    strict = loops.compile(strict=True, words=["a", "b"])
+    assert strict.run(backend=EchoBackend()).text() == "ab" + echo("ab", 0, 12)
+    assert compiled.bind(words=["c"]).fallback == compiled.fallback
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"question": 5}, "'question' is added to a text, and it is 5"),
+        ({"question": None}, "'question' is added to a text, and it is None"),
+        ({"question": "a", "note": None}, "'note' is appended, and it is None"),
+        ({"question": "a", "note": ["b"]}, r"'note' is appended, and it is \['b'\]"),
+    ],
+)
+def test_arguments_that_are_no_texts_are_refused_with_the_line(arguments, reason):
+    with pytest.raises(WrongArgument, match=reason) as refused:
+        qa.compile().run(**arguments, backend=EchoBackend())
+    assert refused.value.where.function == "qa"
+    with pytest.raises(TypeError):
+        qa.run(**arguments, backend=EchoBackend())
+
+
+def test_a_part_of_an_argument_that_is_not_there_is_told():
+    compiled = function(lambda s, shots: s.__iadd__(shots["few"][1])).compile()
+    with pytest.raises(WrongArgument, match=r"shots\['few'\]\[1\]: IndexError"):
+        compiled.run(shots={"few": ["one"]}, backend=EchoBackend())
+
+
+def test_an_argument_may_be_an_expression():
+    @function
+    def asks(s, ask):
+        s += "Q" + ask
+        return s.variables
+
+    backend = EchoBackend()
+    compiled = function(lambda s, ask: s.__iadd__("Q" + ask)).compile(strict=True)
+    assert compiled.run(ask=gen("x"), backend=backend)["x"] == asks.run(ask=gen("x"), backend=backend)["x"]
+
+
+def test_a_number_is_not_added_to_a_text_later_either():
+    @function
+    def adds(s):
+        s += gen_int("n")
+        s += s["n"]
+        s += "n: " + s["n"]
+
+    state = adds.compile().run
+    with pytest.raises(ProgramError, match="'n': it is added to a text, and it is"):
+        state(backend=EchoBackend()).text()
+    with pytest.raises(TypeError):
+        adds.run(backend=EchoBackend())
+
+
+class Failing(EchoBackend):
+    """Refuses prompts with `bad` in them."""
+
+    async def generate(self, prompt, sampling, call):
+        if "bad" in prompt.text:
+            raise Refused("no such thing")
+        return await super().generate(prompt, sampling, call)
+
+
+@function
+def forks(s, words):
+    branches = s.fork(2)
+    branches[0] += words[0] + gen("x")
+    branches[1] += words[1] + gen("x")
+    branches.join()
+    s += "then" + gen("y")
+
+
+@pytest.mark.parametrize("program", [forks, forks.compile(), forks.compile(passes=())])
+def test_an_error_is_that_of_its_line_and_its_branch_alone(program):
+    state = program.run(words=["good", "bad"], backend=Failing())
+    with pytest.raises(Refused, match="no such thing") as refused:
+        state.get_var("y")
+    assert (refused.value.where.function, refused.value.step) == ("forks", "gen('x')")
+    assert refused.value.where.line == state.error().where.line
+
+
+def test_what_the_body_would_have_read_is_raised_by_run():
+    with pytest.raises(Refused):
+        qa.compile().run(question="bad", backend=Failing())
+
+
+def test_a_program_may_call_a_compiled_one():
+    backend = EchoBackend()
+    compiled = qa.compile()
+
+    @function
+    def outer(s, word):
+        qa_here = compiled(s, question=word).ret_value
+        beside = compiled(question=qa_here)
+        s += " beside: " + beside["answer"]
+
+    expected = outer.run(word="w", backend=backend).text()
+    assert outer.compile(strict=True).run(word="w", backend=backend).text() == expected
+    assert expected.startswith("USER: Q: w")
+
+
+def test_steps_of_other_streams_do_not_wait():
+    """The second branch's call is under way while the first one's is."""
+
+    class Both(EchoBackend):
+        def __init__(self):
+            super().__init__()
+            self.here = 0
+            self.both = asyncio.Event()
+
+        async def generate(self, prompt, sampling, call):
+            self.here += 1
+            if self.here == 2:
+                self.both.set()
+            await self.both.wait()
+            return [Completion("x")]
+
+    state = forks.compile(passes=()).run(words=["a", "b"], backend=Both())
+    assert state["y"] == "x"
+
+
+def test_reasoning_is_separated_as_interpreted():
+    class Thinks(EchoBackend):
+        async def generate(self, prompt, sampling, call):
+            return [Completion("<think>hm</think>yes")]
+
+    @function
+    def thinks(s, word):
+        s += separate_reasoning("Q" + word + gen("x"), "qwen3")
+        return [s["x"], s["x_reasoning_content"]]
+
+    assert thinks.compile(strict=True).run(word="w", backend=Thinks()).ret_value == ["yes", "hm"]
+
+
+def test_a_backend_that_fails_hints_fails_the_branches_alone():
+    class Cold(EchoBackend):
+        async def warm(self, prompt, call, children=1):
+            raise BackendError("cold")
+
+    @function
+    def hinted(s, word):
+        s += word
+        branches = s.fork(2)
+        branches += gen("x")
+        s += "on"
+
+    state = hinted.compile(strict=True).run(word="w", backend=Cold())
+    assert state.text() == "won"

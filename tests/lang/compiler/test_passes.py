@@ -1,0 +1,350 @@
+"""What each pass does to a graph, says of it, and makes of a run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.echo_backend import EchoBackend, echo
+from treeline_lang import Refused, Unsupported, assistant, background, function, gen, select, user
+from treeline_lang.expressions import RoleBegin, Text
+from treeline_lang.meeting import Meeting
+from treeline_lang.nodes import Argument, Fork, Hole
+from treeline_lang.passes import DEFAULT_PASSES, batch_siblings, hint_forks, move_constants, precache
+from treeline_lang.sampling import Sampling
+from treeline_lang.transcript import Prompt
+
+
+def forks_of(graph):
+    return [step for stream in graph.streams for step in stream.steps if isinstance(step, Fork)]
+
+
+# ---- code movement --------------------------------------------------------------------------------------------------
+
+
+@function
+def expert(s, question, mood):
+    s += "Start. "
+    with s.any_order():
+        s += "Question: " + question + "\n"
+        s += "Act as an expert.\n"
+        s += "Mood: " + mood + "\n"
+        s += "Be short.\n"
+    s += gen("answer", max_tokens=6)
+
+
+def test_constants_come_first_where_the_order_is_free():
+    backend = EchoBackend()
+    plain = "Start. Question: Q\nAct as an expert.\nMood: M\nBe short.\n"
+    moved = "Start. Act as an expert.\nBe short.\nQuestion: Q\nMood: M\n"
+    arguments = {"question": "Q", "mood": "M", "backend": backend}
+    assert expert.run(**arguments).text() == plain + echo(plain)
+    assert expert.compile(passes=[move_constants]).run(**arguments).text() == moved + echo(moved)
+    assert expert.compile(passes=()).run(**arguments).text() == plain + echo(plain)
+
+
+def test_the_report_is_a_diff_of_the_prompt():
+    _, report = move_constants(expert.trace())
+    where, *diff = report.lines
+    assert where.startswith("test_passes.py:")
+    assert diff == [
+        "--- before",
+        "+++ after",
+        "@@ -1,4 +1,4 @@",
+        "+Act as an expert.",
+        "+Be short.",
+        " Question: {question}",
+        "-Act as an expert.",
+        " Mood: {mood}",
+        "-Be short.",
+    ]
+
+
+def test_nothing_outside_of_the_region_moves_and_nothing_is_lost():
+    graph = expert.trace()
+    moved, _ = move_constants(graph)
+    before, after = graph.streams[0].steps, moved.streams[0].steps
+    assert (after[:2], after[-2:]) == (before[:2], before[-2:])
+    assert sorted(map(repr, after)) == sorted(map(repr, before))
+    assert move_constants(moved)[0] == moved
+
+
+def test_variables_come_last():
+    @function
+    def reads(s, word):
+        s += gen("x")
+        with s.user(), s.any_order():
+            s += "x: " + s["x"]
+            s += "word: " + word
+            s += "constant"
+
+    moved, _ = move_constants(reads.trace())
+    assert [step.parts[0] for step in moved.streams[0].steps[3:6]] == [Text("constant"), Text("word: "), Text("x: ")]
+
+
+@pytest.mark.parametrize(
+    ("act", "obstacle"),
+    [
+        (lambda s: s.__iadd__(gen("x")), "<gen>"),
+        (lambda s: s.__iadd__(user("x")), "<user>"),
+        (lambda s: s.set_var("x", 1), "a setvar"),
+        (lambda s: s.fork(2), "a fork"),
+    ],
+)
+def test_a_region_with_more_than_texts_is_left_alone(act, obstacle):
+    @function
+    def mixed(s, word):
+        with s.any_order():
+            s += word
+            act(s)
+            s += "constant"
+
+    graph = mixed.trace()
+    moved, report = move_constants(graph)
+    assert moved == graph
+    assert report.lines[0].endswith(f"left alone, as it holds {obstacle}")
+
+
+def test_programs_without_regions_are_as_they_were():
+    graph = function(lambda s, word: s.__iadd__(word + "x")).trace()
+    assert move_constants(graph) == (graph, move_constants(graph)[1])
+    assert str(move_constants(graph)[1]) == "code movement:\n  nothing to do"
+
+
+# ---- fork hints -----------------------------------------------------------------------------------------------------
+
+
+@function
+def judge(s, essay):
+    s += user("Essay: " + essay)
+    forks = s.fork(3)
+    for fork, aspect in zip(forks, ["clarity", "clarification", "cleverness"], strict=True):
+        fork += user("Judge by " + aspect)
+        fork += assistant(gen("verdict", max_tokens=6))
+    forks.join()
+    s += "Together: " + s["verdict"][0] + gen("score", max_tokens=3)
+
+
+def test_what_all_branches_begin_with_joins_the_hint():
+    graph, report = hint_forks(judge.trace())
+    (fork,) = forks_of(graph)
+    assert fork.hint == (RoleBegin("user"), Text("Judge by cl"))
+    assert fork.ahead
+    (line,) = report.lines
+    assert line.endswith("in judge: 3 branches do not wait for their hint, with '<user>Judge by cl'")
+    assert line.startswith(f"test_passes.py:{fork.where.line} ")
+
+
+def test_arguments_join_the_hint_as_far_as_all_have_them():
+    @function
+    def asks(s, word):
+        branches = s.fork(2)
+        branches += "Word: " + word
+        branches += lambda index: f", {index}"
+        branches += gen("x")
+
+    graph, _ = hint_forks(asks.trace())
+    assert forks_of(graph)[0].hint == (Text("Word: "), Hole(Argument("word"), text=True), Text(", "))
+    backend = EchoBackend()
+    asks.compile(passes=[hint_forks]).run(word="w", backend=backend).sync()
+    assert backend.warmed == ["Word: w, "]
+
+
+def test_branches_wait_for_the_hint_with_their_first_call_and_not_before():
+    class Slow(EchoBackend):
+        def __init__(self):
+            super().__init__()
+            self.cached = asyncio.Event()
+            self.reached = asyncio.Event()
+
+        async def warm(self, prompt, call, children=1):
+            self.reached.set()
+            await self.cached.wait()
+            await super().warm(prompt, call, children)
+
+        async def release(self):
+            await self.reached.wait()
+            self.cached.set()
+
+    @function
+    def waits(s):
+        s += "shared "
+        branches = s.fork(2)
+        branches += "constant "
+        branches += lambda index: gen(f"x{index}", max_tokens=4)
+        return branches[0]
+
+    backend = Slow()
+    state = waits.compile(strict=True, passes=[hint_forks]).run(backend=backend)
+    pieces = state.ret_value.text_iter()
+    seen = next(pieces)
+    while seen != "shared constant ":
+        seen += next(pieces)
+    assert backend.asked == []
+    background.call(backend.release())
+    assert state.ret_value["x0"] == echo("shared constant ", 0, 4)
+    assert backend.events[0] == ("warm", "shared constant ")
+
+
+def test_no_hint_is_sent_where_hints_are_off():
+    backend = EchoBackend()
+    judge.compile().run(essay="E", backend=backend, hints=False).sync()
+    assert backend.warmed == []
+
+
+# ---- batching -------------------------------------------------------------------------------------------------------
+
+
+class Batches(EchoBackend):
+    def __init__(self):
+        super().__init__()
+        self.batches: list[list[str]] = []
+
+    async def generate_batch(self, requests, call):
+        self.batches.append([prompt.text for prompt, _ in requests])
+        return await super().generate_batch(requests, call)
+
+
+def test_siblings_that_are_ready_at_once_are_one_request():
+    graph, report = batch_siblings(judge.trace())
+    assert forks_of(graph)[0].together == (1, 2, 3)
+    assert report.lines[0].endswith("the first calls of 3 branches are one request")
+    backend = Batches()
+    state = judge.compile(passes=[batch_siblings]).run(essay="E", backend=backend)
+    assert state.text() == judge.run(essay="E", backend=EchoBackend()).text()
+    assert [[text.split("Judge by ")[1].split("\n")[0] for text in batch] for batch in backend.batches] == [
+        ["clarity", "clarification", "cleverness"]
+    ]
+
+
+def test_streams_are_not_batched_and_neither_is_one_step_at_a_time():
+    expected = judge.run(essay="E", backend=EchoBackend()).text()
+    for options in ({"stream": True}, {"parallel": False}):
+        backend = Batches()
+        state = judge.compile().run(essay="E", backend=backend, **options)
+        assert "".join(state.text_iter()) == expected
+        assert backend.batches == []
+
+
+@function
+def mixed(s, word):
+    branches = s.fork(5)
+    branches[0] += "a" + gen("x", max_tokens=3)
+    branches[1] += "b" + select("x", ["yes", "no"])
+    branches[2] += "c" + gen("x", n=2)
+    branches[3] += "no call"
+    branches[4] += word + "e" + gen("x", max_tokens=3) + gen("y", max_tokens=3)
+    branches.join()
+    s += "end" + gen("z", max_tokens=3)
+
+
+def test_only_branches_that_begin_with_a_gen_meet():
+    graph, _ = batch_siblings(mixed.trace())
+    assert forks_of(graph)[0].together == (1, 5)
+    backend = Batches()
+    state = mixed.compile().run(word="w", backend=backend)
+    assert state.variables == mixed.run(word="w", backend=EchoBackend()).variables
+    assert [sorted(batch) for batch in backend.batches] == [["a", "we"]]
+
+
+def test_one_that_fails_fails_alone():
+    class Refuses(Batches):
+        async def generate(self, prompt, sampling, call):
+            if prompt.text == "bad":
+                raise Refused("no")
+            return await super().generate(prompt, sampling, call)
+
+    @function
+    def two(s):
+        branches = s.fork(2)
+        branches += ["bad", "good"]
+        branches += gen("x", max_tokens=4)
+        return [*branches]
+
+    backend = Refuses()
+    bad, good = two.compile(strict=True).run(backend=backend).ret_value
+    assert good["x"] == echo("good", 0, 4)
+    assert len(backend.batches) == 1
+    with pytest.raises(Refused):
+        bad.get_var("x")
+
+
+def test_one_that_does_not_come_is_not_waited_for():
+    @function
+    def two(s):
+        s += user("open")
+        branches = s.fork(2)
+        for branch, role in zip(branches, ("user", "nobody"), strict=True):
+            branch += RoleBegin(role)
+            branch += gen("x", max_tokens=4)
+        return [*branches]
+
+    backend = Batches()
+    good, bad = two.compile(strict=True).run(backend=backend).ret_value
+    assert good["x"]
+    assert "no turn of the nobody" in bad.error().reason
+    assert [len(batch) for batch in backend.batches] == [1]
+
+
+async def test_whoever_waits_at_a_meeting_can_be_cancelled():
+    backend, meeting = Batches(), Meeting(2)
+
+    def ask(text):
+        return asyncio.ensure_future(meeting.generate(backend, Prompt(text), Sampling(max_tokens=4), None))
+
+    first = ask("first")
+    await asyncio.sleep(0)
+    first.cancel()
+    assert [one.text for one in await ask("second")] == [echo("second", 0, 4)]
+    assert first.cancelled()
+
+
+async def test_a_batch_that_fails_as_a_whole_fails_each():
+    class Broken(EchoBackend):
+        async def generate_batch(self, requests, call):
+            raise Unsupported("no batches")
+
+    meeting = Meeting(2)
+    asked = [meeting.generate(Broken(), Prompt(text), Sampling(), None) for text in "ab"]
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert [type(result) for result in results] == [Unsupported] * 2
+
+
+# ---- pre-caching ----------------------------------------------------------------------------------------------------
+
+RULES = "These rules are the same for everybody, and are long enough to be worth it. "
+
+
+@function
+def inner(s, word):
+    s += RULES + "Judge: " + word + gen("x", max_tokens=4)
+
+
+@function
+def outer(s, word):
+    s += "Word: " + word + gen("y", max_tokens=4)
+    s += inner(word=s["y"])["x"]
+
+
+def test_what_called_programs_begin_with_is_cached_ahead_of_a_batch():
+    graph, report = precache(outer.trace())
+    assert graph.beginnings == ((Text(RULES + "Judge: "),),)
+    assert report.lines == (f"stream 1: its first {len(RULES) + 7} characters are the same in all runs",)
+    backend = EchoBackend()
+    states = outer.compile().run_batch([{"word": word} for word in "abc"], backend=backend, num_threads=2)
+    assert backend.events[0] == ("warm", RULES + "Judge: ")
+    assert backend.warmed == [RULES + "Judge: "]
+    assert [state.text() for state in states] == [outer.run(word=word, backend=backend).text() for word in "abc"]
+
+
+def test_short_beginnings_are_not_cached():
+    graph, report = precache(judge.trace())
+    assert (graph.beginnings, report.lines) == ((), ())
+
+
+def test_passes_leave_the_graph_that_they_are_given():
+    graph = mixed.trace()
+    again = mixed.trace()
+    for one in DEFAULT_PASSES:
+        one(graph)
+    assert graph == again

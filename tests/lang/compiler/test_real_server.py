@@ -1,0 +1,182 @@
+"""Compiled programs against a real server: the same words as interpreted. `treeline program` in other processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.ports import free_port
+from support.runtime_server import running
+from treeline_lang import (
+    Compiled,
+    Refused,
+    RuntimeEndpoint,
+    assistant,
+    background,
+    function,
+    gen,
+    gen_int,
+    select,
+    system,
+    user,
+)
+from treeline_lang.backends.base import Call
+from treeline_lang.command import main
+from treeline_lang.passes import DEFAULT_PASSES
+from treeline_lang.sampling import Sampling
+from treeline_lang.transcript import Prompt
+
+MODEL = Path(__file__).parents[3] / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(MODEL, "--no-events") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def backend(url) -> Iterator[RuntimeEndpoint]:
+    with RuntimeEndpoint(url) as endpoint:
+        yield endpoint
+
+
+@function
+def judge(s, essay, rules=("Be brief.",)):
+    s += system("You judge essays. " + rules[0])
+    s += user("Essay: " + essay)
+    forks = s.fork(3)
+    for fork, aspect in zip(forks, ("style", "facts", "length"), strict=True):
+        fork += assistant("On " + aspect + ": " + gen("verdict", max_tokens=8))
+    forks.join()
+    with s.user():
+        s += "All: " + s["verdict"][0] + "|" + s["verdict"][2]
+    with s.assistant(), s.var_scope("all"):
+        s += select("grade", ["good", "bad", essay]) + gen_int("points", max_tokens=4)
+    return {"grade": s["grade"], "verdicts": s["verdict"]}
+
+
+@function
+def chain(s, word):
+    s += "The " + word
+    branches = s.fork(2)
+    branches += lambda index: (" is", " was")[index] + gen("x", max_tokens=5)
+    inner = branches[1].fork(2)
+    inner += gen("deep", max_tokens=3)
+    inner.join("concate_and_append")
+    branches.join("concate_and_append")
+    with s.copy() as copied:
+        copied += gen("end", max_tokens=3, n=2)
+    return s["end"][0][1]
+
+
+def told(state):
+    return state.text(), state.messages(), list(state.variables.items()), state.ret_value
+
+
+@pytest.mark.parametrize(("program", "argument"), [(judge, {"essay": "Cats sleep."}), (chain, {"word": "sun"})])
+def test_the_same_words_interpreted_compiled_and_from_a_file(backend, tmp_path, program, argument):
+    expected = told(program.run(**argument, backend=backend, temperature=0))
+    for passes in ((), DEFAULT_PASSES):
+        compiled = program.compile(strict=True, passes=passes)
+        assert told(compiled.run(**argument, backend=backend, temperature=0)) == expected
+    compiled.save(tmp_path / "program.json")
+    loaded = Compiled.load(tmp_path / "program.json")
+    assert told(loaded.run(**argument, backend=backend, temperature=0)) == expected
+
+
+def test_a_batch_of_compiled_programs(backend):
+    items = [{"essay": text} for text in ("Dogs bark.", "Birds sing.", "Fish swim.")]
+    interpreted = judge.run_batch(items, backend=backend, temperature=0)
+    compiled = judge.compile(strict=True).run_batch(items, backend=backend, temperature=0)
+    assert [told(state) for state in compiled] == [told(state) for state in interpreted]
+
+
+async def ask_all(backend, *requests):
+    return await backend.generate_batch([(Prompt(text), sampling) for text, sampling in requests], Call())
+
+
+def test_a_list_of_prompts_is_one_request_and_one_that_is_refused_fails_alone(backend, monkeypatch):
+    posted = []
+    post = backend._post
+
+    async def counted(body, call):
+        posted.append(body["text"])
+        return await post(body, call)
+
+    monkeypatch.setattr(backend, "_post", counted)
+    short, long = Sampling(max_tokens=2, temperature=0), Sampling(max_tokens=5, temperature=0)
+    first, second = background.call(ask_all(backend, ("The sun", short), ("The moon", long)))
+    assert posted == [["The sun", "The moon"]]
+    assert first[0].meta["completion_tokens"] <= 2 < second[0].meta["completion_tokens"]
+    assert background.call(backend.generate(Prompt("The moon"), long, Call()))[0].text == second[0].text
+    wrong = Sampling(max_tokens=1 << 30, min_tokens=1 << 30)
+    good, bad = background.call(ask_all(backend, ("The sun", short), ("The sun", wrong)))
+    assert good[0].text == first[0].text
+    assert isinstance(bad, Refused)
+    posted.clear()
+    both = background.call(ask_all(backend, ("a", Sampling(n=2, max_tokens=1)), ("b", Sampling(max_tokens=1))))
+    assert [len(one) for one in both] == [2, 1]
+    assert sorted(posted) == ["a", "b"]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
+
+
+def test_another_process_runs_a_file(url, backend, tmp_path):
+    file = tmp_path / "judge.json"
+    judge.compile(strict=True).save(file)
+    expected = judge.run(essay="Cats sleep.", backend=backend, temperature=0)
+    asked = ["--url", url, "--arg", "essay=Cats sleep.", "--json-arg", 'rules=["Be brief."]', "--temperature", "0"]
+    answer = command("treeline_lang", "run", str(file), *asked)
+    assert (answer.returncode, json.loads(answer.stdout)) == (0, expected.ret_value), answer.stderr
+    answer = command("treeline", "program", "run", str(file), *asked, "--json")
+    whole = json.loads(answer.stdout)
+    assert (whole["text"], whole["messages"], whole["variables"]) == (
+        expected.text(), expected.messages(), expected.variables
+    )  # fmt: skip
+
+
+def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
+    file, picture = tmp_path / "judge.json", tmp_path / "judge.svg"
+    judge.compile(strict=True).save(file)
+    answer = command("treeline_lang", "show", str(file), "--passes")
+    assert answer.returncode == 0
+    assert answer.stdout.startswith("judge(essay, rules=['Be brief.'])\n\nstream 0\n")
+    assert "batching:\n  " in answer.stdout
+    assert command("treeline_lang", "show", str(file), "--svg", str(picture)).returncode == 0
+    assert ET.fromstring(picture.read_text()).tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        (["run", "FILE", "--arg", "esay=x"], 2, "missing a required argument: 'essay'"),
+        (["run", "FILE", "--arg", "essay"], 2, "--arg essay: not NAME=VALUE"),
+        (["run", "FILE", "--json-arg", "essay={"], 2, "--json-arg essay={: not JSON"),
+        (["run", "FILE", "--arg", "essay=x", "--arg", "essay=y"], 2, "essay is given twice"),
+        (["run", "FILE", "--json-arg", "essay=5"], 2, "'essay' is added to a text, and it is 5"),
+        (["run", "FILE", "--arg", "essay=x"], 1, "Unreachable: test_real_server.py:"),
+        (["run", "FILE", "--arg", "essay=x", "--temperature", "-1"], 2, "temperature is between 0"),
+        (["run", "NONE", "--arg", "essay=x"], 2, "NONE: No such file or directory"),
+        (["run", "WRONG", "--arg", "essay=x"], 2, "WRONG: this is not JSON"),
+        (["show", "WRONG"], 2, "WRONG: this is not JSON"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_a_status(tmp_path, monkeypatch, capsys, words, status, reason):
+    monkeypatch.chdir(tmp_path)
+    judge.compile(strict=True).save("FILE")
+    Path("WRONG").write_text("not a program")
+    nobody = ["--url", f"http://127.0.0.1:{free_port()}"] if words[0] == "run" else []
+    assert main([*words, *nobody], prog="treeline program") == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("treeline program: error: ")
+    assert reason in line
