@@ -117,9 +117,6 @@ class FakeBackend(Backend):
     def flush_cache(self) -> None:
         pass
 
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_path": "fake"}
-
     # ---- for tests ----------------------------------------------------------------------------------------------
 
     @contextmanager

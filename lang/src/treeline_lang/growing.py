@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from treeline_lang.errors import ProgramError
@@ -92,7 +93,8 @@ class Growing:
             woken = asyncio.Event()
 
             def wake(woken: asyncio.Event = woken) -> None:
-                loop.call_soon_threadsafe(woken.set)
+                with suppress(RuntimeError):  # the reader's loop has been closed: nobody waits there
+                    loop.call_soon_threadsafe(woken.set)
 
             if self._listen(seen, wake):
                 await woken.wait()
@@ -115,6 +117,8 @@ class Variable(Growing):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.in_scope = False
+        """It is the text of a scope, whose end has not been submitted."""
         self._value: Any = None
         self._meta: Any = None
 

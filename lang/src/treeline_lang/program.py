@@ -140,6 +140,7 @@ class Function:
             with suppress(Exception):  # the state tells it to whoever reads
                 self.run_body(state, arguments)
 
+        state._stream.owner = None
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(body,), name=f"program {self.__name__}", daemon=True).start()
         return state

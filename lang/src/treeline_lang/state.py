@@ -61,9 +61,16 @@ class ProgramState:
         self += whole(content)
         return None
 
-    def var_scope(self, name: str) -> Any:
+    @contextmanager
+    def var_scope(self, name: str) -> Iterator[None]:
         """A context manager: `s[name]` is all the text appended within."""
-        return self._around(ScopeBegin(name), ScopeEnd(name))
+        with self._around(ScopeBegin(name), ScopeEnd(name)):
+            variable = self._stream.variables[name]
+            variable.in_scope = True
+            try:
+                yield
+            finally:
+                variable.in_scope = False
 
     @contextmanager
     def _around(self, begin: Expr, end: Expr) -> Iterator[None]:
@@ -90,7 +97,8 @@ class ProgramState:
         return self._stream.variable(name, timeout).read(timeout)
 
     async def get_var_async(self, name: str) -> Any:
-        return await self._stream.variable(name).read_async()
+        variable = await asyncio.to_thread(self._stream.variable, name)
+        return await variable.read_async()
 
     def set_var(self, name: str, value: Any) -> None:
         self._stream.submit(Assign(name, value, caller()))
