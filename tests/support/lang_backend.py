@@ -9,7 +9,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
