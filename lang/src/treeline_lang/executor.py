@@ -133,6 +133,8 @@ class StreamExecutor:
         self._ended_by: ProgramError | None = None
         """Why no more do, where the body did not end well."""
         self._inbox: deque[Step] = deque()
+        self._over = False
+        """The last step is done."""
         self._waits = waits
         self._task: asyncio.Task[None] | None = None
         run.streams.add(self)
@@ -253,6 +255,7 @@ class StreamExecutor:
         self.fail(failure)
 
     def _end(self, failure: ProgramError | None) -> None:
+        self._over = True
         if failure is not None:
             self.fail(failure)
         for variable, _ in self.scopes.values():
@@ -260,7 +263,7 @@ class StreamExecutor:
         self.growing.end()
 
     def _cancel(self) -> None:
-        if not self._open and self._task is None and not self._inbox:
+        if self._over:
             return
         failure = Cancelled("interrupted")
         if self._task is not None:  # which may not have begun, and then does nothing at all
