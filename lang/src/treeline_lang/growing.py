@@ -122,6 +122,16 @@ class Variable(Growing):
         self._value: Any = None
         self._meta: Any = None
 
+    def grow(self, text: str, meta: Any = None) -> None:
+        """meta: what the backend says with it, so far."""
+        if not self.done:
+            self._meta = meta
+        super().grow(text)
+
+    @property
+    def meta_so_far(self) -> Any:
+        return {} if self._meta is None else self._meta
+
     def set(self, value: Any, text: str | None = None, meta: Any = None) -> None:
         """text: of the value, for those who follow it (None: the value, if it is one)."""
         self._value, self._meta = value, {} if meta is None else meta

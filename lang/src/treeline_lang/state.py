@@ -151,11 +151,12 @@ class ProgramState:
         self, name: str | None = None, return_meta_data: Literal[True] = True
     ) -> AsyncIterator[tuple[str, Any]]: ...
     async def text_async_iter(self, name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """`text_iter` for `async for`. return_meta_data: pairs with what the backend said, so far {}."""
+        """`text_iter` for `async for`. return_meta_data: pairs with what the backend has said
+        of the variable so far (of the whole text: {})."""
         grows = await asyncio.to_thread(self._grows, name)
         async for piece in grows.follow_async():
             if return_meta_data:
-                yield piece, (grows.meta() if isinstance(grows, Variable) and grows.done and not grows.failure else {})
+                yield piece, (grows.meta_so_far if isinstance(grows, Variable) else {})
             else:
                 yield piece
 
