@@ -290,7 +290,7 @@ def test_branches_that_nobody_joins_hinder_nobody():
 
     assert forgets.run(backend=FakeBackend()).text() == "x"
     assert kept[0][0]["a"] == kept[0][1]["a"]
-    states = forgets.run_batch([{}] * 4, backend=FakeBackend())
+    states = forgets.run_batch([{}] * 4, backend=FakeBackend(), order="given")
     assert [state.error() for state in states] == [None] * 4
     for group in kept[1:]:
         assert all(child["a"].strip() for child in group), "a batch waits for them"

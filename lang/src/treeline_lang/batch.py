@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from treeline_lang.executor import Run
-from treeline_lang.ordering import plan_batch
+from treeline_lang.ordering import Plan, plan_batch
 from treeline_lang.progress import Progress
 from treeline_lang.state import ProgramState, state_of
 
@@ -43,6 +43,7 @@ class Jobs:
         self._arguments = arguments
         self._runs = [new_run() for _ in arguments]
         self._order = order
+        self._plan = Plan(range(len(self._runs)))
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ended: queue.SimpleQueue[tuple[int, ProgramState]] = queue.SimpleQueue()
         self._stopped = False
@@ -56,13 +57,12 @@ class Jobs:
     def _results(self, threads: int, progress: Progress) -> Iterator[ProgramState]:
         if not self._runs:
             return
-        plan = plan_batch(self._program, self._arguments, self._runs[0])
-        for index in plan.order if self._order == "dfs" else range(len(self._runs)):
+        if self._order == "dfs":
+            self._plan = plan_batch(self._program, self._arguments, self._runs[0], threads)
+        for index in self._plan.order:
             self._waiting.put(index)
         try:
             with progress:
-                if self._order == "dfs":
-                    plan.warm(self._runs[0])
                 for number in range(threads):
                     threading.Thread(target=self._work, name=f"programs {number}", daemon=True).start()
                 yield from self._in_order(progress)
@@ -88,6 +88,7 @@ class Jobs:
 
     def _one(self, index: int) -> ProgramState:
         """Runs to its end; what goes wrong stays in the state."""
+        self._plan.prepare(index, self._runs[index])
         state = state_of(self._runs[index])
         with suppress(BaseException):  # the state has been told; this thread is nobody's to end by a SystemExit
             self._program.run_body(state, self._arguments[index])

@@ -229,7 +229,7 @@ def select(
     if not isinstance(choices, list | tuple) or not choices:
         raise TypeError(f"choices is a list of one text or more, not {choices!r}")
     for choice in choices:
-        if not isinstance(choice, str | Expr) or choice == "":
+        if not isinstance(choice, str | Expr) or (isinstance(choice, str) and not choice):
             raise TypeError(f"a choice is a text that is not empty, not {choice!r}")
     if temperature > 1e-5:
         raise ValueError("select takes the likeliest choice; there is no temperature but 0")

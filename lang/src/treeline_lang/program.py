@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextvars
 import inspect
 import threading
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any, Literal, overload
 
-from treeline_lang import batch
+from treeline_lang import background, batch, prefix, trace
 from treeline_lang.backends.base import Backend, Call, default_backend
 from treeline_lang.errors import Cancelled, ProgramError
 from treeline_lang.executor import Run
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.state import ProgramState, state_of
-from treeline_lang.where import Where
+from treeline_lang.transcript import Prompt
+from treeline_lang.where import raised_at
 
 SAMPLING_NAMES = frozenset({field.name for field in fields(Sampling)} - {"dtype", "regex", "json_schema"}) | {
     "max_new_tokens"
@@ -84,6 +84,33 @@ class Function:
         if unknown and not open_ended:
             raise TypeError(f"{self.__name__}{self._signature} has no parameter {sorted(unknown)[0]!r}")
         return Function(self.body, self.num_api_spec_tokens, {**self.bound, **arguments})
+
+    # ---- ahead of running ---------------------------------------------------------------------------------------
+
+    def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:
+        """What a trace with these arguments as constants has recorded (`treeline_lang.trace`)."""
+        return trace.trace(
+            self.body,
+            self._signature,
+            {**self.bound, **arguments},
+            num_api_spec_tokens=self.num_api_spec_tokens,
+            to_first_request=to_first_request,
+        )
+
+    def cache(self, *, backend: Backend | None = None, **arguments: Any) -> str:
+        """Has the backend cache what every run begins with, up to the first argument that has no default and is not
+        given here. → That text; "" if the program does not begin with a constant. Raises BackendError, Unsupported,
+        TypeError."""
+        self.bind(**arguments)
+        run = self.new_run(backend, Sampling())
+        parameters = self._signature.parameters.values()
+        usual = {one.name: one.default for one in parameters if one.default is not one.empty}
+        traced = self.traced(usual | self.bound | arguments, to_first_request=True)
+        template = background.call(run.backend.template()) if prefix.has_turns(traced.graph) else None
+        text = prefix.beginning(traced.graph, {}, template)
+        if text:
+            background.call(run.backend.warm(Prompt(text), run.call))
+        return text
 
     # ---- running ------------------------------------------------------------------------------------------------
 
@@ -209,6 +236,10 @@ class Function:
             state = args[0]
             state.ret_value = self.body(state, **self.arguments(args[1:], kwargs))
             return state
+        tracing = trace.current()
+        if tracing is not None:
+            kwargs, sampling = self.split(kwargs)
+            return tracing.beside(self.body, self.arguments(args, kwargs), sampling)
         outer = _running.get()
         if outer is None:
             return self.run(*args, **kwargs)
@@ -226,14 +257,7 @@ def _item(item: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 def _of_body(error: Exception, body: Callable[..., Any]) -> ProgramError:
     """What went wrong in the program's own code, with the line of it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == body.__code__.co_filename]
-    frame = (own or frames)[-1]
-    failure = ProgramError(
-        f"{type(error).__name__}: {error}",
-        where=Where(frame.filename, frame.lineno or 0, frame.name),
-        step="the program",
-    )
+    failure = ProgramError(f"{type(error).__name__}: {error}", where=raised_at(error, body), step="the program")
     failure.__cause__ = error
     return failure
 

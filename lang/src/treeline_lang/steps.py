@@ -47,12 +47,12 @@ class Extend(Step):
 
     def __init__(self, expr: Expr, where: Where | None) -> None:
         self.where = where
-        self._expr = expr
+        self.expr = expr
         self.variables = [Variable(name) for name in names_of(expr)]
 
     async def do(self, stream: StreamExecutor) -> None:
         variables = iter(self.variables)
-        for part in flatten(self._expr):
+        for part in flatten(self.expr):
             stream.step = (getattr(part, "where", None) or self.where, _name(part))
             await _append(stream, part, variables)
             stream.show()
@@ -65,11 +65,11 @@ class Assign(Step):
 
     def __init__(self, name: str, value: Any, where: Where | None) -> None:
         self.where = where
-        self._value = value
+        self.value = value
         self.variables = [Variable(name)]
 
     async def do(self, stream: StreamExecutor) -> None:
-        self.variables[0].set(self._value)
+        self.variables[0].set(self.value)
 
 
 class Fork(Step):
@@ -79,17 +79,17 @@ class Fork(Step):
 
     def __init__(self, children: Sequence[StreamExecutor], where: Where | None) -> None:
         self.where = where
-        self._children = children
+        self.children = children
 
     async def do(self, stream: StreamExecutor) -> None:
         run, transcript = stream.run, stream.transcript
-        if len(self._children) > 1 and transcript.text and run.hints and run.backend.takes_hints:
-            await run.backend.warm(transcript.prompt(), run.call, len(self._children))
-        for child in self._children:
+        if len(self.children) > 1 and transcript.text and run.hints and run.backend.takes_hints:
+            await run.backend.warm(transcript.prompt(), run.call, len(self.children))
+        for child in self.children:
             child.start(transcript.copy())
 
     def abandon(self, failure: ProgramError) -> None:
-        for child in self._children:
+        for child in self.children:
             child.fail(failure)
 
 
@@ -100,11 +100,11 @@ class Gather(Step):
 
     def __init__(self, gathered: dict[str, list[Variable]], where: Where | None) -> None:
         self.where = where
-        self._gathered = gathered
+        self.gathered = gathered
         self.variables = [Variable(name) for name in gathered]
 
     async def do(self, stream: StreamExecutor) -> None:
-        for variable, parts in zip(self.variables, self._gathered.values(), strict=True):
+        for variable, parts in zip(self.variables, self.gathered.values(), strict=True):
             variable.set([await part.read_async() for part in parts], meta=[part.meta() for part in parts])
 
 
@@ -131,12 +131,12 @@ class Join(Step):
 
     def __init__(self, arrivals: Sequence[Arrive], *, appends: bool, where: Where | None) -> None:
         self.where = where
-        self._arrivals = arrivals
-        self._appends = appends
+        self.arrivals = arrivals
+        self.appends = appends
 
     async def do(self, stream: StreamExecutor) -> None:
-        texts = [await arrival.written.read_async() for arrival in self._arrivals]
-        if self._appends:
+        texts = [await arrival.written.read_async() for arrival in self.arrivals]
+        if self.appends:
             stream.transcript.append("".join(texts))
             stream.show()
 

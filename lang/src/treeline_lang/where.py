@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType
+from typing import Any
 
 _OURS = __name__.partition(".")[0]
 _BETWEEN = ("contextlib",)
@@ -32,3 +35,11 @@ def caller() -> Where | None:
             return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
+
+
+def raised_at(error: Exception, body: Callable[..., Any]) -> Where:
+    """The line of a program's own file that an error came through last; of any, if it never was there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == body.__code__.co_filename]
+    frame = (own or frames)[-1]
+    return Where(frame.filename, frame.lineno or 0, frame.name)

@@ -1,0 +1,76 @@
+"""With which text a program's first request begins, as far as its graph tells without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treeline_lang.errors import ProgramError
+from treeline_lang.expressions import Expr, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, SeparateReasoning, Text, flatten
+from treeline_lang.graph import ROOT, Append, Argument, Fork, Graph, Hole, SetVar, parts_within
+from treeline_lang.templates import ChatTemplate
+from treeline_lang.transcript import Transcript
+
+
+def has_turns(graph: Graph) -> bool:
+    """Whether `beginning` needs the chat template."""
+    steps = (step for stream in graph.streams for step in stream.steps if isinstance(step, Append))
+    return any(isinstance(part, RoleBegin | RoleEnd) for step in steps for part in parts_within(step.parts))
+
+
+def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate | None) -> str:
+    """The text up to the first model call, or to the first argument that is not among these; of a program that forks
+    before, that of its first branch."""
+    transcript, number = Transcript(), ROOT
+    while True:
+        for step in graph.streams[number].steps:
+            if isinstance(step, Append):
+                if not _append_all(transcript, step.parts, arguments, template):
+                    return transcript.text
+            elif isinstance(step, Fork):
+                number = step.children[0]
+                break
+            elif not isinstance(step, SetVar):
+                return transcript.text
+        else:
+            return transcript.text
+
+
+def _append_all(
+    transcript: Transcript, parts: Sequence[Expr], arguments: Mapping[str, Any], template: ChatTemplate | None
+) -> bool:
+    """False: up to one that is not known."""
+    return all(_append(transcript, part, arguments, template) for part in parts)
+
+
+def _append(transcript: Transcript, part: Expr, arguments: Mapping[str, Any], template: ChatTemplate | None) -> bool:
+    match part:
+        case Text(text):
+            transcript.append(text)
+        case Hole(Argument(name, path)) if name in arguments:
+            try:
+                value = at_path(arguments[name], path)
+            except (LookupError, TypeError):
+                return False
+            if not isinstance(value, str | int | float):
+                return False
+            transcript.append(str(value))
+        case RoleBegin(role) | RoleEnd(role) if template is not None:
+            try:
+                (transcript.begin if isinstance(part, RoleBegin) else transcript.end)(role, template)
+            except ProgramError:
+                return False
+        case ScopeBegin() | ScopeEnd():
+            pass
+        case SeparateReasoning(expr):
+            return _append_all(transcript, flatten(expr), arguments, template)
+        case _:
+            return False
+    return True
+
+
+def at_path(value: Any, path: Sequence[str | int]) -> Any:
+    """A part of a value. Raises LookupError and TypeError as indexing does."""
+    for key in path:
+        value = value[key]
+    return value

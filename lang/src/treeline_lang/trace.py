@@ -1,0 +1,388 @@
+"""Tracing: a program's function is run with placeholders for its arguments and a state that records instead of
+executing. What comes out is a `Graph`.
+
+The state is the ordinary one; what it submits to is a `Recorder` in place of a `StreamExecutor`. A placeholder can be
+appended, added to texts and indexed. Whatever needs to know its value raises TraceError, which says what to write
+instead.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Never, cast
+
+from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
+from treeline_lang.executor import Step, StreamExecutor
+from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten
+from treeline_lang.graph import (
+    Append,
+    Argument,
+    Const,
+    Entries,
+    Fork,
+    Graph,
+    Hole,
+    Items,
+    Join,
+    Joined,
+    Parameter,
+    SetVar,
+    State,
+    Stream,
+    Unknown,
+    Value,
+    Variable,
+)
+from treeline_lang.graph import Step as GraphStep
+from treeline_lang.sampling import Sampling
+from treeline_lang.state import ProgramState
+from treeline_lang.steps import Arrive, Assign, Extend, Gather
+from treeline_lang.steps import Fork as ForkStep
+from treeline_lang.steps import Join as JoinStep
+from treeline_lang.where import caller, raised_at
+
+_tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("treeline-tracing", default=None)
+_TEXT: Final = 'append it (s += …) or add it to texts: "…" + x + "…" in place of an f-string, format() or str()'
+
+
+def current() -> Tracing | None:
+    """The trace that this thread is in, if any."""
+    return _tracing.get()
+
+
+def _refused(verb: str) -> Callable[..., Any]:
+    def method(self: Placeholder, *_: Any) -> Never:
+        self.tracing.refuse(self.value, verb)
+
+    return method
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Placeholder(Expr):
+    """Stands for what is not known while a program is traced."""
+
+    value: Unknown
+    tracing: Tracing
+
+    def __add__(self, other: Any) -> Any:
+        match other:
+            case str() | Placeholder():
+                return self._joined(self.value, other)
+            case Expr():
+                return Sum((self,)) + other
+            case _:
+                return self.tracing.refuse(self.value, "added to a number")
+
+    def __radd__(self, other: Any) -> Any:
+        if isinstance(other, str):
+            return self._joined(other, self.value)
+        return self.tracing.refuse(self.value, "added to a number")
+
+    def _joined(self, one: Unknown | str, other: Placeholder | Unknown | str) -> Placeholder:
+        sides = (one, other.value if isinstance(other, Placeholder) else other)
+        parts = [part for side in sides for part in (side.parts if isinstance(side, Joined) else (side,))]
+        return Placeholder(Joined(tuple(parts)), self.tracing)
+
+    def __getitem__(self, key: Any) -> Placeholder:
+        if isinstance(self.value, Joined) or isinstance(key, bool) or not isinstance(key, str | int):
+            self.tracing.refuse(self.value, "sliced, or indexed with what is not known")
+        return Placeholder(replace(self.value, path=(*self.value.path, key)), self.tracing)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.tracing.refuse(self.value, f"asked for its {name}")
+
+    def __repr__(self) -> str:
+        return f"<{described(self.value)}>"
+
+    __str__ = _refused("turned into a text")
+    __format__ = _refused("formatted")
+    __bool__ = _refused("branched on")
+    __eq__ = _refused("compared")
+    __ne__ = _refused("compared")
+    __lt__ = __le__ = __gt__ = __ge__ = _refused("compared")
+    __hash__ = _refused("looked up in a set or a mapping")
+    __iter__ = _refused("iterated over")
+    __len__ = _refused("measured")
+    __contains__ = _refused("searched")
+    __int__ = __float__ = __index__ = _refused("turned into a number")
+    __sub__ = __mul__ = __rmul__ = __mod__ = __truediv__ = __floordiv__ = __rsub__ = _refused("calculated with")
+    __call__ = _refused("called")
+
+
+def described(value: Unknown) -> str:
+    match value:
+        case Argument(name, path):
+            kind = "the argument"
+        case Variable(_, name, _, path):
+            kind = "the variable"
+        case Joined():
+            return "a text with " + " and ".join(described(part) for part in value.parts if not isinstance(part, str))
+    return f"{kind} {name}" + "".join(f"[{key!r}]" for key in path)
+
+
+class Recorded:
+    """A variable while it is traced: `value` is what reading it gives, placeholders or what is known of it."""
+
+    def __init__(self, tracing: Tracing, name: str, value: Any) -> None:
+        self._tracing = tracing
+        self.name = name
+        self.value = value
+
+    def read(self, _timeout: float | None = None) -> Any:
+        self._tracing.has_read()
+        return self.value
+
+    async def read_async(self) -> Any:
+        return self.read()
+
+    def meta(self, _timeout: float | None = None) -> Never:
+        self._tracing.refuse_state(f"what the backend says with {self.name!r}")
+
+    def follow(self) -> Never:
+        self._tracing.refuse_state(f"the pieces of {self.name!r}")
+
+    follow_async = follow
+
+
+class Recorder:
+    """In place of a StreamExecutor: keeps what is submitted."""
+
+    failure = None
+
+    def __init__(self, tracing: Tracing, variables: Mapping[str, Recorded], sampling: Sampling) -> None:
+        self.tracing = tracing
+        self.number = len(tracing.recorders)
+        self.variables = dict(variables)
+        self.steps: list[GraphStep] = []
+        self.sampling = sampling
+        self._counts: dict[str, int] = {}
+        self._ended = False
+        tracing.recorders.append(self)
+
+    def submit(self, step: Step) -> None:
+        if self._ended:
+            self.tracing.fail("a branch goes on after its join: a compiled branch ends there")
+        match step:
+            case Extend():
+                self._append(step)
+            case Assign():
+                name = step.variables[0].name
+                self.steps.append(SetVar(name, self.tracing.value(step.value), step.where))
+                self._set(name, step.value)
+            case ForkStep():
+                children = tuple(cast(Recorder, child).number for child in step.children)
+                self.steps.append(Fork(children, step.where))
+            case Arrive():
+                self.tracing.arrived[step] = self.number
+            case JoinStep():
+                children = tuple(self.tracing.arrived[arrival] for arrival in step.arrivals)
+                self.steps.append(Join(children, step.appends, step.where))
+            case Gather():
+                for name, parts in cast(Mapping[str, Sequence[Recorded]], step.gathered).items():
+                    self._set(name, [part.value for part in parts])
+            case _:
+                self.tracing.fail(f"{type(step).__name__} cannot be compiled")
+
+    def _append(self, step: Extend) -> None:
+        parts = tuple(part for one in flatten(step.expr) for part in self.tracing.parts(one))
+        self.steps.append(Append(parts, step.where))
+        for part in parts:
+            count = part.sampling.n or 1 if isinstance(part, Gen) else 1
+            for variable in Extend(part, None).variables:
+                self._generated(variable.name, count)
+        if any(isinstance(part, Gen | Select | SeparateReasoning) for part in parts):
+            self.tracing.has_asked()
+
+    def _generated(self, name: str, count: int) -> None:
+        value = Variable(self.number, name, self._counts.get(name, 0))
+        self._counts[name] = value.nth + 1
+        whole = Placeholder(value, self.tracing)
+        self._set(name, whole if count == 1 else [whole[index] for index in range(count)])
+
+    def _set(self, name: str, value: Any) -> None:
+        self.variables[name] = Recorded(self.tracing, name, value)
+
+    def variable(self, name: str, _timeout: float | None = None) -> Recorded:
+        if name not in self.variables:
+            known = ", ".join(self.variables) or "none"
+            raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}", where=caller())
+        return self.variables[name]
+
+    def branch(self, count: int) -> list[Recorder]:
+        return [Recorder(self.tracing, self.variables, self.sampling) for _ in range(count)]
+
+    def close(self) -> None:
+        self._ended = True
+
+    def sync(self) -> None:
+        self.tracing.refuse_state("the text, the messages and the error of a state")
+
+    @property
+    def growing(self) -> Never:
+        self.tracing.refuse_state("the text of a state")
+
+
+class Enough(BaseException):
+    """What was to be known is recorded. Not an Exception: the program's own handlers are for its own errors."""
+
+
+class Tracing:
+    """One trace: its streams, and why it cannot go on, if it cannot."""
+
+    def __init__(self, *, to_first_request: bool) -> None:
+        self.recorders: list[Recorder] = []
+        self.arrived: dict[Arrive, int] = {}
+        self.failure: TraceError | None = None
+        self.stopped_by: Unknown | None = None
+        """What the program wanted to know when it could not go on."""
+        self._to_first_request = to_first_request
+
+    def state(self, sampling: Sampling | None = None) -> ProgramState:
+        """A new one, that begins with an empty text."""
+        return ProgramState(cast(StreamExecutor, Recorder(self, {}, sampling or Sampling())))
+
+    def beside(self, body: Callable[..., Any], arguments: Mapping[str, Any], sampling: Sampling) -> ProgramState:
+        """A program that the traced one calls: streams of its own."""
+        state = self.state(sampling)
+        state.ret_value = body(state, **arguments)
+        return state
+
+    # ---- what cannot be known ---------------------------------------------------------------------------------------
+
+    def refuse(self, value: Unknown, verb: str) -> Never:
+        if self.failure is None:
+            self.stopped_by = value
+        named = next((one for one in _arguments(value)), None)
+        if named is None:
+            remedy = "it is known once the model has written it, so a program that looks at it is not compiled but run"
+        else:
+            remedy = f"or make it a constant: compile({named}=…)"
+        reason = f"{described(value)} is {verb}, and a trace does not know it: {_TEXT}; {remedy}"
+        self.fail(reason)
+
+    def refuse_state(self, what: str) -> Never:
+        self.fail(f"{what} are not known while a program is traced: a program that reads them is not compiled but run")
+
+    def fail(self, reason: str) -> Never:
+        error = TraceError(reason, where=caller(), step="compile")
+        self.failure = self.failure or error  # the program may catch it, and go on as it never would
+        raise error
+
+    def has_read(self) -> None:
+        if self._to_first_request:
+            raise Enough
+
+    has_asked = has_read
+
+    # ---- what is recorded -------------------------------------------------------------------------------------------
+
+    def parts(self, part: Expr) -> Sequence[Expr]:
+        """A part of what a program appends, with holes where it has placeholders."""
+        match part:
+            case Placeholder(Joined(pieces)):
+                return [self._piece(piece) for piece in pieces]
+            case Placeholder(value):
+                return [Hole(cast(Argument | Variable, value), where=caller())]
+            case Select(_, choices):
+                return [replace(part, choices=tuple(self._choice(choice) for choice in choices))]
+            case SeparateReasoning(expr):
+                inner = tuple(hole for one in flatten(expr) for hole in self.parts(one))
+                return [replace(part, expr=Sum(inner))]
+            case _:
+                return [part]
+
+    def _piece(self, piece: str | Argument | Variable) -> Expr:
+        return Text(piece) if isinstance(piece, str) else Hole(piece, text=True, where=caller())
+
+    def _choice(self, choice: str | Expr) -> str | Expr:
+        if isinstance(choice, str):
+            return choice
+        parts = tuple(part for one in flatten(choice) for part in self.parts(one))
+        return parts[0] if len(parts) == 1 else Sum(parts)
+
+    def value(self, value: Any) -> Value:
+        """Of what a program sets or returns."""
+        match value:
+            case Placeholder():
+                return value.value
+            case list() | tuple() if type(value) in (list, tuple):
+                return Items(tuple(self.value(item) for item in value), isinstance(value, list))
+            case dict():
+                return Entries(tuple((self.value(key), self.value(entry)) for key, entry in value.items()))
+            case ProgramState() if isinstance(recorder := cast(Any, value)._stream, Recorder):
+                return State(recorder.number)
+            case Sum():
+                return self.fail("a sum with a model call in it is appended, not kept")
+            case _:
+                return Const(value)
+
+    def graph(self, name: str, parameters: Sequence[Parameter], returns: Value, spec_tokens: int | None) -> Graph:
+        streams = tuple(Stream(tuple(one.steps), one.sampling) for one in self.recorders)
+        return Graph(name, tuple(parameters), streams, returns, spec_tokens)
+
+
+def _arguments(value: Unknown | str) -> list[str]:
+    match value:
+        case Argument(name):
+            return [name]
+        case Joined(parts):
+            return [name for part in parts for name in _arguments(part)]
+        case _:
+            return []
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """graph: all of the program, or what comes before the line where the trace could not go on."""
+
+    graph: Graph
+    failure: TraceError | None = None
+    stopped_by: Unknown | None = None
+
+
+def trace(
+    body: Callable[..., Any],
+    signature: inspect.Signature,
+    given: Mapping[str, Any],
+    *,
+    num_api_spec_tokens: int | None = None,
+    to_first_request: bool = False,
+) -> Traced:
+    """Runs `body` once. signature: of it, without the state; given: arguments that are constants.
+
+    to_first_request: what comes after the first model call, or the first variable that is read, is not run.
+    """
+    tracing = Tracing(to_first_request=to_first_request)
+    open_ones = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.name not in given and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
+    parameters = [
+        Parameter(one.name, one.default is one.empty, None if one.default is one.empty else one.default)
+        for one in open_ones
+    ]
+    holes = {one.name: Placeholder(Argument(one.name), tracing) for one in open_ones}
+    returns: Value = Const(None)
+    token = _tracing.set(tracing)
+    try:
+        returns = tracing.value(body(tracing.state(), **holes, **given))
+    except Enough:
+        pass
+    except TraceError as error:
+        tracing.failure = tracing.failure or error
+    except ProgramError as error:
+        tracing.failure = tracing.failure or TraceError(error.reason, where=error.where, step=error.step)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}; while it is traced, a program does not know its arguments"
+        tracing.failure = tracing.failure or TraceError(reason, where=raised_at(error, body), step="compile")
+        tracing.failure.__cause__ = error
+    finally:
+        _tracing.reset(token)
+    graph = tracing.graph(body.__name__, parameters, returns, num_api_spec_tokens)
+    return Traced(graph, tracing.failure, tracing.stopped_by)
