@@ -190,5 +190,5 @@ class FakeBackend(Backend):
 
 
 def _completion(prompt: Prompt, text: str, *, ended: bool = True) -> Completion:
-    counts = {"prompt_tokens": len(prompt.text.split()), "completion_tokens": len(text.split())}
+    counts = {"prompt_tokens": len(prompt.text), "completion_tokens": len(text)}  # each character a token
     return Completion(text, {**counts, "finish_reason": {"type": "stop"} if ended else None})

@@ -220,7 +220,7 @@ class StreamExecutor:
 
     def show(self, coming: str = "") -> None:
         """Let those who follow the text see it. coming: what the transcript does not have yet."""
-        self.growing.grow(self.transcript.text + coming)
+        self.growing.grow(self.transcript.text, coming)
 
     def _put(self, step: Step) -> None:
         if self.failure is not None:

@@ -191,7 +191,7 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
     if run.streaming and streams and count == 1:
         last = Completion("")
         async for last in run.backend.stream(prompt, sampling, run.call):
-            variable.grow(last.text, last.meta)
+            variable.say(last.text, last.meta)
             stream.show(last.text)
         completions = [last]
     else:

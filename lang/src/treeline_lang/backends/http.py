@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import httpx
 
+from treeline_lang.backends.connections import Connections
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
 _BUSY: Final = (429, 503)
@@ -38,8 +39,8 @@ class HttpClient:
 
     def _open(self) -> httpx.AsyncClient:
         if self._client is None or self._pid != os.getpid():  # a forked process must not write to its parent's sockets
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=30.0)
-            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
+            connections = Connections(self.url)
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=connections)
             self._pid = os.getpid()
         return self._client
 
