@@ -24,6 +24,7 @@ from treeline_lang.errors import (
     BackendError,
     Cancelled,
     ProgramError,
+    ProgramFileError,
     Refused,
     RoleError,
     TemplateError,
@@ -31,6 +32,7 @@ from treeline_lang.errors import (
     UnknownVariable,
     Unreachable,
     Unsupported,
+    WrongArgument,
     WrongType,
 )
 from treeline_lang.expressions import (
@@ -52,16 +54,20 @@ from treeline_lang.expressions import (
     user_end,
     video,
 )
-from treeline_lang.program import Function, function
+from treeline_lang.graph import Graph
+from treeline_lang.program import Compiled, Function, function
 from treeline_lang.state import ProgramState, ProgramStateGroup
 
 __all__ = [
     "Backend",
     "BackendError",
     "Cancelled",
+    "Compiled",
     "Expr",
     "Function",
+    "Graph",
     "ProgramError",
+    "ProgramFileError",
     "ProgramState",
     "ProgramStateGroup",
     "Refused",
@@ -72,6 +78,7 @@ __all__ = [
     "UnknownVariable",
     "Unreachable",
     "Unsupported",
+    "WrongArgument",
     "WrongType",
     "assistant",
     "assistant_begin",

@@ -4,12 +4,14 @@
     ├── RoleError            roles nested, or ended without having begun
     ├── UnknownVariable      read, but nothing in the program sets it (a KeyError too)
     ├── WrongType            the text of a variable is not of the dtype that was asked for (a ValueError too)
+    ├── WrongArgument        an argument of a compiled program is not what its text needs (a TypeError too)
     ├── TemplateError        the model's chat template cannot be taken apart into roles
     ├── Unsupported          the backend cannot do this at all
     ├── BackendError         it was asked, and did not do it
     │   ├── Refused          it says that the request is wrong
     │   └── Unreachable      it cannot be reached, does not answer, or died over it
     ├── TraceError           the program cannot be compiled, and why
+    ├── ProgramFileError     a file that is no program, or one that may not be run; or a program that cannot be in one
     └── Cancelled            interrupted from outside
 
 Each says which line of which program (`where`) was doing what (`step`).
@@ -61,6 +63,10 @@ class WrongType(ProgramError, ValueError):
     pass
 
 
+class WrongArgument(ProgramError, TypeError):
+    pass
+
+
 class TemplateError(ProgramError):
     pass
 
@@ -82,6 +88,10 @@ class Unreachable(BackendError):
 
 
 class TraceError(ProgramError):
+    pass
+
+
+class ProgramFileError(ProgramError):
     pass
 
 

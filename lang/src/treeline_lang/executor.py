@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from treeline_lang import background
-from treeline_lang.backends.base import Backend, Call
+from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
 from treeline_lang.growing import Growing, Variable
+from treeline_lang.meeting import Meeting
 from treeline_lang.sampling import Sampling
-from treeline_lang.transcript import Transcript
+from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
 
@@ -122,6 +123,10 @@ class StreamExecutor:
         self.failure: ProgramError | None = None
         self.forked_at = 0
         """Characters of the text that it was forked with."""
+        self.warming: asyncio.Task[None] | None = None
+        """Caches what this stream begins with: its first model call waits for that."""
+        self.meeting: Meeting | None = None
+        """Where the first model call goes out with those of others."""
         self._loop = background.loop()
         self._children: list[StreamExecutor] = []
         self.owner: int | None = threading.get_ident()
@@ -186,10 +191,12 @@ class StreamExecutor:
         closing = [self]
         while closing:  # forks of forks may be deeper than Python's stack
             stream = closing.pop()
-            stream._close(failure)
-            closing += [child for child in stream._children if child._open]
+            if stream._open:
+                stream.close_alone(failure)
+            closing += stream._children
 
-    def _close(self, failure: ProgramError | None) -> None:
+    def close_alone(self, failure: ProgramError | None = None) -> None:
+        """It has been joined, which ends it, though not branches of its own that were not."""
         with self._declared:
             self._open, self._ended_by = False, failure
             self._declared.notify_all()
@@ -212,11 +219,32 @@ class StreamExecutor:
         self._waits = False
         if self.failure is None:
             self.failure = failure
+        if self.meeting is not None:
+            self.meeting.leave()
+            self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(self.failure)
         self.growing.fail(self.failure)  # first: the mark of the body's end may be among the steps, and ends it well
         while self._inbox:
             self._inbox.popleft().abandon(self.failure)
+
+    async def ready(self, *, alone: bool) -> Meeting | None:
+        """Before a model call. → Where it is to go with others; `alone`: it cannot."""
+        warming, self.warming = self.warming, None
+        if warming is not None:
+            await asyncio.shield(warming)
+        meeting, self.meeting = self.meeting, None
+        if meeting is not None and alone:
+            meeting.leave()
+            return None
+        return meeting
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
+        """`Backend.generate`, with what this stream's first call has to wait for."""
+        meeting = await self.ready(alone=False)
+        if meeting is not None:
+            return await meeting.generate(self.run.backend, prompt, sampling, self.run.call)
+        return await self.run.backend.generate(prompt, sampling, self.run.call)
 
     def show(self, coming: str = "") -> None:
         """Let those who follow the text see it. coming: what the transcript does not have yet."""
@@ -263,6 +291,8 @@ class StreamExecutor:
         self.growing.end()
 
     def _cancel(self) -> None:
+        if self.warming is not None:
+            self.warming.cancel()
         if self._over:
             return
         failure = Cancelled("interrupted")

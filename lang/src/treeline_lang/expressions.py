@@ -97,6 +97,20 @@ class ScopeEnd(Expr):
 
 
 @dataclass(frozen=True, slots=True)
+class OrderBegin(Expr):
+    """What is appended from here to its end may be appended in any order: the compiler puts constants first."""
+
+    step = "any_order"
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderEnd(Expr):
+    step = "any_order"
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Image(Expr):
     """A picture: a path, a URL, or its bytes."""
 

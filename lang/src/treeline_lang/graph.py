@@ -93,10 +93,31 @@ def sources(value: Value | str) -> Iterator[Argument | Variable]:
                 yield from sources(item)
         case Entries(entries):
             for key, entry in entries:
-                yield from sources(key)
-                yield from sources(entry)
+                yield from (*sources(key), *sources(entry))
         case _:
             pass
+
+
+def states(value: Value) -> Iterator[int]:
+    """The streams that the value holds as states."""
+    match value:
+        case State(stream):
+            yield stream
+        case Items(items):
+            for item in items:
+                yield from states(item)
+        case Entries(entries):
+            for key, entry in entries:
+                yield from (*states(key), *states(entry))
+        case _:
+            pass
+
+
+def at_path(value: Any, path: Path) -> Any:
+    """A part of a value. Raises LookupError and TypeError as indexing does."""
+    for key in path:
+        value = value[key]
+    return value
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------
@@ -128,6 +149,12 @@ class SetVar:
 @dataclass(frozen=True, slots=True)
 class Fork:
     children: tuple[int, ...]
+    hint: tuple[Expr, ...] = ()
+    """What all children begin with: cached with the text before."""
+    ahead: bool = False
+    """Children begin before it is cached; their first model calls wait for it."""
+    together: tuple[int, ...] = ()
+    """Children whose first model calls are sent as one request."""
     where: Where | None = field(default=None, compare=False, repr=False)
 
 
@@ -167,6 +194,8 @@ def reads(step: Step) -> Iterator[Argument | Variable]:
             yield from (part.value for part in parts_within(parts) if isinstance(part, Hole))
         case SetVar(_, value):
             yield from sources(value)
+        case Fork(_, hint):
+            yield from (part.value for part in hint if isinstance(part, Hole))
         case _:
             pass
 
@@ -202,6 +231,8 @@ class Graph:
     streams: tuple[Stream, ...]
     returns: Value = Const(None)
     num_api_spec_tokens: int | None = None
+    beginnings: tuple[tuple[Expr, ...], ...] = ()
+    """Constants with which streams begin that begin by themselves: cached once ahead of a batch."""
 
     def definitions(self) -> dict[Variable, Place]:
         """Which step generates which variable."""
@@ -249,6 +280,33 @@ class Graph:
         if len(ordered) < len(needs):
             raise ValueError("the steps wait for each other in a circle")
         return ordered
+
+    def check(self) -> None:
+        """Raises ValueError for a graph that cannot be executed."""
+        parents, places = self.parents(), self.definitions()
+        joined: set[int] = set()
+        values = [self.returns]
+        for number, stream in enumerate(self.streams):
+            for step in stream.steps:
+                if isinstance(step, SetVar):
+                    values.append(step.value)
+                for child in step.children if isinstance(step, Join) else ():
+                    if child in joined or child not in parents or parents[child][0] != number:
+                        raise ValueError(f"stream {child} cannot be joined to stream {number}")
+                    joined.add(child)
+        for value in values:
+            for source in sources(value):
+                if isinstance(source, Variable):
+                    self._place(source, places)
+        if any(not 0 <= state < len(self.streams) for value in values for state in states(value)):
+            raise ValueError("it returns a state that there is not")
+        given = {parameter.name for parameter in self.parameters}
+        steps = (step for stream in self.streams for step in stream.steps)
+        needed = (*(one for step in steps for one in reads(step)), *(one for value in values for one in sources(value)))
+        missing = [one.name for one in needed if isinstance(one, Argument) and one.name not in given]
+        if missing:
+            raise ValueError(f"it needs an argument {missing[0]!r}, and has no such parameter")
+        self.order()
 
     def _needs(self) -> dict[Place, set[Place]]:
         parents, places = self.parents(), self.definitions()

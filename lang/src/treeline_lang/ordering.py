@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from treeline_lang import background, prefix
 from treeline_lang.executor import Run
-from treeline_lang.graph import Argument, Joined, Unknown
+from treeline_lang.graph import Argument, Joined, Unknown, at_path
 from treeline_lang.transcript import Prompt
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: R
     if len(arguments) < 2:
         return given
     try:
-        texts, keys = _beginnings(program, arguments, run)
+        texts, keys, constants = _beginnings(program, arguments, run)
     except Exception:
         return given
     order = sorted(range(len(arguments)), key=keys.__getitem__)
     if not (run.hints and run.backend.takes_hints and threads > 1):
         return Plan(order)
-    shared: dict[int, list[Shared]] = {}
+    shared: dict[int, list[Shared]] = {item: list(constants) for item in order}
     for length, first, last in worthwhile([texts[item] for item in order], threads):
         one = Shared(texts[order[first]][:length])
         for item in order[first : last + 1]:
@@ -87,16 +87,17 @@ def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: R
 
 def _beginnings(
     program: Function, arguments: Sequence[Mapping[str, Any]], run: Run
-) -> tuple[list[str], list[tuple[str, str]]]:
+) -> tuple[list[str], list[tuple[str, str]], list[Shared]]:
     """Of each item the text that its first prompt begins with; by what to order them: that, and where the trace stopped
-    because of an argument, that argument, since what follows is likely to be made of it."""
+    because of an argument, that argument, since what follows is likely to be made of it; what a compiled program says
+    that streams begin with which none of the items' first prompts does."""
     traced = program.traced(_common(arguments), to_first_request=True)
-    template = background.call(run.backend.template()) if prefix.has_turns(traced.graph) else None
+    template = background.call(run.backend.template()) if prefix.has_turns(prefix.parts_of(traced.graph)) else None
     texts = [prefix.beginning(traced.graph, one, template) for one in arguments]
     cause = next(_arguments(traced.stopped_by), None)
-    if cause is None:
-        return texts, [(text, "") for text in texts]
-    return texts, [(text, _shown(one, cause)) for text, one in zip(texts, arguments, strict=True)]
+    keys = [(text, _shown(one, cause)) for text, one in zip(texts, arguments, strict=True)]
+    constants = [prefix.text_of(parts, template) for parts in traced.graph.beginnings]
+    return texts, keys, [Shared(text) for text in constants if not texts[0].startswith(text)]
 
 
 def _common(arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -129,9 +130,11 @@ def _arguments(value: Unknown | str | None) -> Iterator[Argument]:
                 yield from _arguments(part)
 
 
-def _shown(arguments: Mapping[str, Any], argument: Argument) -> str:
+def _shown(arguments: Mapping[str, Any], argument: Argument | None) -> str:
+    if argument is None:
+        return ""
     try:
-        value = prefix.at_path(arguments[argument.name], argument.path)
+        value = at_path(arguments[argument.name], argument.path)
     except (LookupError, TypeError):
         return ""
     return value if isinstance(value, str) else ""

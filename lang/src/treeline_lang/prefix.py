@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from treeline_lang.errors import ProgramError
-from treeline_lang.expressions import Expr, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, SeparateReasoning, Text, flatten
-from treeline_lang.graph import ROOT, Append, Argument, Fork, Graph, Hole, SetVar, parts_within
+from treeline_lang.expressions import (
+    Expr,
+    OrderBegin,
+    OrderEnd,
+    RoleBegin,
+    RoleEnd,
+    ScopeBegin,
+    ScopeEnd,
+    SeparateReasoning,
+    Text,
+    flatten,
+)
+from treeline_lang.graph import ROOT, Append, Argument, Fork, Graph, Hole, SetVar, at_path, parts_within
 from treeline_lang.templates import ChatTemplate
 from treeline_lang.transcript import Transcript
 
 
-def has_turns(graph: Graph) -> bool:
-    """Whether `beginning` needs the chat template."""
-    steps = (step for stream in graph.streams for step in stream.steps if isinstance(step, Append))
-    return any(isinstance(part, RoleBegin | RoleEnd) for step in steps for part in parts_within(step.parts))
+def has_turns(parts: Iterable[Expr]) -> bool:
+    """Whether their text depends on the chat template."""
+    return any(isinstance(part, RoleBegin | RoleEnd) for part in parts_within(parts))
+
+
+def parts_of(graph: Graph) -> Iterator[Expr]:
+    """All that its streams append."""
+    for stream in graph.streams:
+        for step in stream.steps:
+            yield from step.parts if isinstance(step, Append) else ()
 
 
 def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate | None) -> str:
@@ -25,7 +42,7 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
     while True:
         for step in graph.streams[number].steps:
             if isinstance(step, Append):
-                if not _append_all(transcript, step.parts, arguments, template):
+                if not append_all(transcript, step.parts, arguments, template):
                     return transcript.text
             elif isinstance(step, Fork):
                 number = step.children[0]
@@ -36,7 +53,14 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
             return transcript.text
 
 
-def _append_all(
+def text_of(parts: Sequence[Expr], template: ChatTemplate | None) -> str:
+    """Of constants."""
+    transcript = Transcript()
+    append_all(transcript, parts, {}, template)
+    return transcript.text
+
+
+def append_all(
     transcript: Transcript, parts: Sequence[Expr], arguments: Mapping[str, Any], template: ChatTemplate | None
 ) -> bool:
     """False: up to one that is not known."""
@@ -60,17 +84,10 @@ def _append(transcript: Transcript, part: Expr, arguments: Mapping[str, Any], te
                 (transcript.begin if isinstance(part, RoleBegin) else transcript.end)(role, template)
             except ProgramError:
                 return False
-        case ScopeBegin() | ScopeEnd():
+        case ScopeBegin() | ScopeEnd() | OrderBegin() | OrderEnd():
             pass
         case SeparateReasoning(expr):
-            return _append_all(transcript, flatten(expr), arguments, template)
+            return append_all(transcript, flatten(expr), arguments, template)
         case _:
             return False
     return True
-
-
-def at_path(value: Any, path: Sequence[str | int]) -> Any:
-    """A part of a value. Raises LookupError and TypeError as indexing does."""
-    for key in path:
-        value = value[key]
-    return value

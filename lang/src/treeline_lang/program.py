@@ -9,12 +9,16 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, overload
 
-from treeline_lang import background, batch, prefix, trace
+from treeline_lang import background, batch, prefix, serialize, trace
 from treeline_lang.backends.base import Backend, Call, default_backend
-from treeline_lang.errors import Cancelled, ProgramError
+from treeline_lang.errors import Cancelled, ProgramError, ProgramFileError, TraceError
+from treeline_lang.execute import GraphBody
 from treeline_lang.executor import Run
+from treeline_lang.graph import Graph
+from treeline_lang.passes import DEFAULT_PASSES, Pass, Report
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.state import ProgramState, state_of
 from treeline_lang.transcript import Prompt
@@ -97,6 +101,37 @@ class Function:
             to_first_request=to_first_request,
         )
 
+    def trace(self, **static: Any) -> Graph:
+        """The program as data. static: arguments that are constants, on which it may branch; the others are holes in
+        it. Raises TraceError with the line that needs to know what a trace does not; TypeError.
+
+        A parameter with the default None, True or False is a constant, too: `x is None` cannot tell that it is traced.
+        """
+        self.bind(**static)
+        traced = self.traced(self._switches() | static)
+        if traced.failure is not None:
+            raise traced.failure
+        return traced.graph
+
+    def compile(self, *, passes: Sequence[Pass] = DEFAULT_PASSES, strict: bool = False, **static: Any) -> Compiled:
+        """A program that does the same without running the function again. static: arguments that are constants.
+
+        Where it cannot be traced, the function is run as before, and `fallback` says why; strict: raises TraceError.
+        Raises TypeError.
+        """
+        try:
+            graph = self.trace(**static)
+        except TraceError as error:
+            if strict:
+                raise
+            return Compiled.interpreted(self.bind(**static), str(error))
+        constants = self._switches() | self.bound | static
+        return Compiled.of(graph, passes, lambda state, **rest: self.body(state, **constants, **rest))
+
+    def _switches(self) -> dict[str, Any]:
+        parameters = self._signature.parameters.values()
+        return {one.name: one.default for one in parameters if one.default is None or isinstance(one.default, bool)}
+
     def cache(self, *, backend: Backend | None = None, **arguments: Any) -> str:
         """Has the backend cache what every run begins with, up to the first argument that has no default and is not
         given here. → That text; "" if the program does not begin with a constant. Raises BackendError, Unsupported,
@@ -105,9 +140,10 @@ class Function:
         run = self.new_run(backend, Sampling())
         parameters = self._signature.parameters.values()
         usual = {one.name: one.default for one in parameters if one.default is not one.empty}
-        traced = self.traced(usual | self.bound | arguments, to_first_request=True)
-        template = background.call(run.backend.template()) if prefix.has_turns(traced.graph) else None
-        text = prefix.beginning(traced.graph, {}, template)
+        constants = usual | self.bound | arguments
+        graph = self.traced(constants, to_first_request=True).graph
+        template = background.call(run.backend.template()) if prefix.has_turns(prefix.parts_of(graph)) else None
+        text = prefix.beginning(graph, constants, template)
         if text:
             background.call(run.backend.warm(Prompt(text), run.call))
         return text
@@ -245,6 +281,62 @@ class Function:
             return self.run(*args, **kwargs)
         kwargs, sampling = self.split(kwargs)
         return self.start(outer.beside(sampling), self.arguments(args, kwargs), waits=False)
+
+
+class Compiled(Function):
+    """A program as a graph: run like any other."""
+
+    graph: Graph | None = None
+    """None: it is interpreted."""
+    fallback: str | None = None
+    """Why it is interpreted, with the line."""
+    reports: tuple[Report, ...] = ()
+    """What each pass has done."""
+
+    @classmethod
+    def of(cls, graph: Graph, passes: Sequence[Pass] = (), source: Callable[..., Any] | None = None) -> Compiled:
+        """source: the function that the graph comes from. Raises ValueError for a graph that cannot be executed."""
+        reports = []
+        for one in passes:
+            graph, report = one(graph)
+            reports.append(report)
+        compiled = cls(GraphBody(graph, source), graph.num_api_spec_tokens)
+        compiled.graph, compiled.reports = graph, tuple(reports)
+        return compiled
+
+    @classmethod
+    def interpreted(cls, program: Function, reason: str) -> Compiled:
+        compiled = cls(program.body, program.num_api_spec_tokens, program.bound)
+        compiled.fallback = reason
+        return compiled
+
+    def save(self, path: str | Path) -> None:
+        """Writes it to a file (`treeline_lang.serialize`). Raises OSError; ProgramFileError for what no file holds."""
+        if self.graph is None:
+            raise ProgramFileError(f"{self.__name__} is interpreted, and cannot be in a file: {self.fallback}")
+        Path(path).write_text(serialize.dumps(self.graph), encoding="utf-8")
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, passes: Sequence[Pass] = DEFAULT_PASSES, pictures: str | Path | None = None
+    ) -> Compiled:
+        """What `save` wrote. pictures: the folder in which images may be that it shows; None: it may show none of this
+        machine. Raises ProgramFileError, OSError."""
+        path = Path(path)
+        if path.stat().st_size > serialize.MAX_BYTES:
+            raise ProgramFileError(f"{path} is larger than {serialize.MAX_BYTES >> 20} MiB")
+        folder = None if pictures is None else Path(pictures)
+        return cls.of(serialize.loads(path.read_bytes(), pictures=folder), passes)
+
+    def bind(self, **arguments: Any) -> Compiled:
+        bound = Compiled(self.body, self.num_api_spec_tokens, super().bind(**arguments).bound)
+        bound.graph, bound.fallback, bound.reports = self.graph, self.fallback, self.reports
+        return bound
+
+    def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:
+        if self.graph is None:
+            return super().traced(arguments, to_first_request=to_first_request)
+        return trace.Traced(self.graph)
 
 
 def _item(item: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

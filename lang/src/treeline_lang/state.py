@@ -11,6 +11,8 @@ from treeline_lang.errors import ProgramError
 from treeline_lang.executor import Run, StreamExecutor
 from treeline_lang.expressions import (
     Expr,
+    OrderBegin,
+    OrderEnd,
     Piece,
     Role,
     RoleBegin,
@@ -23,7 +25,7 @@ from treeline_lang.expressions import (
     user,
 )
 from treeline_lang.growing import Growing, Variable
-from treeline_lang.steps import Arrive, Assign, Extend, Fork, Gather, Join
+from treeline_lang.steps import Assign, Extend, Fork, join
 from treeline_lang.where import caller
 
 JoinMode = Literal["gather_variable", "concate_and_append"]
@@ -71,6 +73,11 @@ class ProgramState:
                 yield
             finally:
                 variable.in_scope = False
+
+    def any_order(self) -> Any:
+        """A context manager: the steps within mean the same in any order. A compiled program appends constants first,
+        which more prompts share (`treeline_lang.passes.code_movement`); otherwise nothing changes."""
+        return self._around(OrderBegin(), OrderEnd())
 
     @contextmanager
     def _around(self, begin: Expr, end: Expr) -> Iterator[None]:
@@ -185,20 +192,8 @@ class ProgramState:
     def _joined(self, children: Sequence[ProgramState], mode: str) -> None:
         if mode not in JOIN_MODES:
             raise ValueError(f"a join's mode is one of {', '.join(JOIN_MODES)}, not {mode!r}")
-        where = caller()
-        arrivals = [Arrive(where) for _ in children]
-        for child, arrival in zip(children, arrivals, strict=True):
-            child._stream.submit(arrival)
-        self._stream.submit(Join(arrivals, appends=mode == "concate_and_append", where=where))
-        if mode == "gather_variable":
-            gathered: dict[str, list[Variable]] = {}
-            for child in children:
-                for name, variable in child._stream.variables.items():
-                    if self._stream.variables.get(name) is not variable:
-                        gathered.setdefault(name, []).append(variable)
-            self._stream.submit(Gather(gathered, where))
-        for child in children:
-            child._stream.close()
+        streams = [child._stream for child in children]
+        join(self._stream, streams, appends=mode == "concate_and_append", where=caller())
 
 
 class ProgramStateGroup:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import images
+from treeline_lang import images, prefix
 from treeline_lang.backends.base import Completion
 from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
 from treeline_lang.executor import Step, StreamExecutor
@@ -15,6 +15,8 @@ from treeline_lang.expressions import (
     Expr,
     Gen,
     Image,
+    OrderBegin,
+    OrderEnd,
     RoleBegin,
     RoleEnd,
     ScopeBegin,
@@ -23,9 +25,11 @@ from treeline_lang.expressions import (
     SeparateReasoning,
     Text,
     Video,
+    as_expr,
     flatten,
     names_of,
 )
+from treeline_lang.graph import Path, at_path
 from treeline_lang.growing import Variable
 from treeline_lang.reasoning import split_reasoning
 from treeline_lang.sampling import Sampling
@@ -34,10 +38,27 @@ from treeline_lang.where import Where
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read(Expr):
-    """The value of a variable, as its text, once it is there."""
+    """The value of a variable, or a part of it, as its text, once it is there."""
 
     variable: Variable
+    path: Path = ()
+    text: bool = False
+    """Nothing but a text will do: it is added to one."""
     where: Where | None = None
+
+    async def value(self) -> str:
+        """Raises what the variable failed with, ProgramError for what has no text."""
+        whole = await self.variable.read_async()
+        try:
+            value = at_path(whole, self.path)
+            if self.text and not isinstance(value, str):
+                raise TypeError(f"it is added to a text, and it is {value!r}")
+            text = as_expr(value)
+        except (LookupError, TypeError) as error:
+            raise ProgramError(f"the variable {self.variable.name!r}: {error}") from None
+        if not isinstance(text, Text):
+            raise ProgramError(f"the variable {self.variable.name!r} holds an expression, which is not appended later")
+        return text.text
 
 
 class Extend(Step):
@@ -77,20 +98,46 @@ class Fork(Step):
 
     name = "fork"
 
-    def __init__(self, children: Sequence[StreamExecutor], where: Where | None) -> None:
+    def __init__(
+        self,
+        children: Sequence[StreamExecutor],
+        where: Where | None,
+        hint: Sequence[Expr] = (),
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """hint: what all children begin with. ahead: they begin before it is cached."""
         self.where = where
         self.children = children
+        self._hint = hint
+        self._ahead = ahead
 
     async def do(self, stream: StreamExecutor) -> None:
         run, transcript = stream.run, stream.transcript
-        if len(self.children) > 1 and transcript.text and run.hints and run.backend.takes_hints:
-            await run.backend.warm(transcript.prompt(), run.call, len(self.children))
+        warming: asyncio.Task[None] | None = None
+        if len(self.children) > 1 and run.hints and run.backend.takes_hints:
+            beginning = transcript.copy()
+            if self._hint:
+                template = await run.backend.template() if prefix.has_turns(self._hint) else None
+                prefix.append_all(beginning, self._hint, {}, template)
+            if beginning.text:
+                warming = asyncio.create_task(run.backend.warm(beginning.prompt(), run.call, len(self.children)))
+                warming.add_done_callback(_retrieved)
+        if warming is not None and not self._ahead:
+            await warming
         for child in self.children:
+            child.warming = warming
             child.start(transcript.copy())
 
     def abandon(self, failure: ProgramError) -> None:
         for child in self.children:
             child.fail(failure)
+
+
+def _retrieved(task: asyncio.Task[None]) -> None:
+    """Its error is for the branches that come to wait for it; if none does, it is nobody's."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Gather(Step):
@@ -141,6 +188,23 @@ class Join(Step):
             stream.show()
 
 
+def join(stream: StreamExecutor, children: Sequence[StreamExecutor], *, appends: bool, where: Where | None) -> None:
+    """Submits all that a join is, and ends the children."""
+    arrivals = [Arrive(where) for _ in children]
+    for child, arrival in zip(children, arrivals, strict=True):
+        child.submit(arrival)
+    stream.submit(Join(arrivals, appends=appends, where=where))
+    if not appends:
+        gathered: dict[str, list[Variable]] = {}
+        for child in children:
+            for name, variable in child.variables.items():
+                if stream.variables.get(name) is not variable:
+                    gathered.setdefault(name, []).append(variable)
+        stream.submit(Gather(gathered, where))
+    for child in children:
+        child.close_alone()
+
+
 # ---- parts of an expression -------------------------------------------------------------------------------------
 
 
@@ -156,7 +220,7 @@ async def _append(stream: StreamExecutor, part: Expr, variables: Iterator[Variab
         case Text(text):
             stream.transcript.append(text)
         case Read():
-            stream.transcript.append(str(await part.variable.read_async()))
+            stream.transcript.append(await part.value())
         case Gen():
             await _generate(stream, part, variables)
         case Select():
@@ -169,6 +233,8 @@ async def _append(stream: StreamExecutor, part: Expr, variables: Iterator[Variab
             stream.scopes[name] = (next(variables), len(stream.transcript.text))
         case ScopeEnd(name):
             _end_scope(stream, name)
+        case OrderBegin() | OrderEnd():
+            pass
         case Image(source):
             await _show_image(stream, source)
         case Video():
@@ -190,12 +256,13 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         sampling = sampling.over(Sampling(stop=stops)) if stops else sampling
     if run.streaming and streams and count == 1:
         last = Completion("")
+        await stream.ready(alone=True)
         async for last in run.backend.stream(prompt, sampling, run.call):
             variable.say(last.text, last.meta)
             stream.show(last.text)
         completions = [last]
     else:
-        completions = await run.backend.generate(prompt, sampling, run.call)
+        completions = await stream.generate(prompt, sampling)
     texts = [completion.text for completion in completions]
     stream.transcript.append(texts[0])
     metas = [completion.meta for completion in completions]
@@ -221,6 +288,7 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
     if "" in choices:
         raise ProgramError("a choice is empty")
     run = stream.run
+    await stream.ready(alone=True)
     decision = await run.backend.select(stream.transcript.prompt(), choices, node.method, run.call)
     chosen = choices[decision.index]
     stream.transcript.append(chosen)
@@ -237,7 +305,7 @@ async def text_of(choice: str | Expr) -> str:
         if isinstance(part, Text):
             texts.append(part.text)
         elif isinstance(part, Read):
-            texts.append(str(await part.variable.read_async()))
+            texts.append(await part.value())
         else:
             raise ProgramError(f"a choice is a text, and {type(part).__name__} has none before a model is asked")
     return "".join(texts)

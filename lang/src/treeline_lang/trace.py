@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Never, cast
 
 from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
@@ -111,7 +111,6 @@ class Placeholder(Expr):
     __contains__ = _refused("searched")
     __int__ = __float__ = __index__ = _refused("turned into a number")
     __sub__ = __mul__ = __rmul__ = __mod__ = __truediv__ = __floordiv__ = __rsub__ = _refused("calculated with")
-    __call__ = _refused("called")
 
 
 def described(value: Unknown) -> str:
@@ -176,7 +175,7 @@ class Recorder:
                 self._set(name, step.value)
             case ForkStep():
                 children = tuple(cast(Recorder, child).number for child in step.children)
-                self.steps.append(Fork(children, step.where))
+                self.steps.append(Fork(children, where=step.where))
             case Arrive():
                 self.tracing.arrived[step] = self.number
             case JoinStep():
@@ -216,7 +215,7 @@ class Recorder:
     def branch(self, count: int) -> list[Recorder]:
         return [Recorder(self.tracing, self.variables, self.sampling) for _ in range(count)]
 
-    def close(self) -> None:
+    def close_alone(self) -> None:
         self._ended = True
 
     def sync(self) -> None:
@@ -294,6 +293,10 @@ class Tracing:
                 inner = tuple(hole for one in flatten(expr) for hole in self.parts(one))
                 return [replace(part, expr=Sum(inner))]
             case _:
+                for field in fields(part):
+                    inner = getattr(part, field.name)
+                    if isinstance(inner, Placeholder):
+                        self.refuse(inner.value, f"the {field.name} of {part.step}")
                 return [part]
 
     def _piece(self, piece: str | Argument | Variable) -> Expr:
@@ -302,8 +305,7 @@ class Tracing:
     def _choice(self, choice: str | Expr) -> str | Expr:
         if isinstance(choice, str):
             return choice
-        parts = tuple(part for one in flatten(choice) for part in self.parts(one))
-        return parts[0] if len(parts) == 1 else Sum(parts)
+        return Sum(tuple(part for one in flatten(choice) for part in self.parts(one)))
 
     def value(self, value: Any) -> Value:
         """Of what a program sets or returns."""

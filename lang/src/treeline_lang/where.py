@@ -39,7 +39,8 @@ def caller() -> Where | None:
 
 def raised_at(error: Exception, body: Callable[..., Any]) -> Where:
     """The line of a program's own file that an error came through last; of any, if it never was there."""
+    file = getattr(getattr(body, "__code__", None), "co_filename", None)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == body.__code__.co_filename]
+    own = [frame for frame in frames if frame.filename == file]
     frame = (own or frames)[-1]
     return Where(frame.filename, frame.lineno or 0, frame.name)

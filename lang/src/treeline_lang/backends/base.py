@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
@@ -51,6 +52,13 @@ class Backend(ABC):
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         """`sampling.n` completions."""
+
+    async def generate_batch(
+        self, requests: Sequence[tuple[Prompt, Sampling]], call: Call
+    ) -> Sequence[list[Completion] | BaseException]:
+        """Several at once. → Of each its completions, or why it has none: one that fails fails alone."""
+        each = (self.generate(prompt, sampling, call) for prompt, sampling in requests)
+        return await asyncio.gather(*each, return_exceptions=True)
 
     @abstractmethod
     def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
