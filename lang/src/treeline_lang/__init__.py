@@ -13,7 +13,10 @@
 `docs/language.md` is the tutorial.
 """
 
+from treeline_lang.backends.anthropic import Anthropic
 from treeline_lang.backends.base import Backend, set_default_backend
+from treeline_lang.backends.engine import EngineBackend
+from treeline_lang.backends.openai import OpenAI
 from treeline_lang.backends.runtime import RuntimeEndpoint
 from treeline_lang.choices import (
     greedy_token_selection,
@@ -29,6 +32,7 @@ from treeline_lang.errors import (
     TemplateError,
     TraceError,
     UnknownVariable,
+    Unmatched,
     Unreachable,
     Unsupported,
     WrongType,
@@ -56,11 +60,14 @@ from treeline_lang.program import Function, function
 from treeline_lang.state import ProgramState, ProgramStateGroup
 
 __all__ = [
+    "Anthropic",
     "Backend",
     "BackendError",
     "Cancelled",
+    "EngineBackend",
     "Expr",
     "Function",
+    "OpenAI",
     "ProgramError",
     "ProgramState",
     "ProgramStateGroup",
@@ -70,6 +77,7 @@ __all__ = [
     "TemplateError",
     "TraceError",
     "UnknownVariable",
+    "Unmatched",
     "Unreachable",
     "Unsupported",
     "WrongType",

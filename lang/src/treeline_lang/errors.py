@@ -8,7 +8,8 @@
     ├── Unsupported          the backend cannot do this at all
     ├── BackendError         it was asked, and did not do it
     │   ├── Refused          it says that the request is wrong
-    │   └── Unreachable      it cannot be reached, does not answer, or died over it
+    │   ├── Unreachable      it cannot be reached, does not answer, or died over it
+    │   └── Unmatched        its replies are not as the turn that the program wants (speculation)
     ├── TraceError           the program cannot be compiled, and why
     └── Cancelled            interrupted from outside
 
@@ -78,6 +79,10 @@ class Refused(BackendError):
 
 
 class Unreachable(BackendError):
+    pass
+
+
+class Unmatched(BackendError):
     pass
 
 

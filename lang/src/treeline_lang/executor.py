@@ -20,6 +20,7 @@ from treeline_lang.backends.base import Backend, Call
 from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
 from treeline_lang.growing import Growing, Variable
 from treeline_lang.sampling import Sampling
+from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Transcript
 from treeline_lang.where import Where
 
@@ -122,6 +123,8 @@ class StreamExecutor:
         self.failure: ProgramError | None = None
         self.forked_at = 0
         """Characters of the text that it was forked with."""
+        self.ahead = Ahead()
+        """What is known of the text to come."""
         self._loop = background.loop()
         self._children: list[StreamExecutor] = []
         self.owner: int | None = threading.get_ident()
