@@ -21,6 +21,7 @@ from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
 from treeline_lang.growing import Growing, Variable
 from treeline_lang.meeting import Meeting
 from treeline_lang.sampling import Sampling
+from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
@@ -127,6 +128,8 @@ class StreamExecutor:
         """Caches what this stream begins with: its first model call waits for that."""
         self.meeting: Meeting | None = None
         """Where the first model call goes out with those of others."""
+        self.ahead = Ahead()
+        """What is known of the text to come."""
         self._loop = background.loop()
         self._children: list[StreamExecutor] = []
         self.owner: int | None = threading.get_ident()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, Final
@@ -14,10 +13,11 @@ from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient
 from treeline_lang.backends.scoring import select_by_logprobs
+from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import BackendError, ProgramError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
-from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive
+from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
 
 SESSION_HEADER: Final = "x-session-id"
@@ -39,6 +39,7 @@ class RuntimeEndpoint(Backend):
     """A runtime behind a URL: a pod's, or that of a gateway with many behind it."""
 
     takes_hints = True
+    tells_tokens = True
 
     def __init__(
         self,
@@ -56,17 +57,14 @@ class RuntimeEndpoint(Backend):
         key = api_key or os.environ.get("TREELINE_API_KEY")
         self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
         self._model = {} if model is None else {"model": model}
-        if isinstance(chat_template, str) and chat_template not in TEMPLATES:
-            raise ValueError(f"chat_template is one of {', '.join(TEMPLATES)}, not {chat_template!r}")
-        given = TEMPLATES[chat_template] if isinstance(chat_template, str) else chat_template
-        self._template: ChatTemplate | None = given
+        self._template: ChatTemplate | None = named(chat_template)
         self._deriving: asyncio.Task[ChatTemplate] | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         if sampling.stop_regex:
-            return [await self._until(prompt, sampling, call) for _ in range(sampling.n or 1)]
+            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
         answer = await self._post(self._body(prompt.text, sampling), call)
         completions = [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
         if len(completions) != (sampling.n or 1):
@@ -94,7 +92,11 @@ class RuntimeEndpoint(Backend):
         return [_of_batch(answer) for answer in answers]
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        patterns = [re.compile(pattern) for pattern in sampling.stop_regex]
+        async with aclosing(cut_where(self._stream(prompt, sampling, call), sampling.stop_regex)) as stream:
+            async for completion in stream:
+                yield completion
+
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         body = {**self._body(prompt.text, sampling), "stream": True}
         ended = False
         async with aclosing(self._http.events("/generate", body, self._headers(call))) as events:
@@ -102,20 +104,10 @@ class RuntimeEndpoint(Backend):
                 if isinstance(data, dict) and "error" in data:
                     raise BackendError(f"the server gave the request up: {data['error']}")
                 completion = _completion(data)
-                cut = _cut(completion, patterns)
-                yield cut or completion
-                if cut is not None:
-                    return
+                yield completion
                 ended = bool(completion.meta.get("finish_reason"))
         if not ended:
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
-
-    async def _until(self, prompt: Prompt, sampling: Sampling, call: Call) -> Completion:
-        completion = Completion("")
-        async with aclosing(self.stream(prompt, sampling, call)) as stream:
-            async for one in stream:
-                completion = one
-        return completion
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
         await self._post({"text": prompt.text, "sampling_params": _NOTHING}, call)
@@ -276,13 +268,3 @@ def _of_batch(answer: Any) -> list[Completion] | BackendError:
         return [_completion(answer)]
     except BackendError as error:
         return error
-
-
-def _cut(completion: Completion, patterns: Sequence[re.Pattern[str]]) -> Completion | None:
-    """Up to the first match, if there is one."""
-    found = [match for pattern in patterns if (match := pattern.search(completion.text))]
-    if not found:
-        return None
-    first = min(found, key=lambda match: match.start())
-    reason = {"type": "stop", "matched": first.group()}
-    return Completion(completion.text[: first.start()], {**completion.meta, "finish_reason": reason})
