@@ -39,9 +39,15 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await self._slots.acquire()
-        connection = self._free.pop() if self._free else self._new()
+        used_before = bool(self._free)
+        connection = self._free.pop() if used_before else self._new()
         try:
-            response = await connection.handle_async_request(request)
+            try:
+                response = await connection.handle_async_request(request)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if not used_before:
+                    raise
+                response = await connection.handle_async_request(request)  # the idle connection was closed: a new one
         except BaseException:
             self._give_back(connection)
             raise
