@@ -125,6 +125,10 @@ def _openai(programs: Path, url: str, out: Path) -> list[str]:
     return [str(programs / "python"), str(out / "run.py"), url]
 
 
+def _dspy(programs: Path, url: str, _out: Path) -> list[str]:
+    return [str(programs / "python"), str(ROOT / "scripts" / "dspy_client.py"), url]
+
+
 def _lm_eval(programs: Path, url: str, out: Path) -> list[str]:
     asked = [
         {"question": f"The capital of {a} is", "choices": [f" {b}", " London"], "answer": 0, "text": f" {b}"}
@@ -237,6 +241,7 @@ SGLANG_NEEDS = [
 
 CLIENTS: dict[str, Client] = {
     "openai": Client(["openai==3.54.0"], _openai, "openai", expected_failures=1),
+    "dspy": Client(["dspy==3.4.1"], _dspy, "dspy", expected_failures=1),
     "lm_eval": Client(["lm_eval[api]==0.4.13"], _lm_eval, "lm_eval"),
     "guidellm": Client(["guidellm==0.8.1"], _guidellm, "guidellm"),
     "aiperf": Client(["aiperf==0.13.0"], _aiperf, "aiperf"),

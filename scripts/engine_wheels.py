@@ -5,7 +5,7 @@ them and no more: not their dependencies, not a GPU. So each wheel is downloaded
 modules that are named here are taken out into .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. What was
 taken out must have the digest that stands here: the tests run what was looked at. The modules are their authors'
 (Apache-2.0) and are not part of this repository. Of the SGLang that our pools run, all that its command line's parser
-may import is taken out besides.
+may import is taken out besides, and its frontend language, which runs programs on a server of ours.
 
 A release whose modules are there already is not fetched again. Exit status: 0 when all are there, 1 otherwise.
 """
@@ -102,6 +102,20 @@ SGLANG_COMMAND_LINE = (
 )
 """What its command line's parser imports."""
 
+SGLANG_FRONTEND = (
+    "lang/api.py",
+    "lang/backend/base_backend.py",
+    "lang/backend/runtime_endpoint.py",
+    "lang/chat_template.py",
+    "lang/choices.py",
+    "lang/global_config.py",
+    "lang/interpreter.py",
+    "lang/ir.py",
+    "lang/tracer.py",
+    "utils.py",
+)
+"""Its frontend language, with the backend for servers."""
+
 
 @dataclass(frozen=True)
 class Release:
@@ -148,6 +162,13 @@ OUTPUT_PARSERS = Release(
     SGLANG_OUTPUT_PARSERS,
     "5c9a2324298af2729ca0f402bbd21e356dfdd94ff1194421f5b7e24275a5a9d1",
     "parsers",
+)
+FRONTEND = Release(
+    "sglang",
+    "0.5.23",
+    SGLANG_FRONTEND,
+    "b27cad6755841cf87e6b06250c805ad9c95acc399c26e59d9ca828144b16bfc9",
+    "frontend",
 )
 
 
@@ -197,7 +218,7 @@ def fetch(release: Release) -> None:
 
 def main() -> int:
     failed = False
-    for release in (*RELEASES, COMMAND_LINES, OUTPUT_PARSERS):
+    for release in (*RELEASES, COMMAND_LINES, OUTPUT_PARSERS, FRONTEND):
         name = " ".join(filter(None, (release.package, release.version, release.part)))
         try:
             if not is_there(release):

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "engine_wheels.py"
-_STAND_INS = ("cbor2", "orjson", "partial_json_parser")
+_STAND_INS = ("IPython", "cbor2", "orjson", "partial_json_parser", "pybase64")
 """What the modules import from elsewhere and need not have here."""
 
 
@@ -59,6 +59,25 @@ needs_engine_parsers = pytest.mark.skipif(
     not _FETCHED.is_there(_FETCHED.OUTPUT_PARSERS),
     reason="SGLang's parsers are not there (`make engine-wheels` fetches them)",
 )
+
+
+needs_engine_frontend = pytest.mark.skipif(
+    not _FETCHED.is_there(_FETCHED.FRONTEND),
+    reason="SGLang's frontend language is not there (`make engine-wheels` fetches it)",
+)
+
+
+@contextlib.contextmanager
+def frontend() -> Iterator[ModuleType]:
+    """SGLang's frontend language as one imports it, with `RuntimeEndpoint` and the choices methods in it. It imports
+    parts of itself as programs run, and finds them while this lasts."""
+    release = _FETCHED.FRONTEND
+    with _importing(release.package, release.folder):
+        sgl = ModuleType("sgl")
+        for part in ("api", "backend.runtime_endpoint", "choices", "global_config"):
+            found = vars(importlib.import_module(f"{release.package}.lang.{part}"))
+            vars(sgl).update({name: value for name, value in found.items() if not name.startswith("__")})
+        yield sgl
 
 
 def load_parsers() -> dict[str, ModuleType]:

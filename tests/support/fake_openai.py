@@ -58,6 +58,8 @@ class FakeOpenAI:
     def __init__(self, answer: Answer = whole) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
+        self.heads: list[str] = []
+        """Of the same requests, in lower case."""
         self.key = ""
         """Demanded of every request, if there is one."""
         self.models: list[str] = ["m"]
@@ -112,6 +114,7 @@ class FakeOpenAI:
             writer.write(_json(200, {"version": "7.1"}))
         elif head.startswith("post /v1/"):
             self.bodies.append(json.loads(body))
+            self.heads.append(head)
             return await self._stream(self.answer(self.bodies[-1]), writer)
         else:
             writer.write(_json(404, {}))
@@ -133,6 +136,11 @@ class FakeOpenAI:
             await asyncio.sleep(0)  # let others have a turn, also when nothing is held up
         writer.write(b"0\r\n\r\n")
         return True
+
+
+def whole_answer(value: Any, status: int = 200) -> bytes:
+    """An answer that is no stream."""
+    return _json(status, value)
 
 
 def _json(status: int, value: Any) -> bytes:

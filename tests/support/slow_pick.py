@@ -46,7 +46,7 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
             if level.tokens > known.tokens:
                 known = Hit(level.tokens, level.end, level.end)
     prompt_tokens = max(1, prompt_tokens + known.tokens - int(known.end * per_byte))
-    most = request.max_output_tokens
+    most = None if request.fork else request.max_output_tokens
     found = []
     for endpoint in endpoints:
         load, rank, hit = endpoint.load, 0, NO_HIT
@@ -70,6 +70,7 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
                 output_tokens=ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
                 held_tokens=sum(pod.blocks * pod.block_size for pod in endpoint.pods),
                 rank=rank,
+                fork=request.fork,
             )
         )
     return found

@@ -25,6 +25,7 @@ def test_headers_are_lower_case_and_distinct() -> None:
         "x-treeline-overloaded",
         "x-treeline-edge",
         "x-treeline-elsewhere",
+        "x-treeline-fork",
         "x-treeline-client",
         "x-treeline-isolation",
     }

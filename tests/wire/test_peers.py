@@ -44,6 +44,7 @@ def opened(draw: st.DrawFn) -> Opened:
         tuple(draw(st.lists(MARKS, max_size=MOST_MARKS))),
         length,
         draw(MARKS) if length else 0,
+        draw(st.one_of(st.just(0), MARKS)),
     )
 
 

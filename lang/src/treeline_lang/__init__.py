@@ -13,7 +13,10 @@
 `docs/language.md` is the tutorial.
 """
 
+from treeline_lang.backends.anthropic import Anthropic
 from treeline_lang.backends.base import Backend, set_default_backend
+from treeline_lang.backends.engine import EngineBackend
+from treeline_lang.backends.openai import OpenAI
 from treeline_lang.backends.runtime import RuntimeEndpoint
 from treeline_lang.choices import (
     greedy_token_selection,
@@ -30,6 +33,7 @@ from treeline_lang.errors import (
     TemplateError,
     TraceError,
     UnknownVariable,
+    Unmatched,
     Unreachable,
     Unsupported,
     WrongArgument,
@@ -59,13 +63,16 @@ from treeline_lang.program import Compiled, Function, function
 from treeline_lang.state import ProgramState, ProgramStateGroup
 
 __all__ = [
+    "Anthropic",
     "Backend",
     "BackendError",
     "Cancelled",
     "Compiled",
+    "EngineBackend",
     "Expr",
     "Function",
     "Graph",
+    "OpenAI",
     "ProgramError",
     "ProgramFileError",
     "ProgramState",
@@ -76,6 +83,7 @@ __all__ = [
     "TemplateError",
     "TraceError",
     "UnknownVariable",
+    "Unmatched",
     "Unreachable",
     "Unsupported",
     "WrongArgument",

@@ -90,9 +90,9 @@ class Jobs:
         """Runs to its end; what goes wrong stays in the state."""
         self._plan.prepare(index, self._runs[index])
         state = state_of(self._runs[index])
-        with suppress(Exception):  # the state has been told
+        with suppress(BaseException):  # the state has been told; this thread is nobody's to end by a SystemExit
             self._program.run_body(state, self._arguments[index])
-        state.sync()
+        self._runs[index].streams.sync()
         return state
 
     def _stop(self) -> None:

@@ -92,7 +92,8 @@ CHOICES_METHODS: Final = {
 class TokenLogprob:
     logprob: float | None
     """None: the first token of a text has none."""
-    id: int
+    id: int | None
+    """None: the API does not tell."""
     text: str | None
 
 

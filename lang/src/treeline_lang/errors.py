@@ -9,7 +9,8 @@
     ├── Unsupported          the backend cannot do this at all
     ├── BackendError         it was asked, and did not do it
     │   ├── Refused          it says that the request is wrong
-    │   └── Unreachable      it cannot be reached, does not answer, or died over it
+    │   ├── Unreachable      it cannot be reached, does not answer, or died over it
+    │   └── Unmatched        its replies are not as the turn that the program wants (speculation)
     ├── TraceError           the program cannot be compiled, and why
     ├── ProgramFileError     a file that is no program, or one that may not be run; or a program that cannot be in one
     └── Cancelled            interrupted from outside
@@ -84,6 +85,10 @@ class Refused(BackendError):
 
 
 class Unreachable(BackendError):
+    pass
+
+
+class Unmatched(BackendError):
     pass
 
 

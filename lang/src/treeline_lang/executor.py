@@ -21,6 +21,7 @@ from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
 from treeline_lang.growing import Growing, Variable
 from treeline_lang.meeting import Meeting
 from treeline_lang.sampling import Sampling
+from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
@@ -72,12 +73,19 @@ class Streams:
             stream.cancel()
 
     def cancel(self) -> None:
-        """Requests in flight are given up, steps that wait are not done, nor are later ones."""
+        """Requests in flight are given up, steps that wait are not done, nor are later ones. What has ended stands."""
         with self._lock:
             self._cancelled = True
             members = list(self._members)
         for stream in members:
             stream.cancel()
+
+    def sync(self) -> None:
+        """Wait until what was submitted to them is done or given up: branches that nobody joined, too."""
+        with self._lock:
+            members = list(self._members)
+        for stream in members:
+            stream.sync()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +128,21 @@ class StreamExecutor:
         """Caches what this stream begins with: its first model call waits for that."""
         self.meeting: Meeting | None = None
         """Where the first model call goes out with those of others."""
+        self.ahead = Ahead()
+        """What is known of the text to come."""
         self._loop = background.loop()
         self._children: list[StreamExecutor] = []
-        self.owner = threading.get_ident()
-        """The thread that submits: what it reads before it has submitted the step that sets it will never come."""
+        self.owner: int | None = threading.get_ident()
+        """The thread that submits (None: yet to begin): what it reads before it has submitted the step that sets it
+        will never come."""
         self._declared = threading.Condition()
         self._open = True
         """More steps may come."""
+        self._ended_by: ProgramError | None = None
+        """Why no more do, where the body did not end well."""
         self._inbox: deque[Step] = deque()
+        self._over = False
+        """The last step is done."""
         self._waits = waits
         self._task: asyncio.Task[None] | None = None
         run.streams.add(self)
@@ -135,8 +150,11 @@ class StreamExecutor:
     # ---- threads of programs ------------------------------------------------------------------------------------
 
     def submit(self, step: Step) -> None:
-        """Does not wait, unless the run is told not to be parallel."""
+        """Does not wait, unless the run is told not to be parallel. Raises ProgramError once it is closed."""
         with self._declared:
+            if not self._open:
+                reason = "nothing can be appended any more: the program has ended, or the branch was joined"
+                raise ProgramError(reason, where=step.where, step=step.name)
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()
         self._loop.call_soon_threadsafe(self._put, step)
@@ -150,10 +168,13 @@ class StreamExecutor:
             if not self._declared.wait_for(lambda: name in self.variables or mine or not self._open, timeout):
                 raise TimeoutError(f"the program has not come to {name!r} within {timeout:g} s")
             if name in self.variables:
-                return self.variables[name]
+                variable = self.variables[name]
+                if variable.in_scope and mine:
+                    raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended")
+                return variable
             known = ", ".join(self.variables) or "none"
-        if self.failure is not None:
-            raise self.failure.again()
+        if failure := self.failure or self._ended_by:
+            raise failure.again()
         raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}")
 
     def branch(self, count: int) -> list[StreamExecutor]:
@@ -170,12 +191,18 @@ class StreamExecutor:
 
     def close(self, failure: ProgramError | None = None) -> None:
         """The body has ended: no more steps come. failure: why, where it did not end well."""
+        closing = [self]
+        while closing:  # forks of forks may be deeper than Python's stack
+            stream = closing.pop()
+            if stream._open:
+                stream.close_alone(failure)
+            closing += stream._children
+
+    def close_alone(self, failure: ProgramError | None = None) -> None:
+        """It has been joined, which ends it, though not branches of its own that were not."""
         with self._declared:
-            self._open = False
+            self._open, self._ended_by = False, failure
             self._declared.notify_all()
-        for child in self._children:
-            if child._open:
-                child.close(failure)
         self._loop.call_soon_threadsafe(self._put, Mark(lambda: self._end(failure)))
 
     def cancel(self) -> None:
@@ -200,9 +227,9 @@ class StreamExecutor:
             self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(self.failure)
+        self.growing.fail(self.failure)  # first: the mark of the body's end may be among the steps, and ends it well
         while self._inbox:
             self._inbox.popleft().abandon(self.failure)
-        self.growing.fail(self.failure)
 
     async def ready(self, *, alone: bool) -> Meeting | None:
         """Before a model call. → Where it is to go with others; `alone`: it cannot."""
@@ -224,7 +251,7 @@ class StreamExecutor:
 
     def show(self, coming: str = "") -> None:
         """Let those who follow the text see it. coming: what the transcript does not have yet."""
-        self.growing.grow(self.transcript.text + coming)
+        self.growing.grow(self.transcript.text, coming)
 
     def _put(self, step: Step) -> None:
         if self.failure is not None:
@@ -259,14 +286,20 @@ class StreamExecutor:
         self.fail(failure)
 
     def _end(self, failure: ProgramError | None) -> None:
+        self._over = True
         if failure is not None:
             self.fail(failure)
+        for variable, _ in self.scopes.values():
+            variable.fail(ProgramError("the program ended within the scope", step=f"var_scope({variable.name!r})"))
         self.growing.end()
 
     def _cancel(self) -> None:
         if self.warming is not None:
             self.warming.cancel()
-        if self._task is not None:
+        if self._over:
+            return
+        failure = Cancelled("interrupted")
+        if self._task is not None:  # which may not have begun, and then does nothing at all
             self._task.cancel()
-        elif not self.growing.done:  # what has ended stays as it ended
-            self.fail(Cancelled("interrupted"))
+            failure.at(*self.step)
+        self.fail(failure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from treeline_lang.errors import ProgramError
@@ -17,6 +18,8 @@ class Growing:
         self._lock = threading.Lock()
         self._wake: list[Callable[[], None]] = []
         self._text = ""
+        self._coming = ""
+        """What is behind that."""
         self._failure: ProgramError | None = None
         self._done = False
 
@@ -28,23 +31,23 @@ class Growing:
     def failure(self) -> ProgramError | None:
         return self._failure
 
-    def grow(self, text: str) -> None:
-        """text: all of it so far."""
-        self._change(text, done=False)
+    def grow(self, text: str, coming: str = "") -> None:
+        """text and coming: all of it so far, not put together, as a long text may come in small pieces."""
+        self._change(text, coming)
 
     def end(self) -> None:
         """No more comes; what there is stands."""
-        self._change(self._text, done=True)
+        self._change(self._text, self._coming, done=True)
 
     def fail(self, failure: ProgramError) -> None:
         """Nothing where it has ended already."""
-        self._change(self._text, done=True, failure=failure)
+        self._change(self._text, self._coming, done=True, failure=failure)
 
-    def _change(self, text: str, *, done: bool, failure: ProgramError | None = None) -> None:
+    def _change(self, text: str, coming: str, *, done: bool = False, failure: ProgramError | None = None) -> None:
         with self._lock:
             if self._done:
                 return
-            self._text, self._done, self._failure = text, done, failure
+            self._text, self._coming, self._done, self._failure = text, coming, done, failure
             wake, self._wake = self._wake, []
         for one in wake:
             one()
@@ -52,16 +55,22 @@ class Growing:
     def _listen(self, seen: int, wake: Callable[[], None]) -> bool:
         """Calls `wake` once there is more than `seen` characters or an end; False: that is so already."""
         with self._lock:
-            if self._done or len(self._text) > seen:
+            if self._done or len(self._text) + len(self._coming) > seen:
                 return False
             self._wake.append(wake)
             return True
+
+    def _since(self, seen: int) -> tuple[str, bool]:
+        """→ (what is behind so many characters, whether it has ended)."""
+        with self._lock:
+            text, coming, done = self._text, self._coming, self._done
+        return (text[seen:] + coming if seen < len(text) else coming[seen - len(text) :]), done
 
     def wait(self, timeout: float | None = None) -> None:
         """Until it has ended. Raises its failure, and TimeoutError."""
         while not self._done:
             woken = threading.Event()
-            if self._listen(len(self._text), woken.set) and not woken.wait(timeout):
+            if self._listen(len(self._text) + len(self._coming), woken.set) and not woken.wait(timeout):
                 raise TimeoutError(f"nothing new for {timeout:g} s")
         self._raise()
 
@@ -77,10 +86,10 @@ class Growing:
             woken = threading.Event()
             if self._listen(seen, woken.set):
                 woken.wait()
-            text, done = self._text, self._done
-            if len(text) > seen:
-                yield text[seen:]
-                seen = len(text)
+            piece, done = self._since(seen)
+            if piece:
+                yield piece
+                seen += len(piece)
             elif done:
                 self._raise()
                 return
@@ -92,14 +101,15 @@ class Growing:
             woken = asyncio.Event()
 
             def wake(woken: asyncio.Event = woken) -> None:
-                loop.call_soon_threadsafe(woken.set)
+                with suppress(RuntimeError):  # the reader's loop has been closed: nobody waits there
+                    loop.call_soon_threadsafe(woken.set)
 
             if self._listen(seen, wake):
                 await woken.wait()
-            text, done = self._text, self._done
-            if len(text) > seen:
-                yield text[seen:]
-                seen = len(text)
+            piece, done = self._since(seen)
+            if piece:
+                yield piece
+                seen += len(piece)
             elif done:
                 self._raise()
                 return
@@ -115,14 +125,26 @@ class Variable(Growing):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.in_scope = False
+        """It is the text of a scope, whose end has not been submitted."""
         self._value: Any = None
         self._meta: Any = None
+
+    def say(self, text: str, meta: Any) -> None:
+        """All of its text so far, and what the backend says with it."""
+        if not self.done:
+            self._meta = meta
+        self.grow(text)
+
+    @property
+    def meta_so_far(self) -> Any:
+        return {} if self._meta is None else self._meta
 
     def set(self, value: Any, text: str | None = None, meta: Any = None) -> None:
         """text: of the value, for those who follow it (None: the value, if it is one)."""
         self._value, self._meta = value, {} if meta is None else meta
         shown = text if text is not None else value if isinstance(value, str) else self._text
-        self._change(shown, done=True)
+        self._change(shown, "", done=True)
 
     def read(self, timeout: float | None = None) -> Any:
         """The value, once it is there. Raises the failure of the step that was to set it, and TimeoutError."""

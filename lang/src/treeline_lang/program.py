@@ -205,6 +205,7 @@ class Function:
             with suppress(Exception):  # the state tells it to whoever reads
                 self.run_body(state, arguments)
 
+        state._stream.owner = None
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(body,), name=f"program {self.__name__}", daemon=True).start()
         return state
@@ -367,8 +368,9 @@ def function(*, num_api_spec_tokens: int | None = None) -> Callable[[Callable[..
 def function(body: Callable[..., Any] | None = None, *, num_api_spec_tokens: int | None = None) -> Any:
     """Makes a program of a function whose first parameter is the state.
 
-    num_api_spec_tokens: for backends that only complete texts: ask for so many tokens more, and take the following
-    steps of the program from them where they fit (`treeline_lang.speculation`).
+    num_api_spec_tokens: a call asks for at least so many tokens, beyond its stop, and the following steps of the
+    program are taken from them where they fit; of a chat, a turn of the assistant with several gens in it is one call
+    (`treeline_lang.speculation`).
     """
     if body is not None:
         return Function(body)

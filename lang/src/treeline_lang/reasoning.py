@@ -38,7 +38,5 @@ def split_reasoning(text: str, model_type: str) -> tuple[str, str]:
     if not opened and not marks.opens:
         return "", text
     body = text.lstrip().removeprefix(marks.begin)
-    reasoning, ended, answer = body.partition(marks.end)
-    if not ended and not opened and marks.opens:
-        return body.strip(), ""
+    reasoning, _, answer = body.partition(marks.end)
     return reasoning.strip(), answer.strip()

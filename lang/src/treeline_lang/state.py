@@ -63,9 +63,16 @@ class ProgramState:
         self += whole(content)
         return None
 
-    def var_scope(self, name: str) -> Any:
+    @contextmanager
+    def var_scope(self, name: str) -> Iterator[None]:
         """A context manager: `s[name]` is all the text appended within."""
-        return self._around(ScopeBegin(name), ScopeEnd(name))
+        with self._around(ScopeBegin(name), ScopeEnd(name)):
+            variable = self._stream.variables[name]
+            variable.in_scope = True
+            try:
+                yield
+            finally:
+                variable.in_scope = False
 
     def any_order(self) -> Any:
         """A context manager: the steps within mean the same in any order. A compiled program appends constants first,
@@ -97,7 +104,8 @@ class ProgramState:
         return self._stream.variable(name, timeout).read(timeout)
 
     async def get_var_async(self, name: str) -> Any:
-        return await self._stream.variable(name).read_async()
+        variable = await asyncio.to_thread(self._stream.variable, name)
+        return await variable.read_async()
 
     def set_var(self, name: str, value: Any) -> None:
         self._stream.submit(Assign(name, value, caller()))
@@ -150,11 +158,12 @@ class ProgramState:
         self, name: str | None = None, return_meta_data: Literal[True] = True
     ) -> AsyncIterator[tuple[str, Any]]: ...
     async def text_async_iter(self, name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """`text_iter` for `async for`. return_meta_data: pairs with what the backend said, so far {}."""
+        """`text_iter` for `async for`. return_meta_data: pairs with what the backend has said
+        of the variable so far (of the whole text: {})."""
         grows = await asyncio.to_thread(self._grows, name)
         async for piece in grows.follow_async():
             if return_meta_data:
-                yield piece, (grows.meta() if isinstance(grows, Variable) and grows.done and not grows.failure else {})
+                yield piece, (grows.meta_so_far if isinstance(grows, Variable) else {})
             else:
                 yield piece
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import images, prefix
+from treeline_lang import images, prefix, speculative
 from treeline_lang.backends.base import Completion
 from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
 from treeline_lang.executor import Step, StreamExecutor
@@ -33,6 +33,7 @@ from treeline_lang.growing import Variable
 from treeline_lang.nodes import Path, at_path
 from treeline_lang.reasoning import split_reasoning
 from treeline_lang.sampling import Sampling
+from treeline_lang.speculation import Pattern
 from treeline_lang.where import Where
 
 
@@ -74,9 +75,12 @@ class Extend(Step):
 
     async def do(self, stream: StreamExecutor) -> None:
         variables = iter(self.variables)
-        for part in flatten(self.expr):
+        parts = flatten(self.expr)
+        for number, part in enumerate(parts, 1):
             stream.step = (getattr(part, "where", None) or self.where, _name(part))
             await _append(stream, part, variables)
+            if isinstance(part, RoleBegin) and speculative.foresees(stream, part.role):
+                await speculative.foresee(stream, await _pattern(stream, parts[number:]))
             stream.show()
 
 
@@ -203,7 +207,7 @@ def join(stream: StreamExecutor, children: Sequence[StreamExecutor], *, appends:
                     gathered.setdefault(name, []).append(variable)
         stream.submit(Gather(gathered, where))
     for child in children:
-        child.close()
+        child.close_alone()
 
 
 # ---- parts of an expression -------------------------------------------------------------------------------------
@@ -259,11 +263,11 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         last = Completion("")
         await stream.ready(alone=True)
         async for last in run.backend.stream(prompt, sampling, run.call):
-            variable.grow(last.text)
+            variable.say(last.text, last.meta)
             stream.show(last.text)
         completions = [last]
     else:
-        completions = await stream.generate(prompt, sampling)
+        completions = await speculative.generate(stream, prompt, sampling)
     texts = [completion.text for completion in completions]
     stream.transcript.append(texts[0])
     metas = [completion.meta for completion in completions]
@@ -271,6 +275,21 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         variable.set(_value(sampling, texts[0], node.name), texts[0], metas[0])
     else:
         variable.set([_value(sampling, text, node.name) for text in texts], texts[0], metas)
+
+
+async def _pattern(stream: StreamExecutor, parts: Sequence[Expr]) -> Pattern | None:
+    """The turn that has begun, if these have its end, and it is of texts and gens."""
+    pattern: list[str | Sampling] = []
+    for part in parts:
+        if isinstance(part, RoleEnd):
+            return Pattern(tuple(pattern))
+        if isinstance(part, Gen):
+            pattern.append(part.sampling.over(stream.run.defaults))
+        elif isinstance(part, Text | Read):
+            pattern.append(await text_of(part))
+        else:
+            return None
+    return None
 
 
 def _value(sampling: Sampling, text: str, name: str | None) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from treeline_lang.errors import TemplateError
+from treeline_lang.errors import Refused, TemplateError
 from treeline_lang.expressions import Role
 
 Message = dict[str, str]
@@ -75,6 +75,16 @@ TEMPLATES: Final[dict[str, ChatTemplate]] = {
 }
 """For servers that do not render chats. `plain` is for models that were not trained on chats."""
 
+
+def named(template: str | ChatTemplate | None) -> ChatTemplate | None:
+    """One of TEMPLATES by its name; anything else as it is. Raises ValueError for a name that is none."""
+    if not isinstance(template, str):
+        return template
+    if template not in TEMPLATES:
+        raise ValueError(f"chat_template is one of {', '.join(TEMPLATES)}, not {template!r}")
+    return TEMPLATES[template]
+
+
 _SYSTEM, _USER, _ASSISTANT, _LATER = (f"treeline{word}mark" for word in ("system", "user", "assistant", "later"))
 
 
@@ -112,7 +122,7 @@ async def derive(render: Render, start: str = "") -> ChatTemplate:
             raise TemplateError("it is written into the user's turn: put it there")
         suffix = between[: len(between) - len(user_prefix)]
         known["system"] = Turn(opening.removeprefix(start), suffix)
-    except TemplateError as error:
+    except (TemplateError, Refused) as error:
         missing["system"] = error.reason
     return ChatTemplate(known, (), missing)
 

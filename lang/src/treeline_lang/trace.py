@@ -214,7 +214,7 @@ class Recorder:
     def branch(self, count: int) -> list[Recorder]:
         return [Recorder(self.tracing, self.variables, self.sampling) for _ in range(count)]
 
-    def close(self) -> None:
+    def close_alone(self) -> None:
         self._ended = True
 
     def sync(self) -> None:

@@ -11,6 +11,8 @@ from types import FrameType
 from typing import Any
 
 _OURS = __name__.partition(".")[0]
+_BETWEEN = ("contextlib",)
+"""Modules through which a program calls us: the `with` around a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ def caller() -> Where | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module != "contextlib" and module != _OURS and not module.startswith(_OURS + "."):
+        ours = module == _OURS or module in _BETWEEN or module.startswith(_OURS + ".")
+        if not ours:
             return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None

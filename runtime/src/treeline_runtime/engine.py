@@ -15,6 +15,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.engine_chats import EngineChats
 from treeline_runtime.messages import (
     AbortReq,
     FlushReq,
@@ -76,6 +77,8 @@ class Engine:
         outputs = self._outputs = Outputs(stop=lambda stop: thread.tell(stop))
         processors = Processors({name: one for name, one in given.items() if not isinstance(one, str)})
         thread = self._thread = SchedulerThread(self.config, outputs.take, outputs.on_death, processors)
+        self._chats: EngineChats | None = None
+        self._chats_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, thread.close)  # forgotten engines end too, at the latest at exit
 
     @property
@@ -89,6 +92,8 @@ class Engine:
     def close(self) -> None:
         """End whatever is still running, and give the memory back. Idempotent."""
         self._finalizer()
+        if self._chats is not None:
+            self._chats.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -198,6 +203,14 @@ class Engine:
     def encode(self, text: str) -> list[int]:
         """Raises ModelError without a tokenizer."""
         return self._encode([text])[0]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """A chat as the text that the model reads, by its chat template. Raises ModelError for a model without one, and
+        `treeline_wire.chat.TemplateError` for messages that it refuses."""
+        with self._chats_lock:
+            if self._chats is None:
+                self._chats = EngineChats(self.config.model)
+        return self._chats.render(messages, add_generation_prompt=add_generation_prompt)
 
     # ---- administration -------------------------------------------------------------------------------------
 

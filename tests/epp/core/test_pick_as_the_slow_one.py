@@ -155,6 +155,7 @@ class World:
             subset=subset,
             pool=rng.choice((None, None, "p", "q")),
             sheddable=rng.random() < 0.2,
+            fork=rng.choice((0, 0, 1, 3, 200)),
         )
 
 

@@ -211,3 +211,16 @@ async def test_through_envoy_an_engine_that_separates_clients_gets_the_body_as_i
             seen = fake.served[-1]
             assert (seen.headers[names.ISOLATION], seen.headers[names.CLIENT]) == (names.SHARED, "ada")
             assert "cache_salt" not in json.loads(seen.body)
+
+
+def test_sessions_are_of_a_pool_and_of_a_client_that_the_edge_knows() -> None:
+    def session(client: str, pool: str | None = "p", isolation: Isolation = TRUSTING, named: str = "s") -> int:
+        return isolation.session({names.CLIENT: client, names.SESSION_ID: named}, pool)
+
+    ada = session("ada")
+    assert 0 < ada < 1 << 40
+    assert ada == session("ada")
+    assert len({ada, session("bob"), session("ada", "q"), session("ada", None), session("ada", named="t")}) == 5
+    assert session("ada", isolation=NO_ISOLATION) == session("bob", isolation=NO_ISOLATION), "nobody said who they are"
+    assert session("ada", isolation=Isolation(True, b"another key")) != ada
+    assert TRUSTING.session({names.CLIENT: "ada"}, "p") == session("ada", named="") == 0

@@ -282,6 +282,17 @@ def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:
     assert served.empty
 
 
+@pytest.mark.parametrize(
+    ("said", "fork"), [("3", 3), ("0", 0), ("", 0), ("-1", 0), ("many", 0), ("²", 0), ("9" * 9, 4096), ("9" * 99, 0)]
+)
+def test_how_many_requests_will_follow_is_taken_from_a_header(said: str, fork: int) -> None:
+    headers = {":path": "/generate", ":method": "POST", "x-treeline-fork": said}
+    body = json.dumps({"text": "hello there", "sampling_params": {"max_new_tokens": 0}}).encode()
+    parsed = parse(RouteRequest(headers, body, None), ONE)
+    assert isinstance(parsed, ParsedRequest)
+    assert parsed.pick.fork == fork
+
+
 def test_headers_are_not_shown_where_a_request_is_printed() -> None:
     shown = repr(PickRequest("r1", "tiny", headers={"authorization": "Bearer secret"}))
     assert "secret" not in shown

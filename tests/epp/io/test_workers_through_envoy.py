@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -31,11 +32,11 @@ class Plane:
     picker: PickerOfWorkers
     fakes: list[FakeEngine]
 
-    async def send(self, prompts: list[str]) -> list[httpx.Response]:
+    async def send(self, prompts: list[str], **headers: str) -> list[httpx.Response]:
         """Each on a connection of its own, so that both threads of Envoy have some; side by side."""
 
         async def one(prompt: str) -> httpx.Response:
-            async with client(base_url=self.envoy.url, timeout=30) as http:
+            async with client(base_url=self.envoy.url, timeout=30, headers=headers) as http:
                 return await http.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
 
         return list(await asyncio.gather(*map(one, prompts)))
@@ -120,3 +121,20 @@ async def test_two_workers_share_what_a_real_envoy_asks_and_whatever_becomes_of_
             return page["treeline_epp_workers"] == 2 and await made.both_decide()
 
         await until(shared_again, "its successor has its part", 15, made.picker.log.read_text)
+
+
+@pytest.mark.integration
+async def test_whichever_worker_is_asked_a_session_stays_where_it_is(tmp_path: Path) -> None:
+    async with plane(tmp_path) as made:
+        await until(made.both_decide, "each thread of Envoy has a connection to another worker", 30)
+        for session in "abc":
+
+            async def together(session: str = session) -> bool:
+                """Both workers have some of these prompts, which have nothing in common; one engine gets all."""
+                before = await made.decided()
+                prompts = [f"{time.monotonic_ns()} {number}" for number in range(8)]
+                answers = await made.send(prompts, **{names.SESSION_ID: session})
+                went = {one.json()["headers"][names.DESTINATION].partition(",")[0] for one in answers}
+                return len(went) == 1 and len(await made.decided() - before) == 2
+
+            await until(together, "both workers know where the session is", 15)

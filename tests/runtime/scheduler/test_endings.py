@@ -36,7 +36,7 @@ def finish(engine: Harness, rid: str) -> FinishReason:
         ([1, VOCAB], {}, "outside the vocabulary of 96"),
         ([1, -1], {}, "outside the vocabulary"),
         ([1, 2], {"temperature": -1.0}, "temperature is out of range"),
-        ([1, 2], {"logprob_start_len": 2}, "logprob_start_len 2"),
+        ([1, 2], {"logprob_start_len": 3}, "logprob_start_len 3"),
         ([1, 2], {"logprob_start_len": -2}, "logprob_start_len -2"),
         ([1, 2], {"top_logprobs_num": -1}, "top_logprobs_num"),
         ([1, 2], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),

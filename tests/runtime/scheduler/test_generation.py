@@ -173,7 +173,7 @@ def test_logprobs_agree_between_prefill_and_decode(tiny: Path, settings: dict[st
     assert first.cached_tokens == 0
 
 
-@pytest.mark.parametrize("start", [0, 1, 7, 18, -1])
+@pytest.mark.parametrize("start", [0, 1, 7, 18, 19, -1])
 def test_prompt_logprobs_start_where_asked_and_limit_the_cache(tiny: Path, start: int) -> None:
     engine = Harness(tiny, chunked_prefill_size=8)
     ids = prompt(9, 19)

@@ -277,6 +277,35 @@ def test_native_answers_are_cumulative(http: httpx.Client) -> None:
     assert isinstance(events[-1]["meta_info"]["output_token_logprobs"][0][2], str)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("top", "kinds"), [(0, ["token"]), (2, ["token", "top"])])
+def test_native_answers_have_every_list_of_logprobs_that_was_asked_for(
+    http: httpx.Client, stream: bool, top: int, kinds: list[str]
+) -> None:
+    """There are none of the prompt, and with no output none at all: the lists are there, and empty."""
+    names = [f"{side}_{kind}_logprobs" for kind in kinds for side in ("input", "output")]
+    body = {
+        "text": ["a", "b", "c"],
+        "sampling_params": [{"max_new_tokens": 0}, {"max_new_tokens": 2}, {"max_new_tokens": 2}],
+        "return_logprob": [True, True, False],
+        "logprob_start_len": [1, -1, -1],
+        "top_logprobs_num": top,
+        "stream": stream,
+    }
+    if stream:
+        with http.stream("POST", "/generate", json=body) as response:
+            *events, _ = sse(response)
+    else:
+        events = [{"index": index} | one for index, one in enumerate(http.post("/generate", json=body).json())]
+    assert {event["index"] for event in events} == {0, 1, 2}
+    for event in events:
+        meta = event["meta_info"]
+        lists = {name: value for name, value in meta.items() if name.endswith("_logprobs")}
+        assert list(lists) == ([] if event["index"] == 2 else names)
+        for name, value in lists.items():
+            assert len(value) == (meta["completion_tokens"] if name.startswith("output") else 0)
+
+
 def test_native_batches_take_one_value_or_one_each(http: httpx.Client) -> None:
     body = {
         "text": ["a", "b"],

@@ -322,7 +322,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Clien
         ({"input_ids": [[1]] * 1024, "sampling_params": [{"n": 2}] * 1024}, "sampling_params.n"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "logprob_start_len": -5}, "logprob_start_len"),
-        ({"text": "a", "return_logprob": True, "logprob_start_len": 1}, "logprob_start_len"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
         ({"text": "a", "sampling_params": {"min_new_tokens": 200}}, "sampling_params.min_new_tokens"),
         ({"text": ""}, "text"),
         ({"text": "a", "stream": 1}, "stream"),

@@ -20,6 +20,12 @@ CONFORMANCE_SERVED = "x-conformance-test-served-endpoint"
 CREDENTIALS = ("api-key", "authorization", "cookie", "proxy-authorization", "x-api-key")
 """Whoever knows what is in them is let in: what names a client in pages, traces and messages is none of them."""
 
+# Of whoever asks, to the picker: what it cannot see in one request.
+SESSION_ID = "x-session-id"
+"""Requests with the same one belong together, by their client's word: as vLLM's router has it."""
+FORK = "x-treeline-fork"
+"""So many requests that begin like this one will follow at once."""
+
 # Envoy metadata: namespaces and keys.
 LB = "envoy.lb"
 LB_SUBSET = "envoy.lb.subset_hint"

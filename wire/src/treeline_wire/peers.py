@@ -32,7 +32,7 @@ MOST_ID: Final = (1 << 48) - 1
 _MOST_VARINT: Final = 8
 _DELTA, _ASK, _SNAPSHOT, _LEAVE = 1, 2, 3, 4
 _OPENED, _CLOSED = 0, 1
-_HAS_LENGTH, _HAS_AGE, _HAS_RANK = 2, 4, 8
+_HAS_LENGTH, _HAS_AGE, _HAS_RANK, _HAS_SESSION = 2, 4, 8, 128
 
 
 class PeerMessageError(WireError):
@@ -56,7 +56,7 @@ class Opened(Struct, frozen=True, gc=False):
     """A request was sent to an endpoint. `tokens` it has to prefill there, which should take `prefill_ms`; `age_ms` is
     how long ago that was, where it is told later. `rank` is the one that holds most of the prompt. `marks` are of
     beginnings of the prompt that will be held then, the longest last; the whole prompt has `length` bytes and the mark
-    `tail`, 0 where it is not told.
+    `tail`, 0 where it is not told. `session` is a mark of the session that it belongs to, 0 where it belongs to none.
     """
 
     id: int
@@ -68,6 +68,7 @@ class Opened(Struct, frozen=True, gc=False):
     marks: tuple[int, ...] = ()
     length: int = 0
     tail: int = 0
+    session: int = 0
 
 
 class Closed(Struct, frozen=True, gc=False):
@@ -188,7 +189,8 @@ def _record(record: Record, before: int) -> bytes:
     if len(record.marks) > MOST_MARKS or record.length < 0:
         raise ValueError("too many marks, or a length below 0")
     first = _OPENED | len(record.marks) << 4
-    for flag, value in ((_HAS_LENGTH, record.length), (_HAS_AGE, record.age_ms), (_HAS_RANK, record.rank)):
+    given = (_HAS_LENGTH, record.length), (_HAS_AGE, record.age_ms), (_HAS_RANK, record.rank)
+    for flag, value in (*given, (_HAS_SESSION, record.session)):
         first |= flag if value else 0
     parts = [
         bytes((first,)),
@@ -202,6 +204,8 @@ def _record(record: Record, before: int) -> bytes:
     ]
     if record.length:
         parts += [varint(record.length), record.tail.to_bytes(MARK_BYTES, "big")]
+    if record.session:
+        parts.append(record.session.to_bytes(MARK_BYTES, "big"))
     return b"".join(parts)
 
 
@@ -279,7 +283,7 @@ class _Reader:
         return Closed(id, How(first >> 1))
 
     def _opened(self, id: int, first: int) -> Opened:
-        count = first >> 4
+        count = first >> 4 & 7
         if count > MOST_MARKS:
             raise PeerMessageError(f"{count} marks: at most {MOST_MARKS}")
         ref = self.take(REF_BYTES)
@@ -291,4 +295,5 @@ class _Reader:
         length = tail = 0
         if first & _HAS_LENGTH:
             length, tail = self.varint(), int.from_bytes(self.take(MARK_BYTES), "big")
-        return Opened(id, ref, tokens, prefill_ms, age_ms, rank, marks, length, tail)
+        session = int.from_bytes(self.take(MARK_BYTES), "big") if first & _HAS_SESSION else 0
+        return Opened(id, ref, tokens, prefill_ms, age_ms, rank, marks, length, tail, session)

@@ -38,6 +38,7 @@ USED_HEADERS: Final = frozenset(
         names.DESTINATION,
         names.FAIRNESS_ID,
         names.FAIRNESS_ID_LLMD,
+        names.FORK,
         names.FORWARDED_FOR,
         names.ISOLATION,
         names.MODEL_REWRITE,
@@ -49,6 +50,7 @@ USED_HEADERS: Final = frozenset(
         names.PROMPT_TOKENS,
         names.REQUEST_ID,
         names.SELECTION,
+        names.SESSION_ID,
         names.TRACEPARENT,
         names.TRACESTATE,
     }
@@ -77,7 +79,15 @@ _REMEMBERED_BYTES = 1024
 _UNUSED = ("", "")
 _LONGEST_ENTRY: Final = 0x7F + 2
 _REMEMBERED_ENTRIES: Final = 4096
-_NOT_REMEMBERED: Final = {b"authorization", b"cookie", b"x-api-key", b"x-request-id", b"traceparent", b"tracestate"}
+_NOT_REMEMBERED: Final = {
+    b"authorization",
+    b"cookie",
+    b"x-api-key",
+    b"x-request-id",
+    b"x-session-id",
+    b"traceparent",
+    b"tracestate",
+}
 """Headers that differ from request to request, and secrets, which are not to lie about."""
 _known_entries: dict[bytes, tuple[str, str]] = {}
 """Entries of header lists by their bytes, with tag and length: a proxy sends nearly the same list with each request."""

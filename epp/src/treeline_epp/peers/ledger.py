@@ -62,6 +62,7 @@ class Own:
             0,
             lease.endpoint.pods.index(lease.pod),
             *told,
+            session=request.session,
         )
         self._open[lease] = record
         if len(self._open) > MOST_OPEN:
@@ -203,6 +204,8 @@ class Others:
         reservation = self.picker.open_elsewhere(endpoint, tokens, prefill_s, age_s, now)
         if reservation is None:
             return
+        if record.session:
+            self.picker.sessions.remember(record.session, endpoint.spec.name, now - age_s)
         pod = endpoint.expecting(record.rank)
         limits = self.picker.index.limits
         life = limits.prediction_life_s if pod.precise else limits.eventless_life_s

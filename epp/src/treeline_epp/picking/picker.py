@@ -26,10 +26,12 @@ from treeline_epp.picking.explanation import Explanation, dropped_by, explanatio
 from treeline_epp.picking.filters import few_left, rows_left
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.policies import CostPolicy, Policy
+from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.saturation import Saturation
 from treeline_epp.picking.score import Candidate, Scored, score, waits_and_costs
+from treeline_epp.picking.sessions import Sessions, stays
 from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Floats, Mask, Table
 from treeline_epp.picking.work import Work
 
@@ -59,6 +61,13 @@ def _no_room(soonest_s: float) -> Saturated:
     return Saturated("every endpoint that may serve this request has as much to do as it may", soonest_s)
 
 
+def _staying(at: int | None, cost_s: Floats | Sequence[float], order: list[int], count: int) -> list[int]:
+    """The order with the place of a session's endpoint first, unless it is no candidate or costs too much."""
+    if at is None or not stays(float(cost_s[at]), float(cost_s[order[0]])):
+        return order
+    return led_by(at, order, count)
+
+
 def _scope(spec: EndpointSpec) -> str:
     """Endpoints that share blocks: those of the same model."""
     return spec.models[0] if spec.models else spec.pool
@@ -80,6 +89,7 @@ class Picker:
         self._table = Table()
         self._reserved: set[Endpoint] = set()
         self.policies = PoolPolicies(self.config.policy, self.config.seed)
+        self.sessions = Sessions()
 
     # Endpoints
 
@@ -150,6 +160,7 @@ class Picker:
             if not reservations:
                 self._reserved.discard(endpoint)
         self.index.tick(now)
+        self.sessions.expire(now)
 
     # Decisions
 
@@ -187,13 +198,15 @@ class Picker:
         work = Work.of(request, matches.values())
         cached, uncached = work.at_rows(self.index, matches, rows, self._table)
         rates = self._rates(columns, now)
-        wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now)
+        wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
         room = self._room(columns, wait_s, now)
         if room is not None:
             rows, rates, cached, cost_s = rows[room], rates[room], cached[room], cost_s[room]
         self._shed(request, float(wait_s.min()))
         candidates = candidates_of(self._table, self.endpoints, rows, columns, (cached, uncached), cost_s, now)
         order = policy.rank(request, candidates, count)
+        if isinstance(policy, CostPolicy) and (name := self.sessions.endpoint(request.session, now)) is not None:
+            order = _staying(candidates.find(name), cost_s, order, count)
         chosen = [(self._table.at_row(int(rows[at])), float(rates[at])) for at in order]
         ranked = [score(self._candidate(endpoint, matches, work, rate), now) for endpoint, rate in chosen]
         return tuple(ranked), float(candidates.identity[order[0]])
@@ -220,7 +233,11 @@ class Picker:
             if saturation.hard:
                 endpoints, scored = [endpoint for endpoint, _ in roomy], [one for _, one in roomy]
         self._shed(request, soonest)
-        order = policy.rank_few([one.cost_s for one in scored], [one.candidate.cached_tokens for one in scored], count)
+        cost_s = [one.cost_s for one in scored]
+        order = policy.rank_few(cost_s, [one.candidate.cached_tokens for one in scored], count)
+        if (name := self.sessions.endpoint(request.session, now)) is not None:
+            there = (at for at, endpoint in enumerate(endpoints) if endpoint.spec.name == name)
+            order = _staying(next(there, None), cost_s, order, count)
         return tuple([scored[at] for at in order]), endpoints[order[0]].identity
 
     def _shed(self, request: PickRequest, soonest_s: float) -> None:
@@ -275,6 +292,8 @@ class Picker:
         )
         if request.key:
             lease.predicted_until = self.index.predict(pod, request.namespace, request.key, best.candidate.hit, now)
+        if request.session:
+            self.sessions.remember(request.session, endpoint.spec.name, now)
         endpoint.unanswered += 1
         endpoint.breaker.on_pick(now)
         self._reserved.add(endpoint)
@@ -317,6 +336,8 @@ class Picker:
             self.elsewhere.closed(lease, Outcome.CANCELLED if other else outcome, began=ttft_s is not None)
         if other or not answered:
             self._withdraw(lease)
+        if other or outcome is Outcome.ERROR:
+            self.sessions.forget(lease.decision.request.session, endpoint.spec.name)
         if other:
             if answered:
                 self._served_by_other(lease, other, now)
@@ -375,9 +396,13 @@ class Picker:
         request = lease.decision.request
         for row in self._table.at([address]):
             endpoint = self._table.at_row(row)
-            if endpoint.spec.address == address and request.key:
+            if endpoint.spec.address != address:
+                continue
+            if request.session:
+                self.sessions.remember(request.session, endpoint.spec.name, now)
+            if request.key:
                 self.index.predict(endpoint.expecting(0), request.namespace, request.key, NO_HIT, now)
-                return
+            return
 
     def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
         """An endpoint reported its true hit: compare, and act on what that says of the index."""
@@ -454,6 +479,7 @@ class Picker:
             output_tokens=work.output_tokens,
             held_tokens=endpoint.held_tokens,
             rank=rank,
+            fork=work.fork,
         )
 
     def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:

@@ -13,7 +13,8 @@ The others are what it costs later, itself and those who come after:
                it (`DECODE_WEIGHT`). Without this term requests that share a prefix and have short prompts but long
                outputs would all run on one endpoint, whose prefill queue is always empty
     others_s   its own prefill again: while it is computed, the next request waits. Without this term a burst on one new
-               prefix would compute it on every endpoint, each a little sooner than waiting for the first
+               prefix would compute it on every endpoint, each a little sooner than waiting for the first. Where it
+               says how many requests like it will follow (`fork`): until the last of them has a running slot, too
     evict_s    if pages are nearly full: work that must be done again for what it would evict
 
 What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
@@ -44,6 +45,7 @@ from treeline_epp.picking.table import (
     TOKENS_HELD,
     TOKENS_TOTAL,
     Floats,
+    Mask,
 )
 
 DELAYED_REQUESTS = 1.0
@@ -62,7 +64,7 @@ TAIL_VALUE = 0.5
 class Candidate(Struct, frozen=True):
     """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
     says of the prompt, `cached_tokens` what it comes to with predictions. `output_tokens` are expected of the request.
-    `held_tokens` are known to be in its cache. `rank` is the rank that the hit is at.
+    `held_tokens` are known to be in its cache. `rank` is the rank that the hit is at. `fork` requests will follow it.
     """
 
     spec: EndpointSpec
@@ -74,6 +76,7 @@ class Candidate(Struct, frozen=True):
     output_tokens: int = ASSUMED_OUTPUT_TOKENS
     held_tokens: int = 0
     rank: int = 0
+    fork: int = 0
 
 
 class Scored(Struct, frozen=True):
@@ -123,6 +126,8 @@ def score(candidate: Candidate, now: float) -> Scored:
     evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
     full_s = max(0.0, load.overloaded_until - now)
     others_s = DELAYED_REQUESTS * prefill_s
+    if candidate.fork and report is not None:
+        others_s += max(0.0, _slots_s(report, queued_requests + candidate.fork - 1) - slots_s)
     ttft_s = queue_s + prefill_s + slots_s + full_s
     cost_s = ttft_s + decode_s + others_s + evict_s
     terms = queued_tokens, queue_s, prefill_s, slots_s, full_s, decode_s, others_s, evict_s
@@ -161,7 +166,7 @@ def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
 
 
 def waits_and_costs(
-    columns: Floats, rates: Floats, uncached_tokens: Floats | float, output_tokens: int, now: float
+    columns: Floats, rates: Floats, uncached_tokens: Floats | float, output_tokens: int, now: float, fork: int = 0
 ) -> tuple[Floats, Floats]:
     """`(wait_s, cost_s)` of many endpoints: what `score` says of each, to the last bit.
 
@@ -172,19 +177,19 @@ def waits_and_costs(
     queued = np.where(fresh, columns[FRESH_TOKENS], columns[STALE_TOKENS])
     prefill_s = uncached_tokens / rates
     wait_s = queued / rates
-    full = running + columns[FRESH_REQUESTS] + 1.0 - columns[MAX_RUNNING]
-    at = (fresh & (full > 0.0) & (columns[MAX_RUNNING] > 0.0)).nonzero()[0]
+    slots_s = _waits_for_slots(columns, fresh, 1)
     cost_s = wait_s + prefill_s
-    if len(at):
-        slots_s = full[at] * ASSUMED_OUTPUT_TOKENS * columns[STEP_S, at] / columns[MAX_RUNNING, at]
-        wait_s[at] += slots_s
-        cost_s[at] += slots_s
+    wait_s += slots_s
+    cost_s += slots_s
     full_s = np.maximum(0.0, columns[FULL_UNTIL] - now)
     wait_s += full_s
     cost_s += full_s
     slower_s = np.maximum(0.0, columns[STEP_S] - columns[FASTEST_STEP_S])
     cost_s += DECODE_WEIGHT * output_tokens * (slower_s * (fresh & (running > 0.0)))
-    cost_s += DELAYED_REQUESTS * prefill_s
+    others_s = DELAYED_REQUESTS * prefill_s
+    if fork:
+        others_s = others_s + np.maximum(0.0, _waits_for_slots(columns, fresh, fork) - slots_s)
+    cost_s += others_s
     room = columns[TOKENS_TOTAL] - columns[TOKENS_HELD] - queued
     evicted = np.minimum(uncached_tokens, uncached_tokens - room)
     at = (fresh & (columns[TOKENS_TOTAL] > 0.0) & (evicted > 0.0)).nonzero()[0]
@@ -192,3 +197,13 @@ def waits_and_costs(
         hit = np.minimum(columns[HIT_SHARE, at], 0.99)
         cost_s[at] += evicted[at] * np.minimum(1.0, TAIL_VALUE * hit / (1.0 - hit)) / rates[at]
     return wait_s, cost_s
+
+
+def _waits_for_slots(columns: Floats, fresh: Mask, requests: int) -> Floats:
+    """What `_slots_s` says of the last of so many requests."""
+    waits_s: Floats = np.zeros(len(fresh))
+    full = columns[RUNNING] + columns[FRESH_REQUESTS] + float(requests) - columns[MAX_RUNNING]
+    at = (fresh & (full > 0.0) & (columns[MAX_RUNNING] > 0.0)).nonzero()[0]
+    if len(at):
+        waits_s[at] = full[at] * ASSUMED_OUTPUT_TOKENS * columns[STEP_S, at] / columns[MAX_RUNNING, at]
+    return waits_s

@@ -24,6 +24,7 @@ class Work(Struct, frozen=True, gc=False):
     prompt_tokens: int
     per_byte: float
     output_tokens: int
+    fork: int = 0
 
     @classmethod
     def of(cls, request: PickRequest, matches: Iterable[Match] = ()) -> Self:
@@ -37,11 +38,12 @@ class Work(Struct, frozen=True, gc=False):
             longest = match.longest
             if longest.tokens > known.tokens:
                 known = longest
-        most = request.max_output_tokens
+        most = request.max_output_tokens if not request.fork else None  # it is its children's outputs that count
         return cls(
             max(1, prompt_tokens + known.tokens - int(known.end * per_byte)),
             per_byte,
             ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
+            request.fork,
         )
 
     def at(self, hit: Hit) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from treeline_wire.namespaces import client_salt
 from treeline_wire.prompt import namespace_of, salt_of
 from treeline_wire.security import CurveKeys
 
+from treeline_epp.picking.sessions import session_number
 from treeline_epp.requests.model_registry import ModelRegistry
 
 _CACHE_SALT, _EXTRA_KEY = "cache_salt", "extra_key"
@@ -50,6 +51,12 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
     def tenant(self, headers: Mapping[str, str]) -> str | None:
         """The client whose cache is its own; `None` where the cache is everybody's."""
         return self.client(headers) if headers.get(names.ISOLATION) == names.PER_KEY else None
+
+    def session(self, headers: Mapping[str, str], pool: str | None) -> int:
+        """The session that a request says it belongs to (see `picking.sessions`); 0 without one. Clients that the edge
+        knows have sessions of their own, as pools have: nobody names another client's."""
+        named = headers.get(names.SESSION_ID, "")
+        return session_number(self.key, pool or "", self.client(headers) or "", named) if named else 0
 
     def must_salt(self, headers: Mapping[str, str], registry: ModelRegistry) -> bool:
         """Whether the body has to say whose cache it uses. Where one engine knows salts alone every body does: when an

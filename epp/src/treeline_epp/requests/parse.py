@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import msgspec
+from treeline_wire import headers as names
 from treeline_wire.json_values import count_values
 from treeline_wire.models import Criticality
 from treeline_wire.prompt import PromptError, TooDeep
@@ -232,6 +233,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             priority=priority,
             sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
             headers=self.request.headers,
+            session=self.isolation.session(self.request.headers, pool),
+            fork=_fork(self.request.headers),
         )
 
 
@@ -331,6 +334,7 @@ class _JustModel(msgspec.Struct):
 
 _just_model = msgspec.json.Decoder(_JustModel).decode
 _MODEL_BYTES = 4096
+_MOST_CHILDREN = 4096
 _NAMESPACE = frozenset({"lora_path", "cache_salt", "extra_key"})
 
 
@@ -352,6 +356,12 @@ def _outputs(path: str, body: dict[str, Any]) -> int:
     prompt = body.get("prompt")
     prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
     return prompts * max([1, *(count for count in counts if type(count) is int)])
+
+
+def _fork(headers: Mapping[str, str]) -> int:
+    """How many requests will follow; what is no such number says nothing."""
+    text = headers.get(names.FORK, "")
+    return min(int(text), _MOST_CHILDREN) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def _as_completion(read: Summary) -> Summary:

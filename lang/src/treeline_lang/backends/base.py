@@ -44,6 +44,14 @@ class Backend(ABC):
     """What stands in the text for an image."""
     takes_hints = False
     """`warm` makes later requests with the same beginning faster."""
+    chats = False
+    """It is sent the turns of a chat, not a text."""
+    tells_tokens = False
+    """With `return_logprob` it says where the tokens of an answer begin and end."""
+
+    async def continues(self) -> bool:
+        """It goes on with an assistant's turn that has begun."""
+        return True
 
     async def template(self) -> ChatTemplate:
         """How the model's turns are written. Asked before the first of a program."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
 import httpx
 
+from treeline_lang.backends.connections import Connections
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
 _BUSY: Final = (429, 503)
@@ -32,16 +34,19 @@ class HttpClient:
         self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0))
         self._busy_s = busy_s
         self._client: httpx.AsyncClient | None = None
+        self._pid = 0
+        """Of the process whose connections these are."""
 
     def _open(self) -> httpx.AsyncClient:
-        if self._client is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=1024, keepalive_expiry=30.0)
-            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, limits=limits)
+        if self._client is None or self._pid != os.getpid():  # a forked process must not write to its parent's sockets
+            connections = Connections(self.url)
+            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=connections)
+            self._pid = os.getpid()
         return self._client
 
     async def close(self) -> None:
         client, self._client = self._client, None
-        if client is not None:
+        if client is not None and self._pid == os.getpid():
             await client.aclose()
 
     async def get(self, path: str) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -14,10 +13,11 @@ from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient
 from treeline_lang.backends.scoring import select_by_logprobs
+from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
-from treeline_lang.errors import BackendError, Refused, Unsupported
+from treeline_lang.errors import BackendError, ProgramError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
-from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive
+from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
 
 SESSION_HEADER: Final = "x-session-id"
@@ -39,6 +39,7 @@ class RuntimeEndpoint(Backend):
     """A runtime behind a URL: a pod's, or that of a gateway with many behind it."""
 
     takes_hints = True
+    tells_tokens = True
 
     def __init__(
         self,
@@ -56,19 +57,21 @@ class RuntimeEndpoint(Backend):
         key = api_key or os.environ.get("TREELINE_API_KEY")
         self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
         self._model = {} if model is None else {"model": model}
-        if isinstance(chat_template, str) and chat_template not in TEMPLATES:
-            raise ValueError(f"chat_template is one of {', '.join(TEMPLATES)}, not {chat_template!r}")
-        given = TEMPLATES[chat_template] if isinstance(chat_template, str) else chat_template
-        self._template: ChatTemplate | None = given
+        self._template: ChatTemplate | None = named(chat_template)
         self._deriving: asyncio.Task[ChatTemplate] | None = None
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         if sampling.stop_regex:
-            return [await self._until(prompt, sampling, call) for _ in range(sampling.n or 1)]
+            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
         answer = await self._post(self._body(prompt.text, sampling), call)
-        return [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
+        completions = [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
+        if len(completions) != (sampling.n or 1):
+            raise BackendError(
+                f"the server answered with {len(completions)} texts where {sampling.n or 1} were asked for"
+            )
+        return completions
 
     async def generate_batch(
         self, requests: Sequence[tuple[Prompt, Sampling]], call: Call
@@ -89,24 +92,22 @@ class RuntimeEndpoint(Backend):
         return [_of_batch(answer) for answer in answers]
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        patterns = [re.compile(pattern) for pattern in sampling.stop_regex]
+        async with aclosing(cut_where(self._stream(prompt, sampling, call), sampling.stop_regex)) as stream:
+            async for completion in stream:
+                yield completion
+
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         body = {**self._body(prompt.text, sampling), "stream": True}
+        ended = False
         async with aclosing(self._http.events("/generate", body, self._headers(call))) as events:
             async for _, data in events:
                 if isinstance(data, dict) and "error" in data:
                     raise BackendError(f"the server gave the request up: {data['error']}")
                 completion = _completion(data)
-                cut = _cut(completion, patterns)
-                yield cut or completion
-                if cut is not None:
-                    return
-
-    async def _until(self, prompt: Prompt, sampling: Sampling, call: Call) -> Completion:
-        completion = Completion("")
-        async with aclosing(self.stream(prompt, sampling, call)) as stream:
-            async for one in stream:
-                completion = one
-        return completion
+                yield completion
+                ended = bool(completion.meta.get("finish_reason"))
+        if not ended:
+            raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
         await self._post({"text": prompt.text, "sampling_params": _NOTHING}, call)
@@ -138,10 +139,14 @@ class RuntimeEndpoint(Backend):
 
     async def template(self) -> ChatTemplate:
         if self._template is None:
-            if self._deriving is None:
+            if (
+                self._deriving is None or self._deriving.get_loop() is not asyncio.get_running_loop()
+            ):  # a process forked
                 self._deriving = asyncio.ensure_future(self._derive())
             try:
                 self._template = await asyncio.shield(self._deriving)
+            except ProgramError as error:
+                raise error.again() from None  # each program that waits adds its own line
             finally:
                 if self._deriving is not None and self._deriving.done():
                     self._deriving = None
@@ -160,13 +165,16 @@ class RuntimeEndpoint(Backend):
             answer = await self._http.post("/tokenize", body | self._model)
         except Refused as error:
             raise Refused(f"{error.reason}; give RuntimeEndpoint a chat_template ({', '.join(TEMPLATES)})") from None
-        return list(answer["tokens"])
+        with _read(answer, "/tokenize"):
+            return list(answer["tokens"])
 
     async def _text(self, tokens: list[int]) -> str:
         if not tokens:
             return ""
         body = {"tokens": tokens, "skip_special_tokens": False} | self._model
-        return str((await self._http.post("/detokenize", body))["text"])
+        answer = await self._http.post("/detokenize", body)
+        with _read(answer, "/detokenize"):
+            return str(answer["text"])
 
     async def _post(self, body: dict[str, Any], call: Call) -> Any:
         return await self._http.post("/generate", body | self._model, self._headers(call))
@@ -219,7 +227,8 @@ class _Scorer:
 
     async def count(self, text: str) -> int:
         answer = await self._backend._post({"text": text, "sampling_params": _NOTHING}, self._call)
-        return int(answer["meta_info"]["prompt_tokens"])
+        with _read(answer, "/generate"):
+            return int(answer["meta_info"]["prompt_tokens"])
 
     async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
         return await self._scores({"text": list(texts)}, start)
@@ -230,18 +239,28 @@ class _Scorer:
     async def _scores(self, inputs: dict[str, Any], start: int) -> list[list[TokenLogprob]]:
         asked = {"return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
         answers = await self._backend._post({**inputs, **asked, "sampling_params": _NOTHING}, self._call)
-        return [[TokenLogprob(*entry) for entry in one["meta_info"]["input_token_logprobs"]] for one in answers]
+        with _read(answers, "/generate"):
+            return [[TokenLogprob(*entry) for entry in one["meta_info"]["input_token_logprobs"]] for one in answers]
 
 
 def _completion(answer: Any) -> Completion:
-    try:
-        meta = answer["meta_info"]
+    with _read(answer, "/generate"):
+        text, meta = answer["text"], answer["meta_info"]
         finish = meta.get("finish_reason") or {}
         if finish.get("type") == "abort":
             raise BackendError(f"the server gave the request up: {finish.get('message', '')}")
-        return Completion(answer["text"], meta)
-    except (KeyError, TypeError, AttributeError):
-        raise BackendError(f"the server's answer is not one of /generate: {str(answer)[:200]}") from None
+        if not isinstance(text, str):
+            raise TypeError
+        return Completion(text, meta)
+
+
+@contextmanager
+def _read(answer: Any, path: str) -> Iterator[None]:
+    """Around what reads an answer: one of another form is the server's error, not a bug here."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise BackendError(f"the server's answer is not one of {path}: {str(answer)[:200]}") from None
 
 
 def _of_batch(answer: Any) -> list[Completion] | BackendError:
@@ -249,13 +268,3 @@ def _of_batch(answer: Any) -> list[Completion] | BackendError:
         return [_completion(answer)]
     except BackendError as error:
         return error
-
-
-def _cut(completion: Completion, patterns: Sequence[re.Pattern[str]]) -> Completion | None:
-    """Up to the first match, if there is one."""
-    found = [match for pattern in patterns if (match := pattern.search(completion.text))]
-    if not found:
-        return None
-    first = min(found, key=lambda match: match.start())
-    reason = {"type": "stop", "matched": first.group()}
-    return Completion(completion.text[: first.start()], {**completion.meta, "finish_reason": reason})

@@ -32,7 +32,7 @@ async def select_by_logprobs(scorer: Scorer, text: str, choices: Sequence[str], 
         raise BackendError("the server told no logprobs of the choices")
     alone: list[list[float]] = []
     if method.unconditional:
-        ids = [[token.id for token in one] for one in tokens]
+        ids = [[token.id for token in one if token.id is not None] for one in tokens]
         alone = [_logprobs(one) for one in await scorer.score_ids(ids)]
     decision = method.decide([_logprobs(one) for one in tokens], alone)
     listed = [[(token.logprob, token.id, token.text) for token in one] for one in tokens]

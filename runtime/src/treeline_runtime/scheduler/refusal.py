@@ -41,7 +41,7 @@ def refusal(
         problem = f"the prompt has {length} tokens; at most {most}"
     elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
         problem = f"the prompt has token ids outside the vocabulary of {vocab_size}"
-    elif not -1 <= message.logprob_start_len < length:
+    elif not -1 <= message.logprob_start_len <= length:
         problem = f"logprob_start_len {message.logprob_start_len} is outside the prompt"
     elif message.top_logprobs_num < 0:
         problem = f"top_logprobs_num is negative: {message.top_logprobs_num}"

@@ -16,7 +16,7 @@ from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decod
 from treeline_runtime.server import openai
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, ApiError, Request, Response, encode_json, json_response
-from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob
+from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob, PromptSpec
 from treeline_runtime.server.pacing import Pacer, elements, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
@@ -36,6 +36,7 @@ async def generate(service: Service, request: Request) -> Response | None:
     try:
         answers = _Answers(
             inflight.rids,
+            [prompt for prompt in job.prompts for _ in range(job.n)],
             started_at,
             with_text=task.with_text,
             weight_version=service.state.weight_version,
@@ -76,6 +77,8 @@ class _Answers:
     """Native answers are cumulative: text and lists so far, by index."""
 
     rids: list[str]
+    prompts: list[PromptSpec]
+    """What each of them answers."""
     started_at: float
     with_text: bool
     weight_version: str
@@ -88,7 +91,9 @@ class _Answers:
 
         `shown_index`: with its index.
         """
-        so_far = self._so_far.setdefault(index, _SoFar())
+        so_far = self._so_far.get(index)
+        if so_far is None:
+            so_far = self._so_far[index] = _SoFar(logprobs=_logprob_lists(self.prompts[index]))
         so_far.text += out.text
         _shorten(so_far.ids, out.withdrawn)
         _extend(so_far.ids, elements(out.token_ids))
@@ -100,9 +105,8 @@ class _Answers:
                 ("input_top_logprobs", known.input_tops),
                 ("output_top_logprobs", known.output_tops),
             ):
-                if fresh is not None:
-                    shown = elements([self._shown(item) for item in fresh])
-                    _extend(so_far.logprobs.setdefault(name, bytearray()), shown)
+                if fresh is not None and name in so_far.logprobs:
+                    _extend(so_far.logprobs[name], elements([self._shown(item) for item in fresh]))
             await pacer.rest()
         meta: dict[str, Any] = {
             "id": self.rids[index],
@@ -137,9 +141,19 @@ class _Answers:
 class _SoFar:
     """Lists are kept as the JSON of their elements: what has been written once is not written again."""
 
+    logprobs: dict[str, bytearray]
     text: str = ""
     ids: bytearray = field(default_factory=bytearray)
-    logprobs: dict[str, bytearray] = field(default_factory=dict)
+
+
+def _logprob_lists(prompt: PromptSpec) -> dict[str, bytearray]:
+    """The lists of an answer, by name. SGLang's clients read them whether or not there is anything in them."""
+    names: list[str] = []
+    if prompt.return_logprob:
+        names += ["input_token_logprobs", "output_token_logprobs"]
+        if prompt.top_logprobs_num:
+            names += ["input_top_logprobs", "output_top_logprobs"]
+    return {name: bytearray() for name in names}
 
 
 def _shorten(listed: bytearray, count: int) -> None:

@@ -208,13 +208,14 @@ class Reader:
         ns: set[int] = set()
         for ids, params, processor, custom, logprob, start, top in columns:
             sampling, n = self._native_sampling(params, len(ids), limits, count, (processor, custom))
-            if start is not None and start >= len(ids):
+            if start is not None and start > len(ids):
                 raise ApiError(
                     400,
                     f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
                     param="logprob_start_len",
                 )
-            start = -1 if start is None else start
+            if start is None:  # of a prompt alone, log probabilities can only be its own
+                start = 0 if logprob and not sampling.max_new_tokens else -1
             specs.append(PromptSpec(ids, sampling, bool(logprob), start, top or 0, bool(body.return_hidden_states)))
             ns.add(n)
         if len(ns) > 1:

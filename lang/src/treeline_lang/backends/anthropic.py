@@ -1,0 +1,217 @@
+"""Anthropic's Messages API: Anthropic's own, or any server's `/v1/messages`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.http import HttpClient
+from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.turns import turns_of
+from treeline_lang.choices import ChoicesMethod, Decision
+from treeline_lang.errors import BackendError, Unsupported
+from treeline_lang.sampling import Sampling
+from treeline_lang.templates import TEMPLATES, ChatTemplate
+from treeline_lang.transcript import Prompt
+
+VERSION: Final = "2023-06-01"
+"""Of the API: what `anthropic-version` says."""
+_PLAIN: Final = ("temperature", "top_p", "top_k")
+_UNKNOWN: Final = {
+    "min_p": "",
+    "min_tokens": "",
+    "frequency_penalty": "",
+    "presence_penalty": "",
+    "stop_token_ids": "",
+    "ignore_eos": "",
+    "return_logprob": ": it tells no logprobs",
+    "regex": ": ask for a json_schema in place of a regex or a dtype",
+}
+
+
+class Anthropic(Backend):
+    """A model behind Anthropic's API, which is sent turns and answers in the assistant's."""
+
+    chats = True
+    reads_images = True
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        api_key: str | None = None,
+        url: str = "https://api.anthropic.com",
+        timeout_s: float = 600.0,
+    ) -> None:
+        """api_key: None is the variable ANTHROPIC_API_KEY. url: what `/v1/messages` comes after. Raises ValueError for
+        one that is none."""
+        key = api_key or os.environ.get("ANTHROPIC_API_KEY")
+        headers = {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})
+        self._http = HttpClient(url, headers, timeout_s=timeout_s)
+        self._model = model
+        self._template = replace(TEMPLATES["plain"], stop=())
+
+    async def template(self) -> ChatTemplate:
+        return self._template
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+        if sampling.stop_regex:
+            return [await last_of(self.stream(prompt, sampling, call))]
+        answer = await self._http.post("/v1/messages", self._body(prompt, sampling))
+        return [completion_of(answer)]
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
+            async for completion in stream:
+                yield completion
+
+    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+        growing = Growing()
+        body = self._body(prompt, sampling) | {"stream": True}
+        async with aclosing(self._http.events("/v1/messages", body)) as events:
+            async for _, event in events:
+                if growing.take(event):
+                    yield growing.completion()
+        if growing.stop_reason is None:
+            raise BackendError("the server's stream ended before its answer did")
+
+    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        raise Unsupported("Anthropic's API does not tell how likely a given text is, so it cannot select")
+
+    def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+        turns = turns_of(prompt, self._template, "Anthropic")
+        leading = next((i for i, turn in enumerate(turns) if turn["role"] != "system"), len(turns))
+        if any(turn["role"] == "system" for turn in turns[leading:]):
+            raise Unsupported("Anthropic's API has the system speak first: put system(…) before the other turns")
+        body = {"model": self._model, **sampling_body(sampling)}
+        if leading:
+            body["system"] = [block for turn in turns[:leading] for block in _blocks(turn["content"])]
+        return body | {"messages": [turn | {"content": _content(turn["content"])} for turn in turns[leading:]]}
+
+    async def aclose(self) -> None:
+        await self._http.close()
+
+
+def sampling_body(sampling: Sampling) -> dict[str, Any]:
+    """The members of a request but for its prompt. Raises Unsupported."""
+    if (sampling.n or 1) > 1:
+        raise Unsupported("Anthropic's API gives one answer: fork the state in place of n")
+    for name, why in _UNKNOWN.items():
+        if getattr(sampling, name) not in (None, (), False):
+            raise Unsupported(f"Anthropic's API has no {name}{why}")
+    body: dict[str, Any] = {"max_tokens": sampling.limit}
+    body |= {name: value for name in _PLAIN if (value := getattr(sampling, name)) is not None}
+    if sampling.stop:
+        body["stop_sequences"] = list(sampling.stop)
+    if sampling.json_schema is not None:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": json.loads(sampling.json_schema)}}
+    return body
+
+
+def _content(content: Any) -> Any:
+    return content if isinstance(content, str) else _blocks(content)
+
+
+def _blocks(content: Any) -> list[dict[str, Any]]:
+    """A turn's content as blocks; those without text are left out, as the API refuses them."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return [_block(part) for part in content if part.get("text") != ""]
+
+
+def _block(part: Mapping[str, Any]) -> dict[str, Any]:
+    if part["type"] == "text":
+        return dict(part)
+    url = part["image_url"]["url"]
+    if data := re.fullmatch(r"data:([^;,]+);base64,(.*)", url, re.DOTALL):
+        return {"type": "image", "source": {"type": "base64", "media_type": data[1], "data": data[2]}}
+    return {"type": "image", "source": {"type": "url", "url": url}}
+
+
+def completion_of(answer: Any) -> Completion:
+    """Raises BackendError for what is no message."""
+    growing = Growing()
+    try:
+        growing.take_message(answer)
+        for block in answer["content"]:
+            growing.take_block(block)
+        growing.take_end(answer)
+    except (KeyError, TypeError, AttributeError):
+        raise BackendError(f"the server's answer is not a message: {str(answer)[:200]}") from None
+    return growing.completion()
+
+
+@dataclass
+class Growing:
+    """A message, from the events of a stream or whole."""
+
+    text: str = ""
+    reasoning: str = ""
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+    id: str | None = None
+
+    def take(self, event: Any) -> bool:
+        """→ whether there is more now. Raises BackendError for an error, and for what is no event."""
+        try:
+            match event["type"]:
+                case "message_start":
+                    self.take_message(event["message"])
+                case "content_block_start":
+                    self.take_block(event["content_block"])
+                case "content_block_delta":
+                    self.take_block(event["delta"])
+                case "message_delta":
+                    self.take_end({**event["delta"], "usage": event.get("usage")})
+                case "error":
+                    raise BackendError(f"the server gave the request up: {event['error'].get('message')}")
+                case _:  # pings, ends of blocks, and what may be added to the API
+                    return False
+        except (KeyError, TypeError, AttributeError):
+            raise BackendError(f"the server's event is not one of a message: {str(event)[:200]}") from None
+        return True
+
+    def take_message(self, message: Mapping[str, Any]) -> None:
+        self.id = message.get("id")
+        self._count(message.get("usage"))
+
+    def take_block(self, block: Mapping[str, Any]) -> None:
+        self.text += block.get("text") or ""
+        self.reasoning += block.get("thinking") or ""
+
+    def take_end(self, delta: Mapping[str, Any]) -> None:
+        self.stop_reason, self.stop_sequence = delta.get("stop_reason"), delta.get("stop_sequence")
+        self._count(delta.get("usage"))
+
+    def _count(self, usage: Mapping[str, Any] | None) -> None:
+        self.usage |= {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
+
+    def completion(self) -> Completion:
+        """Counts in the names of `/generate`: what was read from a cache, or written to one, is of the prompt."""
+        meta: dict[str, Any] = {"id": self.id, "finish_reason": self._finish_reason()}
+        if "input_tokens" in self.usage:
+            cached = self.usage.get("cache_read_input_tokens", 0)
+            written = self.usage.get("cache_creation_input_tokens", 0)
+            meta |= {"prompt_tokens": self.usage["input_tokens"] + cached + written, "cached_tokens": cached}
+            meta["completion_tokens"] = self.usage.get("output_tokens", 0)
+        if self.reasoning:
+            meta["reasoning_content"] = self.reasoning
+        return Completion(self.text, meta)
+
+    def _finish_reason(self) -> dict[str, Any] | None:
+        match self.stop_reason:
+            case None:
+                return None
+            case "end_turn" | "stop_sequence":
+                return {"type": "stop", "matched": self.stop_sequence}
+            case "max_tokens" | "model_context_window_exceeded":
+                return {"type": "length", "length": self.usage.get("output_tokens")}
+            case other:
+                return {"type": other}

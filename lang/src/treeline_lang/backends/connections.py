@@ -1,0 +1,91 @@
+"""Connections to one server, each used by a request at a time.
+
+httpx's own pool looks at all its requests and connections whenever one comes or goes: with some hundreds in flight, as
+programs have, that takes most of a core. Here a request costs the same however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import ssl
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from typing import Final, cast
+from urllib.parse import urlsplit
+
+import httpx
+
+_KEPT_S: Final = 4.0
+"""For so long idle connections are kept: shorter than servers do (many: 5 s), so that none closes one just when it is
+used again."""
+_MOST: Final = 1024
+
+
+class Connections(httpx.AsyncBaseTransport):
+    """A transport for httpx. Those above the limit wait for one to be free."""
+
+    def __init__(self, url: str) -> None:
+        """url: of the server; whether it is reached through a proxy says the environment, as usual."""
+        scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+        self._proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+        plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for none, each connection would make one of its own
+        self._ssl = httpx.create_ssl_context() if scheme == "https" else plain
+        self._free: list[httpx.AsyncHTTPTransport] = []
+        """The last used is used next, so that the others grow old and are closed."""
+        self._all: list[httpx.AsyncHTTPTransport] = []
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._slots = asyncio.Semaphore(_MOST if files < 0 else max(min(_MOST, files // 2), 1))
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        await self._slots.acquire()
+        used_before = bool(self._free)
+        connection = self._free.pop() if used_before else self._new()
+        try:
+            try:
+                response = await connection.handle_async_request(request)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if not used_before:
+                    raise
+                response = await connection.handle_async_request(request)  # the idle connection was closed: a new one
+        except BaseException:
+            self._give_back(connection)
+            raise
+        stream = cast(httpx.AsyncByteStream, response.stream)
+        response.stream = _Stream(stream, lambda: self._give_back(connection))
+        return response
+
+    async def aclose(self) -> None:
+        for connection in self._all:
+            await connection.aclose()
+
+    def _new(self) -> httpx.AsyncHTTPTransport:
+        one = httpx.Limits(max_connections=1, keepalive_expiry=_KEPT_S)
+        connection = httpx.AsyncHTTPTransport(verify=self._ssl, limits=one, proxy=self._proxy)
+        self._all.append(connection)
+        return connection
+
+    def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
+        self._free.append(connection)
+        self._slots.release()
+
+
+class _Stream(httpx.AsyncByteStream):
+    """An answer's body; `over` is called once, when it is closed."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, over: Callable[[], None]) -> None:
+        self._stream, self._over = stream, over
+        self._closed = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield part
+
+    async def aclose(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await self._stream.aclose()
+        finally:
+            self._over()

@@ -1,0 +1,210 @@
+"""An engine in this process, for notebooks and scripts: no server between a program and its model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final, Protocol
+
+from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.scoring import select_by_logprobs
+from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
+from treeline_lang.errors import BackendError, ProgramError, Refused, TemplateError
+from treeline_lang.sampling import Sampling
+from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
+from treeline_lang.transcript import Prompt
+
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+)
+_OPTIONS: Final = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+_NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
+
+
+class Tokenizer(Protocol):
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+class Engine(Protocol):
+    """What is asked of an engine: `treeline_runtime.Engine` is one."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = ...) -> str: ...
+
+    async def async_generate(self, prompts: Any, sampling_params: Any = ..., **options: Any) -> Any: ...
+
+    def async_stream(
+        self, prompt: Any, sampling_params: Any = ..., **options: Any
+    ) -> AsyncGenerator[tuple[str, Any], None]: ...
+
+    def flush_cache(self) -> None: ...
+
+
+class EngineBackend(Backend):
+    """Programs on an engine that the caller made, and closes.
+
+    with Engine(model="models/tiny") as engine:
+        state = program.run(topic="trees", backend=EngineBackend(engine))
+    """
+
+    takes_hints = True
+    tells_tokens = True
+
+    def __init__(self, engine: Engine, *, chat_template: str | ChatTemplate | None = None) -> None:
+        """chat_template: one of `treeline_lang.templates.TEMPLATES`, or pieces of your own (None: the model's). Raises
+        ValueError for one that is none."""
+        self._engine = engine
+        self._template = named(chat_template)
+
+    async def template(self) -> ChatTemplate:
+        if self._template is None:
+            self._template = await derive(self._render, await asyncio.to_thread(self._beginning))
+        return self._template
+
+    async def _render(self, messages: list[Message], opened: bool) -> str:
+        def render() -> str:
+            return self._engine.render(messages, add_generation_prompt=opened)
+
+        try:
+            return await asyncio.to_thread(render)
+        except Exception as error:
+            raise TemplateError(f"{error}; give EngineBackend a chat_template ({', '.join(TEMPLATES)})") from error
+
+    def _beginning(self) -> str:
+        """What the tokenizer puts before any text."""
+        return self._decode(self._engine.encode(""))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None, "texts were encoded"
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+        count = sampling.n or 1
+        if sampling.stop_regex:
+            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(count)]
+        params, options = _asks(sampling)
+        outputs = await _asked(self._engine.async_generate([prompt.text] * count, params, **options))
+        return [self._completion(output, sampling) for output in outputs]
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
+            async for completion in stream:
+                yield completion
+
+    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+        params, options = _asks(sampling)
+        try:
+            async with aclosing(self._engine.async_stream(prompt.text, params, **options)) as stream:
+                async for _, output in stream:
+                    yield self._completion(output, sampling)
+        except Exception as error:
+            raise _failure(error) from error
+
+    async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
+        await _asked(self._engine.async_generate(prompt.text, _NOTHING))
+
+    def _completion(self, output: Any, sampling: Sampling) -> Completion:
+        """In the names of the runtime's `/generate`."""
+        meta: dict[str, Any] = {
+            "finish_reason": _finish_reason(output.finish, len(output.token_ids)),
+            "prompt_tokens": output.prompt_tokens,
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": output.cached_tokens,
+        }
+        if sampling.return_logprob:
+            shown = self._shower(sampling)
+            meta["output_token_logprobs"] = [shown(one) for one in output.output_token_logprobs]
+            if output.input_token_logprobs:
+                meta["input_token_logprobs"] = [shown(one) for one in output.input_token_logprobs]
+            if sampling.top_logprobs_num:
+                meta["output_top_logprobs"] = [[shown(one) for one in top] for top in output.output_top_logprobs]
+        return Completion(output.text, meta)
+
+    def _shower(self, sampling: Sampling) -> Callable[[tuple[float | None, int]], tuple[float | None, int, str | None]]:
+        with_text = bool(sampling.return_text_in_logprobs)
+        return lambda one: (one[0], one[1], self._decode([one[1]]) if with_text else None)
+
+    # ---- choosing -----------------------------------------------------------------------------------------------
+
+    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        return await select_by_logprobs(self, prompt.text, choices, method)
+
+    async def count(self, text: str) -> int:
+        """Of `scoring.Scorer`."""
+        output = await _asked(self._engine.async_generate(text, _NOTHING))
+        return int(output.prompt_tokens)
+
+    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
+        return await self._scores(list(texts), start)
+
+    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
+        return await self._scores([list(one) for one in ids], 0)
+
+    async def _scores(self, prompts: list[Any], start: int) -> list[list[TokenLogprob]]:
+        asked = {"return_logprob": True, "logprob_start_len": start}
+        outputs = await _asked(self._engine.async_generate(prompts, _NOTHING, **asked))
+        return [
+            [TokenLogprob(value, id, self._decode([id])) for value, id in output.input_token_logprobs]
+            for output in outputs
+        ]
+
+    # ---- the engine ---------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        try:
+            self._engine.flush_cache()
+        except RuntimeError as error:
+            raise BackendError(f"the cache is in use: {error}") from error
+
+
+def _asks(sampling: Sampling) -> tuple[dict[str, Any], dict[str, Any]]:
+    """→ (sampling parameters, options) of an engine's request."""
+    params: dict[str, Any] = {"max_new_tokens": sampling.limit, "stop": sampling.stop}
+    params["stop_token_ids"] = sampling.stop_token_ids
+    if sampling.min_tokens is not None:
+        params["min_new_tokens"] = sampling.min_tokens
+    params |= {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    if sampling.constrained:
+        kind, source = ("json", sampling.json_schema) if sampling.regex is None else ("regex", sampling.regex)
+        params["grammar"] = {"kind": kind, "source": source}
+        params.pop("ignore_eos", None)  # nothing follows where a grammar has ended
+    return params, {name: value for name in _OPTIONS if (value := getattr(sampling, name)) is not None}
+
+
+def _finish_reason(finish: Any, tokens: int) -> dict[str, Any] | None:
+    if finish is None:
+        return None
+    if finish.type == "length":
+        return {"type": "length", "length": tokens}
+    return {"type": finish.type, "matched": finish.matched}
+
+
+async def _asked(work: Any) -> Any:
+    """What an engine says. Raises Refused for requests that are wrong, else BackendError."""
+    try:
+        return await work
+    except Exception as error:
+        raise _failure(error) from error
+
+
+def _failure(error: Exception) -> ProgramError:
+    if isinstance(error, ProgramError):
+        return error
+    status = getattr(getattr(error, "finish", None), "status", None)
+    refused = isinstance(error, TypeError | ValueError) or (status is not None and 400 <= status < 500)
+    return (Refused if refused else BackendError)(f"the engine: {error}")

@@ -1,0 +1,179 @@
+"""Servers of OpenAI's API: OpenAI's own, vLLM, SGLang, Treeline's; chat completions, or completions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final
+
+from treeline_lang.backends import openai_format as form
+from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.dialects import DIALECTS, Dialect, spoken
+from treeline_lang.backends.http import HttpClient
+from treeline_lang.backends.scoring import select_by_logprobs
+from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.turns import turns_of
+from treeline_lang.backends.walk import Tokenize, walk
+from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
+from treeline_lang.errors import BackendError, Refused, Unsupported
+from treeline_lang.sampling import Sampling
+from treeline_lang.templates import TEMPLATES, ChatTemplate, named
+from treeline_lang.transcript import Prompt
+
+URL: Final = "https://api.openai.com/v1"
+
+
+class OpenAI(Backend):
+    """A model behind OpenAI's API. As chats it is sent turns, and answers in the assistant's; as completions it is sent
+    the text."""
+
+    tells_tokens = True
+
+    def __init__(
+        self,
+        url: str = URL,
+        *,
+        model: str,
+        api_key: str | None = None,
+        completions: bool = False,
+        chat_template: str | ChatTemplate | None = None,
+        dialect: str | None = None,
+        tokenize: Tokenize | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """url: what `/chat/completions` and `/completions` come after. api_key: sent as a bearer token (None: the
+        variable OPENAI_API_KEY). completions: the text is completed, with turns as `chat_template` writes them (one of
+        `treeline_lang.templates.TEMPLATES`, or pieces of your own; None: plain).
+
+        dialect: what the server takes beyond OpenAI's API, one of `openai`, `treeline`, `vllm`, `sglang` (None: the
+        server's `/models` says who it is). tokenize: a text to the model's tokens, for `select` with OpenAI's own
+        completions. Raises ValueError for a URL, a template or a dialect that is none.
+        """
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
+        self._model = model
+        self.chats = self.reads_images = not completions
+        template = named(chat_template) or TEMPLATES["plain"]
+        self._template = template if completions else replace(template, stop=())
+        if dialect is not None and dialect not in DIALECTS:
+            raise ValueError(f"dialect is one of {', '.join(DIALECTS)}, not {dialect!r}")
+        is_openai = self._http.url.startswith("https://api.openai.com/")
+        self._known = DIALECTS["openai"] if dialect is None and is_openai else DIALECTS.get(dialect or "")
+        self._tokenize = tokenize
+
+    async def template(self) -> ChatTemplate:
+        return self._template
+
+    async def continues(self) -> bool:
+        return not self.chats or (await self._dialect()).continues
+
+    async def _dialect(self) -> Dialect:
+        if self._known is None:
+            try:
+                models = await self._http.get("/models")
+            except Refused:
+                models = None
+            self._known = spoken(models, self._model)
+        return self._known
+
+    # ---- generating ---------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+        if sampling.stop_regex:
+            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
+        answer = await self._http.post(self._path, await self._body(prompt, sampling))
+        return form.completions_of(answer, chat=self.chats)
+
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
+            async for completion in stream:
+                yield completion
+
+    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        body = await self._body(prompt, sampling) | asked
+        growing = form.Growing(self.chats)
+        async with aclosing(self._http.events(self._path, body)) as events:
+            async for _, event in events:
+                yield growing.take(event)
+        if growing.finish is None:
+            raise BackendError("the server's stream ended before its answer did")
+
+    @property
+    def _path(self) -> str:
+        return "/chat/completions" if self.chats else "/completions"
+
+    async def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+        dialect = await self._dialect()
+        body = {"model": self._model} | form.sampling_body(sampling, dialect, chat=self.chats)
+        if not self.chats:
+            return body | {"prompt": prompt.text}
+        turns = turns_of(prompt, self._template, "OpenAI")
+        if len(turns) > len(prompt.messages):
+            if not dialect.continues:
+                raise Unsupported(
+                    "OpenAI's API does not go on with a turn of the assistant that has begun: let the turn begin with "
+                    "gen(…), say dialect='vllm' (or another) if the server can, or use @function(num_api_spec_tokens=…)"
+                )
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        return body | {"messages": turns}
+
+    # ---- choosing -----------------------------------------------------------------------------------------------
+
+    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        if self.chats:
+            raise Unsupported(
+                "a chat API does not tell how likely a given text is: select with OpenAI(…, completions=True), or "
+                "gen(regex=…) where the server takes it"
+            )
+        if method.unconditional:
+            raise Unsupported(f"{method.name} needs the ids of tokens, which OpenAI's API does not tell")
+        if (await self._dialect()).echoes:
+            return await select_by_logprobs(_Scorer(self._complete), prompt.text, choices, method)
+        if self._tokenize is None:
+            raise Unsupported(
+                "OpenAI's API does not tell how likely a given text is; to choose token by token it needs "
+                "OpenAI(tokenize=…), as tiktoken.encoding_for_model(…).encode"
+            )
+        return await walk(prompt.text, choices, self._tokenize, self._say)
+
+    async def _say(self, text: str, bias: dict[int, int]) -> str:
+        biased = {str(token): value for token, value in bias.items()}
+        answer = await self._complete(prompt=text, max_tokens=1, temperature=0, logit_bias=biased)
+        return form.completions_of(answer, chat=False)[0].text
+
+    async def _complete(self, **body: Any) -> Any:
+        return await self._http.post("/completions", {"model": self._model, **body})
+
+    async def aclose(self) -> None:
+        await self._http.close()
+
+
+class _Scorer:
+    """`scoring.Scorer` over `/completions` with `echo`."""
+
+    def __init__(self, complete: Any) -> None:
+        self._complete = complete
+
+    async def count(self, text: str) -> int:
+        return int((await self._echo(text))["usage"]["prompt_tokens"])
+
+    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
+        answer = await self._echo(list(texts), logprobs=1)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return [_tokens(choice["logprobs"])[start:] for choice in choices]
+
+    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
+        raise Unsupported("OpenAI's API does not tell the ids of tokens")
+
+    async def _echo(self, prompt: Any, **more: Any) -> Any:
+        return await self._complete(prompt=prompt, max_tokens=0, temperature=0, echo=True, **more)
+
+
+def _tokens(logprobs: Any) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(value, None, token)
+        for value, token in zip(logprobs["token_logprobs"], logprobs["tokens"], strict=True)
+    ]

@@ -1,0 +1,169 @@
+"""Requests and answers of OpenAI's chat completions and completions: pure functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from treeline_lang.backends.base import Completion
+from treeline_lang.backends.dialects import Dialect
+from treeline_lang.errors import BackendError, Unsupported
+from treeline_lang.sampling import Sampling
+
+_PLAIN: Final = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "n")
+_EXTENSIONS: Final = ("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos")
+
+
+def sampling_body(sampling: Sampling, dialect: Dialect, *, chat: bool) -> dict[str, Any]:
+    """The members of a request but for its prompt. Raises Unsupported."""
+    body: dict[str, Any] = {dialect.chat_limit if chat else "max_tokens": sampling.limit}
+    body |= {name: value for name in _PLAIN if (value := getattr(sampling, name)) is not None}
+    if sampling.stop_regex:
+        body.pop("n", None)
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    for name in _EXTENSIONS:
+        value = getattr(sampling, name)
+        if value is None or value == ():
+            continue
+        if not dialect.extends:
+            raise Unsupported(f"OpenAI's API has no {name}; say which dialect the server speaks if it has")
+        body[name] = list(value) if isinstance(value, tuple) else value
+    return body | _constraint(sampling, dialect) | _logprobs(sampling, chat=chat)
+
+
+def _constraint(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
+    if sampling.json_schema is not None:
+        schema = {"name": "output", "schema": json.loads(sampling.json_schema), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if sampling.regex is None:
+        return {}
+    if not dialect.regex:
+        raise Unsupported("OpenAI's API holds no text to a regex or a dtype: ask for a json_schema")
+    value: Any = sampling.regex
+    for name in reversed(dialect.regex):
+        value = {name: value}
+    return dict(value)
+
+
+def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
+    if sampling.logprob_start_len not in (None, -1):
+        raise Unsupported("OpenAI's API tells the logprobs of its own tokens, and not those of the prompt")
+    tops = sampling.top_logprobs_num or 0
+    if not sampling.return_logprob:
+        return {}
+    if chat:
+        return {"logprobs": True} | ({"top_logprobs": tops} if tops else {})
+    return {"logprobs": tops}
+
+
+def completions_of(answer: Any, *, chat: bool) -> list[Completion]:
+    """The choices of an answer, in order. Raises BackendError for what is none."""
+    try:
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        completions = [_whole(answer, choice, chat=chat, several=len(choices) > 1) for choice in choices]
+    except (KeyError, TypeError, AttributeError, IndexError):
+        raise BackendError(f"the server's answer is not one of OpenAI's API: {str(answer)[:200]}") from None
+    if not completions:
+        raise BackendError("the server's answer has no choices")
+    return completions
+
+
+def _whole(answer: Any, choice: Any, *, chat: bool, several: bool) -> Completion:
+    growing = Growing(chat=chat)
+    growing.take_head(answer)
+    text = choice["message"].get("content") if chat else choice["text"]
+    if chat and (thought := choice["message"].get("reasoning_content")):
+        growing.reasoning = thought
+    growing.take_choice({**choice, "delta": {"content": text}, "text": text})
+    meta = growing.completion().meta
+    if several:  # of all together: nobody says how many are whose
+        meta.pop("completion_tokens", None)
+    return Completion(growing.text, meta)
+
+
+@dataclass
+class Growing:
+    """One choice, from the events of a stream or from a whole answer."""
+
+    chat: bool
+    text: str = ""
+    reasoning: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    finish: str | None = None
+    matched: Any = None
+
+    def take(self, event: Any) -> Completion:
+        """→ all so far. Raises BackendError for an event that is none."""
+        try:
+            self.take_head(event)
+            for choice in event.get("choices") or ():
+                self.take_choice(choice)
+        except (KeyError, TypeError, AttributeError):
+            raise BackendError(f"the server's event is not one of OpenAI's API: {str(event)[:200]}") from None
+        return self.completion()
+
+    def take_head(self, event: Mapping[str, Any]) -> None:
+        if event.get("error"):
+            raise BackendError(f"the server gave the request up: {event['error']}")
+        if event.get("id"):
+            self.meta["id"] = event["id"]
+        if usage := event.get("usage"):
+            self.meta |= _counts(usage)
+
+    def take_choice(self, choice: Mapping[str, Any]) -> None:
+        delta = (choice.get("delta") or {}) if self.chat else choice
+        self.text += delta.get("content" if self.chat else "text") or ""
+        self.reasoning += delta.get("reasoning_content") or ""
+        if logprobs := choice.get("logprobs"):
+            self._take_logprobs(logprobs)
+        if choice.get("finish_reason"):
+            self.finish = choice["finish_reason"]
+            self.matched = choice.get("matched_stop", choice.get("stop_reason"))
+            if self.finish == "abort":
+                raise BackendError("the server gave the request up")
+
+    def completion(self) -> Completion:
+        meta = {**self.meta, "finish_reason": self._finish_reason()}
+        if self.reasoning:
+            meta["reasoning_content"] = self.reasoning
+        return Completion(self.text, meta)
+
+    def _finish_reason(self) -> dict[str, Any] | None:
+        match self.finish:
+            case None:
+                return None
+            case "stop":
+                return {"type": "stop", "matched": self.matched}
+            case "length":
+                return {"type": "length", "length": self.meta.get("completion_tokens")}
+            case other:
+                return {"type": other}
+
+    def _take_logprobs(self, logprobs: Mapping[str, Any]) -> None:
+        if self.chat:
+            content = logprobs.get("content") or []
+            chosen = [(one["logprob"], None, one["token"]) for one in content]
+            listed = [one.get("top_logprobs") for one in content]
+            tops = [[(top["logprob"], None, top["token"]) for top in one or ()] for one in listed]
+        else:
+            chosen = [
+                (value, None, token)
+                for value, token in zip(logprobs["token_logprobs"], logprobs["tokens"], strict=True)
+            ]
+            tops = [
+                [(value, None, token) for token, value in (one or {}).items()]
+                for one in logprobs.get("top_logprobs") or ()
+            ]
+        self.meta.setdefault("output_token_logprobs", []).extend(chosen)
+        if any(tops):
+            self.meta.setdefault("output_top_logprobs", []).extend(tops)
+
+
+def _counts(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """In the names of `/generate`."""
+    counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name) is not None}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return counts if cached is None else counts | {"cached_tokens": cached}

@@ -1,0 +1,511 @@
+"""Streams: order within one, no order between two, and readers that always get an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from support.lang_backend import PATIENCE_S, FakeBackend
+from treeline_lang import assistant, background, function, gen, user
+from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable, Unreachable
+
+
+@function
+def three(s: Any) -> None:
+    s += "one" + gen("a")
+    s += "two" + gen("b")
+    s += "three" + gen("c")
+
+
+def in_thread(work: Any) -> Any:
+    """The result of a call in another thread; a call that hangs fails."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(PATIENCE_S)
+
+
+def test_steps_of_a_stream_are_done_in_the_order_of_their_submission():
+    backend = FakeBackend()
+    state = three.run(backend=backend)
+    assert state.text() == f"one{state['a']}two{state['b']}three{state['c']}"
+    assert [request.text for request in backend.requests] == [
+        "one",
+        f"one{state['a']}two",
+        f"one{state['a']}two{state['b']}three",
+    ]
+
+
+def test_submitting_does_not_wait_and_reading_does():
+    backend = FakeBackend()
+    with backend.holding():
+        state = three.run(backend=backend)  # the body has ended
+        backend.wait_running(1)
+        with pytest.raises(TimeoutError):
+            state.get_var("a", timeout=0.01)
+        with pytest.raises(TimeoutError):
+            state.get_meta_info("c", timeout=0.01)
+    assert state["c"].strip()
+
+
+def test_branches_run_at_the_same_time_and_with_parallel_false_do_not():
+    @function
+    def many(s: Any) -> None:
+        s += "together"
+        forks = s.fork(8)
+        forks += lambda i: f"branch {i}" + gen("x")
+        forks.join()
+
+    backend = FakeBackend()
+    with backend.holding("generate"), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(many.run, backend=backend)
+        backend.wait_running(8)
+        backend.holds = lambda _: False
+        backend.release()
+        assert len(running.result(PATIENCE_S)["x"]) == 8
+    apart = FakeBackend()
+    assert many.run(backend=apart, parallel=False)["x"] == running.result()["x"]
+    assert apart.most == 1
+
+
+def test_a_failed_step_ends_its_stream_and_every_reader_hears_why():
+    backend = FakeBackend()
+    backend.fails = lambda request: Unreachable("gone") if "two" in request.text else None
+    with backend.holding():
+        state = three.run(backend=backend)  # the body ends before anything fails
+    assert state["a"].strip()
+    for read in (
+        lambda: state["b"],
+        lambda: state["c"],
+        state.text,
+        state.messages,
+        lambda: state.get_meta_info("c"),
+        lambda: list(state.text_iter()),
+        lambda: list(state.text_iter("b")),
+        lambda: state.variables,
+    ):
+        with pytest.raises(Unreachable, match=r"test_executor.py:\d+ in three: gen\('b'\): gone"):
+            in_thread(read)
+    assert len(backend.requests) == 2
+    error = state.error()
+    assert error is not None
+    assert error.where is not None
+    assert (error.step, error.where.function) == ("gen('b')", "three")
+
+
+def test_an_error_of_the_body_names_its_line_and_reaches_those_who_read():
+    @function
+    def broken(s: Any) -> None:
+        s += "x" + gen("a")
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        broken.run(backend=FakeBackend())
+    state = broken.run(backend=FakeBackend(), stream=True)
+    for read in (lambda: state["never"], lambda: list(state.text_iter()), state.text):
+        with pytest.raises(ProgramError, match=r"test_executor.py:\d+ in broken: the program: RuntimeError: no more"):
+            in_thread(read)
+    assert broken.run_batch([{}], backend=FakeBackend())[0].error() is not None
+
+
+def test_what_is_no_error_of_ours_is_one_of_the_step():
+    def answer(*_: Any) -> str:
+        return [][1]
+
+    state = three.run(backend=FakeBackend(answer))
+    with pytest.raises(ProgramError, match=r"gen\('a'\): IndexError") as caught:
+        state.text()
+    assert isinstance(caught.value.__cause__, ProgramError)
+
+
+# ---- variables that nothing sets --------------------------------------------------------------------------------
+
+
+def test_a_variable_that_nothing_sets_is_an_error_wherever_it_is_read():
+    found: list[str] = []
+
+    @function
+    def reads(s: Any) -> None:
+        s += "x" + gen("there")
+        for state in (s, *s.fork(2)):
+            with pytest.raises(UnknownVariable, match="nothing sets the variable 'lost'; there are: there"):
+                state["lost"]
+            assert "lost" not in state
+            assert "there" in state
+        found.append("all")
+
+    state = reads.run(backend=FakeBackend())
+    assert found == ["all"]
+    for read in (lambda: state["lost"], lambda: state.get_meta_info("lost"), lambda: list(state.text_iter("lost"))):
+        with pytest.raises(KeyError):
+            in_thread(read)
+
+
+def test_another_thread_waits_for_a_variable_until_the_program_ends():
+    go = threading.Event()
+    branches: list[Any] = []
+
+    @function
+    def later(s: Any) -> None:
+        branches.extend(s.fork(1))
+        assert go.wait(PATIENCE_S)
+        s += "x" + gen("late")
+
+    state = later.run(backend=FakeBackend(), stream=True)
+    with pytest.raises(TimeoutError, match="has not come to 'late'"):
+        state.get_var("late", timeout=0.01)
+    with ThreadPoolExecutor(3) as pool:
+        late = pool.submit(lambda: state["late"])
+        lost = pool.submit(lambda: state["lost"])
+        of_branch = pool.submit(lambda: branches[0]["lost"])
+        go.set()
+        assert late.result(PATIENCE_S).strip()
+        for hopeless in (lost, of_branch):
+            with pytest.raises(UnknownVariable):
+                hopeless.result(PATIENCE_S)
+
+
+def test_who_starts_a_program_beside_may_read_before_its_body_has_begun():
+    @function
+    def quick(s: Any) -> None:
+        s += "x" + gen("a")
+
+    backend = FakeBackend()
+    for _ in range(200):
+        assert quick.run(backend=backend, stream=True)["a"].strip()
+
+
+def test_the_text_of_a_scope_cannot_be_read_within_it():
+    @function
+    def scoped(s: Any) -> None:
+        with s.var_scope("all"):
+            s += "x" + gen("a")
+            for state in (s, s.fork(1)[0]):
+                with pytest.raises(UnknownVariable, match="'all' is the text of a scope, and that has not ended"):
+                    state["all"]
+        assert s["all"] == f"x{s['a']}"
+
+    scoped.run(backend=FakeBackend())
+
+
+def test_a_branch_joined_within_its_scope_is_an_error_and_nobody_waits_for_its_text():
+    @function
+    def early(s: Any) -> None:
+        forks = s.fork(1)
+        with forks[0].var_scope("all"):
+            forks[0] += "x"
+            forks.join()
+
+    with pytest.raises(ProgramError, match="nothing can be appended"):
+        early.run(backend=FakeBackend())
+    state = early.run_batch([{}], backend=FakeBackend())[0]
+    with pytest.raises(ProgramError):
+        in_thread(lambda: state["all"])
+
+
+def test_nothing_is_appended_to_what_has_ended():
+    @function
+    def joined(s: Any) -> None:
+        forks = s.fork(2)
+        forks += "x"
+        forks.join()
+        with pytest.raises(ProgramError, match="the branch was joined"):
+            forks[0] += "more"
+        with pytest.raises(ProgramError, match="the branch was joined"):
+            forks.join()
+
+    state = joined.run(backend=FakeBackend())
+    with pytest.raises(ProgramError, match=r"test_executor.py:\d+ in .*: \+=: nothing can be appended"):
+        state += "more"
+    with pytest.raises(ProgramError, match="the program has ended"):
+        state.fork(2)
+
+
+# ---- many, and deep ---------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_branches_need_no_threads():
+    threads: list[int] = []
+
+    @function
+    def wide(s: Any) -> None:
+        s += "all"
+        forks = s.fork(1000)
+        forks += lambda i: f" {i}" + gen("x", max_tokens=1)
+        threads.append(threading.active_count())
+        forks.join()
+
+    before = threading.active_count()
+    backend = FakeBackend(lambda prompt, *_: prompt.text.split()[-1])
+    assert wide.run(backend=backend)["x"] == [str(i) for i in range(1000)]
+    assert threads[0] <= before + 1  # the loop
+    assert len(backend.asked("warm")) == 1
+
+
+def test_forks_of_forks_may_be_deeper_than_pythons_stack():
+    @function
+    def deep(s: Any) -> None:
+        s += "0"
+        states = [s]
+        for level in range(1, 1500):
+            states.append(states[-1].fork(1)[0])
+            states[-1] += f" {level}"
+        s.set_var("last", states[-1].text()[-4:])
+
+    assert deep.run(backend=FakeBackend())["last"] == "1499"
+
+
+def test_a_tree_of_forks_gathers_lists_of_lists():
+    def grow(s: Any, depth: int) -> None:
+        if depth == 0:
+            s += gen("leaf", max_tokens=1)
+            return
+        forks = s.fork(2)
+        for number, child in enumerate(forks):
+            child += str(number)
+            grow(child, depth - 1)
+        forks.join()
+
+    @function
+    def tree(s: Any) -> None:
+        s += "root"
+        grow(s, 3)
+
+    backend = FakeBackend(lambda prompt, *_: prompt.text[4:])
+    assert tree.run(backend=backend)["leaf"] == [[["000", "001"], ["010", "011"]], [["100", "101"], ["110", "111"]]]
+
+
+def test_branches_that_nobody_joins_hinder_nobody():
+    kept: list[Any] = []
+
+    @function
+    def forgets(s: Any) -> None:
+        s += "x"
+        kept.append(s.fork(2))
+        kept[-1] += gen("a")
+
+    assert forgets.run(backend=FakeBackend()).text() == "x"
+    assert kept[0][0]["a"] == kept[0][1]["a"]
+    states = forgets.run_batch([{}] * 4, backend=FakeBackend(), order="given")
+    assert [state.error() for state in states] == [None] * 4
+    for group in kept[1:]:
+        assert all(child["a"].strip() for child in group), "a batch waits for them"
+
+
+def test_an_error_in_a_branch_nobody_joins_is_the_branchs():
+    kept: list[Any] = []
+
+    @function
+    def forgets(s: Any) -> None:
+        kept.extend(s.fork(2))
+        kept[0] += "bad" + gen("a")
+        kept[1] += "good" + gen("a")
+
+    backend = FakeBackend()
+    backend.fails = lambda request: Unreachable("gone") if request.text == "bad" else None
+    assert forgets.run(backend=backend).error() is None
+    assert kept[1]["a"].strip()
+    with pytest.raises(Unreachable):
+        kept[0]["a"]
+
+
+def test_a_failed_branch_fails_the_join_and_its_siblings_stand():
+    @function
+    def judge(s: Any) -> None:
+        forks = s.fork(3)
+        forks += lambda i: f"branch {i}" + gen("x")
+        forks.join()
+        s.set_var("after", 1)
+
+    backend = FakeBackend()
+    backend.fails = lambda request: Unreachable("gone") if "1" in request.text else None
+    state = judge.run(backend=backend)
+    for name in ("x", "after"):
+        with pytest.raises(Unreachable, match=r"gen\('x'\): gone"):
+            state[name]
+    assert len(backend.asked("generate")) == 3
+
+
+# ---- cancelling -------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_ends_what_waits_and_leaves_what_has_ended():
+    backend = FakeBackend()
+    done = three.run(backend=backend)
+    done.sync()
+    with backend.holding():
+        hanging = three.run(backend=backend)
+        backend.wait_running(1)
+        done._stream.run.streams.cancel()
+        hanging._stream.run.streams.cancel()
+        with pytest.raises(Cancelled):
+            in_thread(lambda: hanging["c"])
+        backend.wait_running(0)
+    assert backend.cancelled == 1
+    assert done.error() is None
+    assert done.text().startswith("one")
+
+
+def test_cancelling_before_a_step_has_begun_leaves_no_reader_behind():
+    """The task of a stream that is cancelled before its first turn on the loop never runs at all."""
+    backend, go = FakeBackend(), threading.Event()
+    background.loop().call_soon_threadsafe(go.wait, PATIENCE_S)
+    state = three.run(backend=backend)  # submits, and cannot begin
+    state._stream.run.streams.cancel()
+    go.set()
+    with pytest.raises(Cancelled):
+        state.get_var("c", timeout=PATIENCE_S)
+    assert backend.requests == []
+
+
+def test_a_run_that_is_cancelled_takes_no_more_steps():
+    backend = FakeBackend()
+    go = threading.Event()
+
+    @function
+    def goes_on(s: Any) -> None:
+        assert go.wait(PATIENCE_S)
+        forks = s.fork(2)
+        forks += "x" + gen("a")
+        forks.join()
+
+    state = goes_on.run(backend=backend, stream=True)
+    state._stream.run.streams.cancel()
+    go.set()
+    with pytest.raises(Cancelled):
+        state.text()
+    assert backend.requests == []
+
+
+# ---- threads, loops and processes -------------------------------------------------------------------------------
+
+
+def test_programs_run_and_are_followed_from_event_loops():
+    backend = FakeBackend()
+
+    async def main() -> None:
+        state = three.run(backend=backend, stream=True)
+        pieces = [piece async for piece in state.text_async_iter()]
+        assert "".join(pieces) == state.text()
+        assert "".join([piece async for piece in state.text_async_iter("b")]) == state["b"]
+        assert await state.get_var_async("c") == state["c"]
+        last = [meta async for _, meta in state.text_async_iter("c", return_meta_data=True)][-1]
+        assert last["finish_reason"] == {"type": "stop"}
+        assert three.run_batch([{}] * 3, backend=backend)[2]["a"] == state["a"]
+
+    for _ in range(2):
+        asyncio.run(main())
+    loop = asyncio.new_event_loop()  # as a notebook's, which runs all the time
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        for _ in range(2):
+            asyncio.run_coroutine_threadsafe(main(), loop).result(PATIENCE_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(PATIENCE_S)
+        loop.close()
+
+
+def test_a_reader_on_a_loop_waits_for_a_variable_without_blocking_it():
+    go = threading.Event()
+
+    @function
+    def later(s: Any) -> None:
+        assert go.wait(PATIENCE_S)
+        s += "x" + gen("late")
+
+    async def main() -> str:
+        state = later.run(backend=FakeBackend(), stream=True)
+        reading = asyncio.ensure_future(state.get_var_async("late"))
+        await asyncio.sleep(0)
+        go.set()  # reached at all: the loop is free
+        return await asyncio.wait_for(reading, PATIENCE_S)
+
+    assert asyncio.run(main()).strip()
+
+
+def test_a_reader_whose_loop_has_ended_does_the_program_no_harm():
+    backend = FakeBackend()
+
+    async def whole(state: Any) -> str:
+        return "".join([piece async for piece in state.text_async_iter("a")])
+
+    async def looks(state: Any) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(whole(state), 0.02)
+
+    with backend.holding():
+        state = three.run(backend=backend, stream=True)
+        asyncio.run(looks(state))
+    assert state.text().startswith("one")
+    assert state.error() is None
+
+
+def test_two_programs_share_a_backend_and_see_nothing_of_each_other():
+    @function
+    def one(s: Any, word: str) -> None:
+        s += user(word)
+        s += assistant(gen("a"))
+
+    backend = FakeBackend(lambda prompt, *_: prompt.messages[-1]["content"][::-1])
+    with ThreadPoolExecutor(8) as pool:
+        words = [f"word{i}" for i in range(64)]
+        states = list(pool.map(lambda word: one.run(word=word, backend=backend), words))
+    assert [state["a"] for state in states] == [word[::-1] for word in words]
+    sessions = {request.call.session for request in backend.requests}
+    assert len(sessions) == len(words), "each run has its own"
+
+
+def test_a_program_called_within_another_runs_beside_it():
+    @function
+    def inner(s: Any, word: str) -> str:
+        s += word + gen("a")
+        return word.upper()
+
+    @function
+    def outer(s: Any) -> None:
+        called = [inner(word=word) for word in ("x", "y")]
+        s += "and " + called[0]["a"] + called[1]["a"]
+        s.set_var("returned", called[0].ret_value)
+
+    backend = FakeBackend()
+    with backend.holding(), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(outer.run, backend=backend)
+        backend.wait_running(2)
+        backend.holds = lambda _: False
+        backend.release()
+        state = running.result(PATIENCE_S)
+    assert state.text().startswith("and ")
+
+
+def _in_child(queue: Any) -> None:
+    state = three.run(backend=FakeBackend())
+    queue.put(state.text())
+
+
+def test_a_forked_process_runs_programs_of_its_own():
+    expected = three.run(backend=FakeBackend()).text()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if three.run_batch([{}], backend=FakeBackend())[0].text() == expected else 2
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + PATIENCE_S
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(pid, 9)
+        time.sleep(0.01)
+    assert ended[1] == 0
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_in_child, args=(queue,))
+    process.start()
+    assert queue.get(timeout=PATIENCE_S) == expected
+    process.join(PATIENCE_S)
