@@ -122,8 +122,8 @@ class StreamExecutor:
         self.step: tuple[Where | None, str] = (None, "")
         """What is being done."""
         self.failure: ProgramError | None = None
-        self.forked_at = 0
-        """Characters of the text that it was forked with."""
+        self.forked = Transcript()
+        """What it was forked with."""
         self.warming: asyncio.Task[None] | None = None
         """Caches what this stream begins with: its first model call waits for that."""
         self.meeting: Meeting | None = None
@@ -212,7 +212,7 @@ class StreamExecutor:
 
     def start(self, transcript: Transcript) -> None:
         """For one that waits: with this text."""
-        self.transcript, self.forked_at = transcript, len(transcript.text)
+        self.transcript, self.forked = transcript, transcript.copy()
         self.growing.grow(transcript.text)
         self._waits = False
         self._go_on()
