@@ -273,8 +273,8 @@ def test_branches_that_are_concatenated_end_in_the_turn_in_which_they_began() ->
 def test_a_copy_is_a_branch_for_a_while() -> None:
     def copies(s: Any) -> None:
         s += "x"
-        with s.copy() as aside:
-            aside += "yy" + gen("g")
+        with s.copy() as branch:
+            branch += "yy" + gen("g")
 
     state = run(copies)
     assert (state.text(), state["g"]) == ("x", ["<3>"])
