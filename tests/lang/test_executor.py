@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,6 +329,24 @@ def test_a_failed_branch_fails_the_join_and_its_siblings_stand():
         with pytest.raises(Unreachable, match=r"gen\('x'\): gone"):
             state[name]
     assert len(backend.asked("generate")) == 3
+
+
+def test_branches_that_fail_by_the_same_error_each_name_their_own_line():
+    branches: list[Any] = []
+
+    @function
+    def forks(s: Any) -> None:
+        branches.extend(s.fork(2))
+        branches[0] += "x" + gen("a")
+        branches[1] += "x" + gen("b")
+
+    backend, error = FakeBackend(), Unreachable("gone")
+    backend.fails = lambda _: error
+    forks.run(backend=backend)
+    line = forks.body.__code__.co_firstlineno
+    places = [(str(found.where), found.step) for branch in branches if (found := branch.error())]
+    name = Path(__file__).name
+    assert places == [(f"{name}:{line + 3} in forks", "gen('a')"), (f"{name}:{line + 4} in forks", "gen('b')")]
 
 
 # ---- cancelling -------------------------------------------------------------------------------------------------

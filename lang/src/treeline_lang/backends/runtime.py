@@ -15,7 +15,7 @@ from treeline_lang.backends.http import HttpClient
 from treeline_lang.backends.scoring import select_by_logprobs
 from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
-from treeline_lang.errors import BackendError, ProgramError, Refused, Unreachable, Unsupported
+from treeline_lang.errors import BackendError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
@@ -145,8 +145,6 @@ class RuntimeEndpoint(Backend):
                 self._deriving = asyncio.ensure_future(self._derive())
             try:
                 self._template = await asyncio.shield(self._deriving)
-            except ProgramError as error:
-                raise error.again() from None  # each program that waits adds its own line
             finally:
                 if self._deriving is not None and self._deriving.done():
                     self._deriving = None
