@@ -192,6 +192,16 @@ def test_forks_and_bound_programs_speculate_and_branches_ask_for_themselves() ->
     assert len(model.asked) == 3  # one for each of the three states
 
 
+def test_a_program_within_another_speculates_as_it_says() -> None:
+    @function
+    def outer(s: ProgramState) -> None:
+        s += extraction(64)()["year"]
+
+    model = ScriptedModel(says(SHOTS, "Melville; Year: 1851; Genre: novel;"))
+    assert outer.run(backend=model).text() == "1851"
+    assert len(model.asked) == 1
+
+
 def test_streams_and_constraints_are_not_speculated() -> None:
     script = says(SHOTS, "Melville; Year: 1851; Genre: novel;")
     model = ScriptedModel(script)

@@ -159,8 +159,12 @@ def test_failures(server: FakeOpenAI) -> None:
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
     cases: list[tuple[Any, type[BackendError], str]] = [
         (lambda _: events(error), BackendError, "Overloaded"),
-        (lambda _: iter(list(streamed("a"))[:4]), BackendError, "ended before"),
-        (lambda _: events({"type": "message_start", "message": message()}, {"type": "ping"}), BackendError, "ended"),
+        (lambda _: iter(list(streamed("a"))[:4]), BackendError, "broke off"),
+        (
+            lambda _: events({"type": "message_start", "message": message()}, {"type": "ping"}),
+            BackendError,
+            "broke off",
+        ),
         (lambda _: whole_answer(error | {"type": "error"}, 400), Refused, "Overloaded"),
     ]
     with backend(server) as api:
