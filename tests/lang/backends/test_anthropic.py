@@ -177,6 +177,14 @@ def test_failures(server: FakeOpenAI) -> None:
         assert isinstance(program().run(backend=api).error(), BackendError)
 
 
+def test_an_overloaded_server_is_asked_again(server: FakeOpenAI) -> None:
+    busy = b"HTTP/1.1 529 x\r\nretry-after: 0\r\ncontent-length: 2\r\n\r\n{}"
+    server.answer = lambda _: busy if len(server.bodies) == 1 else whole_answer(message("a"))
+    with backend(server) as api:
+        assert program().run(backend=api)["x"] == "a"
+    assert len(server.bodies) == 2
+
+
 def test_what_the_api_cannot_do(server: FakeOpenAI) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"regex": "a"}, "json_schema"),
