@@ -102,9 +102,11 @@ class Run:
     call: Call = field(default_factory=Call)
     streams: Streams = field(default_factory=Streams)
 
-    def beside(self, sampling: Sampling) -> Run:
+    def beside(self, sampling: Sampling, num_api_spec_tokens: int | None = None) -> Run:
         """A run for a program called within this one; it is cancelled with it."""
-        return replace(self, defaults=sampling.over(self.defaults))
+        tokens = self.call.num_api_spec_tokens if num_api_spec_tokens is None else num_api_spec_tokens
+        call = replace(self.call, num_api_spec_tokens=tokens)
+        return replace(self, defaults=sampling.over(self.defaults), call=call)
 
 
 class StreamExecutor:

@@ -282,7 +282,8 @@ class Function:
         if outer is None:
             return self.run(*args, **kwargs)
         kwargs, sampling = self.split(kwargs)
-        return self.start(outer.beside(sampling), self.arguments(args, kwargs), waits=False)
+        run = outer.beside(sampling, self.num_api_spec_tokens)
+        return self.start(run, self.arguments(args, kwargs), waits=False)
 
 
 class Compiled(Function):
