@@ -282,18 +282,13 @@ class Function:
         if outer is None:
             return self.run(*args, **kwargs)
         kwargs, sampling = self.split(kwargs)
-<<<<<<< HEAD
-        run = outer.beside(sampling, self.num_api_spec_tokens)
-        return self.start(run, self.arguments(args, kwargs), waits=False)
-=======
-        run, arguments = outer.beside(sampling), self.arguments(args, kwargs)
+        run, arguments = outer.beside(sampling, self.num_api_spec_tokens), self.arguments(args, kwargs)
         if run.parallel:
             return self.start(run, arguments, waits=False)
         state = state_of(run)
         with suppress(Exception):  # the state tells it to whoever reads
             self.run_body(state, arguments)
         return state
->>>>>>> programs
 
 
 class Compiled(Function):

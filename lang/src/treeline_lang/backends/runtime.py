@@ -9,6 +9,8 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
+from treeline_wire.headers import FORK, SESSION_ID
+
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient
@@ -20,7 +22,6 @@ from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
 
-SESSION_HEADER: Final = "x-session-id"
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -110,7 +111,9 @@ class RuntimeEndpoint(Backend):
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
-        await self._post({"text": prompt.text, "sampling_params": _NOTHING}, call)
+        body = {"text": prompt.text, "sampling_params": _NOTHING} | self._model
+        headers = self._headers(call) | ({FORK: str(children)} if children > 1 else {})
+        await self._http.post("/generate", body, headers)
 
     def _body(self, text: str, sampling: Sampling) -> dict[str, Any]:
         params: dict[str, Any] = {"max_new_tokens": sampling.limit}
@@ -178,7 +181,7 @@ class RuntimeEndpoint(Backend):
         return await self._http.post("/generate", body | self._model, self._headers(call))
 
     def _headers(self, call: Call) -> dict[str, str]:
-        return {} if call.session is None else {SESSION_HEADER: call.session}
+        return {} if call.session is None else {SESSION_ID: call.session}
 
     def get_server_info(self) -> dict[str, Any]:
         info = background.call(self._http.get("/get_server_info"))
