@@ -1,4 +1,5 @@
-"""docs/language.md says what is true: its blocks are run, in order, against a real server, and print what it shows."""
+"""The language's pages say what is true: their blocks are run, in order, against a real server, and print what they
+show."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 from support.runtime_server import running
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "language.md"
+PAGES = [ROOT / "docs" / "language.md", ROOT / "docs" / "language-backends.md"]
 SHOWN_URL = "http://127.0.0.1:30000"
 
 
@@ -41,14 +42,15 @@ def server_flags(page: list[Block]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    flags = server_flags(blocks(PAGE.read_text()))
+    flags, *others = [server_flags(blocks(page.read_text())) for page in PAGES]
+    assert all(other == flags for other in others)
     model = flags[flags.index("--model") + 1]
     with running(ROOT / model, "--no-events") as server:
         yield server.url
 
 
-def run_python(block: Block, url: str, names: dict[str, Any]) -> str:
-    code = compile("\n" * (block.line - 1) + block.text.replace(SHOWN_URL, url), str(PAGE), "exec")
+def run_python(path: Path, block: Block, url: str, names: dict[str, Any]) -> str:
+    code = compile("\n" * (block.line - 1) + block.text.replace(SHOWN_URL, url), str(path), "exec")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, names)
@@ -65,11 +67,15 @@ def run_shell(block: Block, url: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_every_block_does_what_the_page_says(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_block_does_what_the_page_says(
+    path: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").symlink_to(ROOT / "models")
     names: dict[str, Any] = {"__name__": "language_page"}
-    page = blocks(PAGE.read_text())
-    assert len(page) > 20
+    page = blocks(path.read_text())
+    assert len(page) >= 7
     printed, where = "", 0
     for block in page:
         if block.kind == "text":
@@ -77,6 +83,6 @@ def test_every_block_does_what_the_page_says(url: str, tmp_path: Path, monkeypat
         elif block.kind == "sh":
             printed, where = run_shell(block, url, tmp_path), block.line
         elif block.kind == "python":
-            printed, where = run_python(block, url, names), block.line
+            printed, where = run_python(path, block, url, names), block.line
         else:
             assert block.kind == "sh server", f"line {block.line}: nobody runs a block of {block.kind!r}"

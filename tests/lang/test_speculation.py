@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from support.scripted_model import ScriptedModel, says
-from treeline_lang import Unmatched, assistant, function, gen, user
+from treeline_lang import Refused, Unmatched, assistant, function, gen, user
 from treeline_lang.backends.base import Backend, Completion
 from treeline_lang.program import Function
 from treeline_lang.sampling import Sampling
@@ -192,6 +192,16 @@ def test_forks_and_bound_programs_speculate_and_branches_ask_for_themselves() ->
     assert len(model.asked) == 3  # one for each of the three states
 
 
+def test_a_program_within_another_speculates_as_it_says() -> None:
+    @function
+    def outer(s: ProgramState) -> None:
+        s += extraction(64)()["year"]
+
+    model = ScriptedModel(says(SHOTS, "Melville; Year: 1851; Genre: novel;"))
+    assert outer.run(backend=model).text() == "1851"
+    assert len(model.asked) == 1
+
+
 def test_streams_and_constraints_are_not_speculated() -> None:
     script = says(SHOTS, "Melville; Year: 1851; Genre: novel;")
     model = ScriptedModel(script)
@@ -218,6 +228,17 @@ def test_tokens_that_are_not_the_text_cost_one_call() -> None:
     state = extraction(64).run(backend=model)
     assert [state[name] for name in FIELDS] == ["Melville", "1851", "novel"]
     assert calls_of(state, FIELDS) == 4
+
+
+def test_what_is_refused_with_speculation_is_asked_without() -> None:
+    model = ScriptedModel(says(SHOTS, "Melville; Year: 1851; Genre: novel;"), most=8)
+    state = extraction(64).run(backend=model)
+    assert [state[name] for name in FIELDS] == ["Melville", "1851", "novel"]
+    script = reply("Ada", "Name: Ada\nYear: 1815\n")
+    state = turn().run(who="Ada", backend=ScriptedModel(script, chats=True, most=128))
+    assert (state["name"], state["year"]) == ("Ada", "1815")
+    state = turn().run(who="Ada", backend=ScriptedModel(script, chats=True, most=128, goes_on=False))
+    assert isinstance(state.error(), Refused)
 
 
 def test_parts() -> None:

@@ -89,6 +89,22 @@ def _rows_of_two(engine: str) -> list[tuple[str, float, float | None]]:
     ]
 
 
+def _programs_rows() -> list[tuple[str, float, float | None]]:
+    rows: list[tuple[str, float, float | None]] = [
+        ("programs.hit_vs_optimal.min", 0.99, None),
+        ("programs.throughput_full_over_none.geomean", 3.2, None),
+    ]
+    for workload, times in (("mmlu", 5.0), ("judge", 2.0)):
+        rows += [
+            (f"programs.throughput_full_over_none.{workload}", times, None),
+            (f"programs.throughput.{workload}.none", 1.0, None),
+            (f"programs.throughput.{workload}.no_hint", 0.8 * times, 1.0),
+            (f"programs.throughput.{workload}.full", times, 1.0),
+            (f"programs.hit_rate.{workload}.full", 0.8, 0.81),
+        ]
+    return rows
+
+
 INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
     "routing": _routing_rows(),
     "routing-peers": [
@@ -145,6 +161,7 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("cpu.vs_transformers.b8", 2.1, None),
         ("cpu.vs_transformers.mixed.b8", 2.5, None),
     ],
+    "programs": _programs_rows(),
     "serving-random": [
         ("serving.output_tokens_s.treeline", 4000, 3000),
         ("serving.output_tokens_s.vllm", 3000, None),

@@ -156,8 +156,8 @@ def scopes(s: Any, country: Any) -> None:
     with s.var_scope("turn"):
         s += "The capital" + gen("rest", max_tokens=12)
     s += assistant_end()
-    with s.copy() as aside:
-        aside += user("What is 2 plus 5?") + assistant(gen("aside", max_tokens=12))
+    with s.copy() as branch:
+        branch += user("What is 2 plus 5?") + assistant(gen("aside", max_tokens=12))
 
 
 def logprobs(s: Any, country: Any) -> None:

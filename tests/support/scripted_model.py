@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.errors import Refused
 from treeline_lang.sampling import Sampling
 from treeline_lang.transcript import Prompt
 
@@ -19,11 +20,19 @@ class ScriptedModel(Backend):
     tells_tokens = True
 
     def __init__(
-        self, script: Mapping[str, str], *, chats: bool = False, goes_on: bool = True, tells_tokens: bool = True
+        self,
+        script: Mapping[str, str],
+        *,
+        chats: bool = False,
+        goes_on: bool = True,
+        tells_tokens: bool = True,
+        most: int = 1 << 31,
     ) -> None:
-        """script: the end of a text → the character that follows, "" for an end; the longest end counts."""
+        """script: the end of a text → the character that follows, "" for an end; the longest end counts. most: tokens
+        that may be asked for."""
         self._script = dict(sorted(script.items(), key=lambda item: -len(item[0])))
         self.chats, self._goes_on, self.tells_tokens = chats, goes_on, tells_tokens
+        self._most = most
         self.asked: list[Sampling] = []
         self.prompt_chars = 0
 
@@ -33,6 +42,8 @@ class ScriptedModel(Backend):
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         self.asked.append(sampling)
         self.prompt_chars += len(prompt.text)
+        if sampling.limit > self._most:
+            raise Refused(f"{sampling.limit} tokens are too many")
         return [self._complete(prompt.text, sampling) for _ in range(sampling.n or 1)]
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:

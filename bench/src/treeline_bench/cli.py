@@ -38,6 +38,7 @@ EPILOG = """examples:
   python -m treeline_bench --readme README.md   the same, written between the markers in that file
   python -m treeline_bench serving --help       load for any OpenAI server, and what its clients see
   python -m treeline_bench conformance --help   does an endpoint picker keep the protocol?
+  python -m treeline_bench programs --help      programs of the frontend language, and what speeds them up
 
 Measure on a quiet machine: anything else that runs is in the figures. bench/README.md says what each figure means."""
 
@@ -133,13 +134,18 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
 
-    `serving` measures any server, `conformance` asks any picker; they take arguments of their own.
+    `serving` measures any server, `conformance` asks any picker, `programs` runs the frontend language; they take
+    arguments of their own.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["conformance"]:
         from treeline_bench.conformance.command import main as conformance  # gRPC, which nothing else here needs
 
         return conformance(argv[1:], prog=f"{prog} conformance")
+    if argv[:1] == ["programs"]:
+        from treeline_bench.programs.command import main as programs
+
+        return programs(argv[1:], prog=f"{prog} programs")
     if argv[:1] == ["serving"]:
         return serving(argv[1:], prog=f"{prog} serving")
     bench = parser(prog)

@@ -7,6 +7,7 @@ that selects no entry of its own: `routing.hit_rate.random` is described by `rou
 from __future__ import annotations
 
 from treeline_bench.metric import EXPECTED, Metric, beside_peers, of_engine, simulated
+from treeline_bench.programs.metrics import METRICS as PROGRAMS
 from treeline_bench.results import Row
 
 _CHAOS = "the bound that was set for free requests beside hostile ones"
@@ -82,6 +83,7 @@ METRICS: dict[str, Metric] = {
     **simulated(),
     **beside_peers(),
     "routing.errors": Metric("requests", "requests without a complete answer", "lower", source="none expected"),
+    **PROGRAMS,
     **of_engine("vLLM"),
     **of_engine("SGLang"),
     "gie.vs_gie.rps_per_core.1kb": Metric("×", "requests per CPU-second by GIE 1.5's, 1 KB bodies", "higher", 1.5),

@@ -14,13 +14,11 @@ mpl.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from treeline_bench.colours import OTHER, OURS, REFERENCE
 from treeline_bench.metrics import metric
+from treeline_bench.programs import plot as programs
 from treeline_bench.results import Result, Row, number
 from treeline_bench.serving.datasets import DATASETS
-
-OURS = "#1b6e53"
-OTHER = "#7d898f"
-REFERENCE = "#b5482a"
 
 HALF_BAR = 0.31
 # Readable also where a reference line passes behind it.
@@ -479,6 +477,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "radix": _radix,
     "cpu": _cpu,
     "structured": _structured,
+    "programs": programs.draw,
     "chaos": _chaos,
     "fleet": _fleet,
     "scrape": _scrape,

@@ -30,7 +30,7 @@ class PromptMaker:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises PromptError when the vocabulary has fewer than `MIN_WORDS` such words. O(vocabulary)."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         candidates = sorted(
             text
             for token in range(tokenizer.get_vocab_size(with_added_tokens=False))
@@ -51,7 +51,7 @@ class PromptMaker:
 
     def count(self, text: str) -> int:
         """Tokens of `text` as a completion request, special tokens included."""
-        return len(self._tokenizer.encode(text).ids)
+        return len(self.tokenizer.encode(text).ids)
 
     def text(self, tokens: int, rng: random.Random) -> str:
         """Random words, `tokens` tokens long beside what the tokenizer adds to every prompt."""
@@ -70,5 +70,5 @@ class PromptMaker:
         return text
 
     def _plain(self, text: str) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids

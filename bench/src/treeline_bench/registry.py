@@ -59,9 +59,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 
-ELSEWHERE = ("e2e", *(f"serving-{name}" for name in DATASETS))
-"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`), and
-`treeline bench serving --results DIR`."""
+ELSEWHERE = ("e2e", "programs", *(f"serving-{name}" for name in DATASETS))
+"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`),
+`treeline bench programs`, and `treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:

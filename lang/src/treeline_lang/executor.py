@@ -102,9 +102,11 @@ class Run:
     call: Call = field(default_factory=Call)
     streams: Streams = field(default_factory=Streams)
 
-    def beside(self, sampling: Sampling) -> Run:
+    def beside(self, sampling: Sampling, num_api_spec_tokens: int | None = None) -> Run:
         """A run for a program called within this one; it is cancelled with it."""
-        return replace(self, defaults=sampling.over(self.defaults))
+        tokens = self.call.num_api_spec_tokens if num_api_spec_tokens is None else num_api_spec_tokens
+        call = replace(self.call, num_api_spec_tokens=tokens)
+        return replace(self, defaults=sampling.over(self.defaults), call=call)
 
 
 class StreamExecutor:
@@ -122,8 +124,8 @@ class StreamExecutor:
         self.step: tuple[Where | None, str] = (None, "")
         """What is being done."""
         self.failure: ProgramError | None = None
-        self.forked_at = 0
-        """Characters of the text that it was forked with."""
+        self.forked = Transcript()
+        """What it was forked with."""
         self.warming: asyncio.Task[None] | None = None
         """Caches what this stream begins with: its first model call waits for that."""
         self.meeting: Meeting | None = None
@@ -212,7 +214,7 @@ class StreamExecutor:
 
     def start(self, transcript: Transcript) -> None:
         """For one that waits: with this text."""
-        self.transcript, self.forked_at = transcript, len(transcript.text)
+        self.transcript, self.forked = transcript, transcript.copy()
         self.growing.grow(transcript.text)
         self._waits = False
         self._go_on()
@@ -272,8 +274,8 @@ class StreamExecutor:
                 await step.do(self)
             except asyncio.CancelledError:
                 self._stop(step, Cancelled("interrupted"))
-            except ProgramError as error:
-                self._stop(step, error)
+            except ProgramError as error:  # perhaps of several streams: each says its own line
+                self._stop(step, error.again())
             except Exception as error:
                 failure = ProgramError(f"{type(error).__name__}: {error}")
                 failure.__cause__ = error
@@ -289,6 +291,9 @@ class StreamExecutor:
         self._over = True
         if failure is not None:
             self.fail(failure)
+        if self.meeting is not None:  # there was no call: the others go without
+            self.meeting.leave()
+            self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(ProgramError("the program ended within the scope", step=f"var_scope({variable.name!r})"))
         self.growing.end()

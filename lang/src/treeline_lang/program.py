@@ -269,7 +269,7 @@ class Function:
 
     def __call__(self, *args: Any, **kwargs: Any) -> ProgramState:
         """Within a program: with its state, the body goes on there; without, it runs beside, and the state is returned
-        at once. Outside of one: `run`."""
+        at once (in a run that is not parallel once it has ended). Outside of one: `run`."""
         if args and isinstance(args[0], ProgramState):
             state = args[0]
             state.ret_value = self.body(state, **self.arguments(args[1:], kwargs))
@@ -282,7 +282,13 @@ class Function:
         if outer is None:
             return self.run(*args, **kwargs)
         kwargs, sampling = self.split(kwargs)
-        return self.start(outer.beside(sampling), self.arguments(args, kwargs), waits=False)
+        run, arguments = outer.beside(sampling, self.num_api_spec_tokens), self.arguments(args, kwargs)
+        if run.parallel:
+            return self.start(run, arguments, waits=False)
+        state = state_of(run)
+        with suppress(Exception):  # the state tells it to whoever reads
+            self.run_body(state, arguments)
+        return state
 
 
 class Compiled(Function):

@@ -79,7 +79,12 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
     asked = pattern.asked(tokens, tells_tokens=run.backend.tells_tokens)
     tries = TRIES if asked.temperature != 0 else 1  # it would say the same again
     for _ in range(tries):
-        [reply] = await run.backend.generate(prompt, asked, run.call)
+        try:
+            [reply] = await run.backend.generate(prompt, asked, run.call)
+        except Refused:  # so many tokens, or to tell them: single gens ask for less
+            if not continues:
+                raise
+            return
         found = pattern.read(reply)
         if found is not None:
             first = Completion(found[0].text, {**_told(reply), **found[0].meta})

@@ -161,19 +161,19 @@ class Gather(Step):
 
 
 class Arrive(Step):
-    """A child's last step before a join: says what it has written since the fork."""
+    """A child's last step before a join: says how its transcript is then."""
 
     name = "join"
 
     def __init__(self, where: Where | None) -> None:
         self.where = where
-        self.written = Variable("join")
+        self.arrived = Variable("join")
 
     async def do(self, stream: StreamExecutor) -> None:
-        self.written.set(stream.transcript.text[stream.forked_at :])
+        self.arrived.set((stream.forked, stream.transcript))
 
     def abandon(self, failure: ProgramError) -> None:
-        self.written.fail(failure)
+        self.arrived.fail(failure)
 
 
 class Join(Step):
@@ -187,9 +187,10 @@ class Join(Step):
         self.appends = appends
 
     async def do(self, stream: StreamExecutor) -> None:
-        texts = [await arrival.written.read_async() for arrival in self.arrivals]
+        arrived = [await arrival.arrived.read_async() for arrival in self.arrivals]
         if self.appends:
-            stream.transcript.append("".join(texts))
+            for forked, transcript in arrived:
+                stream.transcript.take(transcript, forked)
             stream.show()
 
 

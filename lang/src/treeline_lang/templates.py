@@ -6,6 +6,7 @@ chats, the pieces are found by rendering a few with known contents (`derive`); o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -101,8 +102,11 @@ async def derive(render: Render, start: str = "") -> ChatTemplate:
     asked = await render([user], True)
     turns = await render([user, answered, _message("user", _LATER)], False)
     opening, user_suffix = _around(alone, _USER)
-    if not asked.startswith(alone):
+    before, asking = _around(asked, _USER)
+    if before != opening:
         raise TemplateError("opening the assistant's turn changes the text before it")
+    if not asking.startswith(user_suffix):  # it ends a chat that is over by a token of its own
+        user_suffix = _common_prefix(asking, user_suffix)
     between = _between(turns, _ASSISTANT, _LATER)
     ended = await render([user, answered], False)
     assistant_suffix = _around(ended, _ASSISTANT)[1]
@@ -111,7 +115,7 @@ async def derive(render: Render, start: str = "") -> ChatTemplate:
     user_prefix = between[len(assistant_suffix) :]
     known: dict[Role, Turn] = {
         "user": Turn(user_prefix, user_suffix, opening.removeprefix(start)),
-        "assistant": Turn(asked[len(alone) :], assistant_suffix),
+        "assistant": Turn(asking[len(user_suffix) :], assistant_suffix),
     }
     missing: dict[Role, str] = {}
     try:
@@ -139,5 +143,6 @@ def _between(text: str, first: str, second: str) -> str:
 
 
 def _common_prefix(one: str, other: str) -> str:
+    """Without a token of which they have only the beginning in common."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return one[:length]
+    return re.sub(r"<[^<>]*$", "", one[:length])

@@ -71,6 +71,16 @@ class Transcript:
         self.images.append(Picture(url, len(self.text)))
         self.text += token
 
+    def take(self, other: Transcript, since: Transcript) -> None:
+        """Append what another has beyond what it once was. Raises RoleError unless it is back in the same turn."""
+        turns = other.messages[len(since.messages) :]
+        if other.role != since.role or (turns and since.role is not None):
+            raise RoleError("a branch that is appended ends in the turn in which it began")
+        shift = len(self.text) - len(since.text)
+        self.images += [Picture(one.url, one.at + shift) for one in other.images[len(since.images) :]]
+        self.text += other.text[len(since.text) :]
+        self.messages += turns
+
     def prompt(self) -> Prompt:
         return Prompt(
             self.text,

@@ -223,6 +223,13 @@ class SchedulerConfig(EngineConfig):
         help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
         "priority used (default: lru)",
     )
+    prefix_cache: Literal["radix", "whole-prompts", "off"] = setting(
+        "radix",
+        group="scheduling",
+        rare=True,
+        help="what requests find of earlier ones: radix = the longest common prefix; to measure what that is worth, "
+        "whole-prompts = an earlier prompt that theirs begins with, or off (default: %(default)s)",
+    )
     logit_processor: tuple[str, ...] = setting(
         (),
         group="engine",

@@ -159,8 +159,12 @@ def test_failures(server: FakeOpenAI) -> None:
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
     cases: list[tuple[Any, type[BackendError], str]] = [
         (lambda _: events(error), BackendError, "Overloaded"),
-        (lambda _: iter(list(streamed("a"))[:4]), BackendError, "ended before"),
-        (lambda _: events({"type": "message_start", "message": message()}, {"type": "ping"}), BackendError, "ended"),
+        (lambda _: iter(list(streamed("a"))[:4]), BackendError, "broke off"),
+        (
+            lambda _: events({"type": "message_start", "message": message()}, {"type": "ping"}),
+            BackendError,
+            "broke off",
+        ),
         (lambda _: whole_answer(error | {"type": "error"}, 400), Refused, "Overloaded"),
     ]
     with backend(server) as api:
@@ -171,6 +175,14 @@ def test_failures(server: FakeOpenAI) -> None:
             assert said in str(found)
         server.answer = lambda _: whole_answer({"content": 3})
         assert isinstance(program().run(backend=api).error(), BackendError)
+
+
+def test_an_overloaded_server_is_asked_again(server: FakeOpenAI) -> None:
+    busy = b"HTTP/1.1 529 x\r\nretry-after: 0\r\ncontent-length: 2\r\n\r\n{}"
+    server.answer = lambda _: busy if len(server.bodies) == 1 else whole_answer(message("a"))
+    with backend(server) as api:
+        assert program().run(backend=api)["x"] == "a"
+    assert len(server.bodies) == 2
 
 
 def test_what_the_api_cannot_do(server: FakeOpenAI) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support.runtime_server import make_checkpoint
@@ -25,7 +27,7 @@ from treeline_lang.state import ProgramState
 from treeline_lang.transcript import Prompt
 from treeline_runtime import Engine
 from treeline_runtime.models import ModelError
-from treeline_wire.chat import ChatTemplate
+from treeline_wire.chat import ChatTemplate, TemplateBusyError
 from treeline_wire.tokenizer import TokenizerBundle
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is the capital of France?"}]
@@ -142,6 +144,20 @@ async def test_refusals_are_typed(engine: Engine) -> None:
             pass
     with pytest.raises(ValueError, match="chat_template is one of"):
         EngineBackend(engine, chat_template="no such")
+
+
+async def test_a_template_that_a_process_renders_ends_with_its_engine(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model")
+    long = "{# " + "-" * (32 << 10) + " #}"  # not rendered here
+    template = long + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    known = ChatTemplate.from_bundle(TokenizerBundle.from_dir(folder))
+    assert known is not None
+    assert known.not_inline
+    with Engine(model=folder, max_total_tokens=512, threads=1) as engine:
+        assert engine.render(CHAT[1:]).startswith("<|im_start|>user\nWhat is")
+    with pytest.raises(TemplateBusyError):
+        engine.render(CHAT)
 
 
 def test_a_model_without_a_template(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -229,7 +229,7 @@ def test_streams(server: FakeOpenAI) -> None:
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([delta(content="a"), DONE], "ended before"),
+        ([delta(content="a"), DONE], "broke off"),
         ([b'data: {"error": {"message": "no memory"}}\n\n'], "no memory"),
         ([b"data: [1]\n\n"], "not one of OpenAI's API"),
     ],

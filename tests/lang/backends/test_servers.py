@@ -88,7 +88,7 @@ def test_completions_select_as_the_runtime_does(server: ServerProcess) -> None:
     assert scores[1] == scores[3]
 
 
-@pytest.mark.parametrize("name", ["runtime", "completions"])
+@pytest.mark.parametrize("name", BACKENDS)
 def test_speculation_on_a_real_model(server: ServerProcess, name: str) -> None:
     def counting(tokens: int | None) -> ProgramState:
         @function(num_api_spec_tokens=tokens)

@@ -15,7 +15,7 @@ from treeline_lang.backends.http import HttpClient
 from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.backends.turns import turns_of
 from treeline_lang.choices import ChoicesMethod, Decision
-from treeline_lang.errors import BackendError, Unsupported
+from treeline_lang.errors import BackendError, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate
 from treeline_lang.transcript import Prompt
@@ -79,7 +79,7 @@ class Anthropic(Backend):
                 if growing.take(event):
                     yield growing.completion()
         if growing.stop_reason is None:
-            raise BackendError("the server's stream ended before its answer did")
+            raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
         raise Unsupported("Anthropic's API does not tell how likely a given text is, so it cannot select")

@@ -14,7 +14,8 @@ import httpx
 from treeline_lang.backends.connections import Connections
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
-_BUSY: Final = (429, 503)
+_BUSY: Final = (429, 503, 529)
+"""529 is Anthropic's word for overloaded."""
 _MAX_WAIT_S: Final = 30.0
 """Of one pause; servers say how long they want to be left alone (Retry-After)."""
 

@@ -17,7 +17,7 @@ from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.backends.turns import turns_of
 from treeline_lang.backends.walk import Tokenize, walk
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
-from treeline_lang.errors import BackendError, Refused, Unsupported
+from treeline_lang.errors import Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, named
 from treeline_lang.transcript import Prompt
@@ -84,7 +84,7 @@ class OpenAI(Backend):
         if sampling.stop_regex:
             return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
         answer = await self._http.post(self._path, await self._body(prompt, sampling))
-        return form.completions_of(answer, chat=self.chats)
+        return form.completions_of(answer, sampling.n or 1, chat=self.chats)
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
@@ -99,7 +99,7 @@ class OpenAI(Backend):
             async for _, event in events:
                 yield growing.take(event)
         if growing.finish is None:
-            raise BackendError("the server's stream ended before its answer did")
+            raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     @property
     def _path(self) -> str:
@@ -142,7 +142,7 @@ class OpenAI(Backend):
     async def _say(self, text: str, bias: dict[int, int]) -> str:
         biased = {str(token): value for token, value in bias.items()}
         answer = await self._complete(prompt=text, max_tokens=1, temperature=0, logit_bias=biased)
-        return form.completions_of(answer, chat=False)[0].text
+        return form.completions_of(answer, 1, chat=False)[0].text
 
     async def _complete(self, **body: Any) -> Any:
         return await self._http.post("/completions", {"model": self._model, **body})

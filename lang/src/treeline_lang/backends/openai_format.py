@@ -59,15 +59,15 @@ def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
     return {"logprobs": tops}
 
 
-def completions_of(answer: Any, *, chat: bool) -> list[Completion]:
-    """The choices of an answer, in order. Raises BackendError for what is none."""
+def completions_of(answer: Any, count: int, *, chat: bool) -> list[Completion]:
+    """The choices of an answer, in order. Raises BackendError for what is none, or has not so many."""
     try:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_whole(answer, choice, chat=chat, several=len(choices) > 1) for choice in choices]
     except (KeyError, TypeError, AttributeError, IndexError):
         raise BackendError(f"the server's answer is not one of OpenAI's API: {str(answer)[:200]}") from None
-    if not completions:
-        raise BackendError("the server's answer has no choices")
+    if len(completions) != count:
+        raise BackendError(f"the server answered with {len(completions)} texts where {count} were asked for")
     return completions
 
 

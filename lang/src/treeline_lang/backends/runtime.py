@@ -9,18 +9,19 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
+from treeline_wire.headers import FORK, SESSION_ID
+
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient
 from treeline_lang.backends.scoring import select_by_logprobs
 from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
-from treeline_lang.errors import BackendError, ProgramError, Refused, Unreachable, Unsupported
+from treeline_lang.errors import BackendError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
 
-SESSION_HEADER: Final = "x-session-id"
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -110,7 +111,9 @@ class RuntimeEndpoint(Backend):
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
-        await self._post({"text": prompt.text, "sampling_params": _NOTHING}, call)
+        body = {"text": prompt.text, "sampling_params": _NOTHING} | self._model
+        headers = self._headers(call) | ({FORK: str(children)} if children > 1 else {})
+        await self._http.post("/generate", body, headers)
 
     def _body(self, text: str, sampling: Sampling) -> dict[str, Any]:
         params: dict[str, Any] = {"max_new_tokens": sampling.limit}
@@ -145,8 +148,6 @@ class RuntimeEndpoint(Backend):
                 self._deriving = asyncio.ensure_future(self._derive())
             try:
                 self._template = await asyncio.shield(self._deriving)
-            except ProgramError as error:
-                raise error.again() from None  # each program that waits adds its own line
             finally:
                 if self._deriving is not None and self._deriving.done():
                     self._deriving = None
@@ -180,7 +181,7 @@ class RuntimeEndpoint(Backend):
         return await self._http.post("/generate", body | self._model, self._headers(call))
 
     def _headers(self, call: Call) -> dict[str, str]:
-        return {} if call.session is None else {SESSION_HEADER: call.session}
+        return {} if call.session is None else {SESSION_ID: call.session}
 
     def get_server_info(self) -> dict[str, Any]:
         info = background.call(self._http.get("/get_server_info"))

@@ -4,6 +4,7 @@ from treeline_runtime.kvcache.eviction import EVICTION_POLICIES
 from treeline_runtime.kvcache.node import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages
 from treeline_runtime.kvcache.radix import Match, RadixCache, key_of
+from treeline_runtime.kvcache.whole_prompts import WholePrompts
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -14,5 +15,6 @@ __all__ = [
     "PagePool",
     "Pages",
     "RadixCache",
+    "WholePrompts",
     "key_of",
 ]

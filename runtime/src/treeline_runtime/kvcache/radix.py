@@ -107,7 +107,11 @@ class RadixCache:
     # ---- looking up ---------------------------------------------------------------------------------------
 
     def match(self, key: bytes, namespace: str | None = None) -> Match:
-        """The longest cached prefix of `key`, in whole pages. Changes nothing, not even recency."""
+        """What of `key` the cache supplies: its longest cached prefix, in whole pages. Changes nothing, not even
+        recency."""
+        return self._longest(key, namespace)
+
+    def _longest(self, key: bytes, namespace: str | None) -> Match:
         node = self._roots.get(namespace)
         if node is None:
             return NO_MATCH
@@ -240,7 +244,7 @@ class RadixCache:
         if total == 0:
             return 0, None
         self._now += 1
-        match = self.match(key, namespace)
+        match = self._longest(key, namespace)
         node = match.node
         if node is None:
             node = self._roots.get(namespace)
@@ -267,7 +271,7 @@ class RadixCache:
             keep = max(len(leaf.pages) - missing, 0)
             taken.append(leaf.pages[keep:])
             missing -= len(leaf.pages) - keep
-            self._events.removed([hash_of(d) for d in reversed(leaf.digests[keep:])])
+            self._forget(leaf.digests[keep:])
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.digests = leaf.digests[:keep]
@@ -289,6 +293,10 @@ class RadixCache:
         self._clear()
         self._events.cleared()
         return np.concatenate(pages) if pages else NO_PAGES
+
+    def _forget(self, digests: list[bytes]) -> None:
+        """These pages leave the tree; parents first."""
+        self._events.removed([hash_of(digest) for digest in reversed(digests)])
 
     def _append(
         self,

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
+from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, WholePrompts, key_of
 from treeline_runtime.kvcache.radix import TOKEN_BYTES
 from treeline_runtime.scheduler.table import TableManager
 
@@ -21,10 +22,13 @@ from treeline_runtime.scheduler.table import TableManager
 class CacheManager:
     """Moves pages between free list, tree and requests."""
 
-    def __init__(self, num_pages: int, page_size: int, eviction_policy: str, table: TableManager) -> None:
-        self.page_size = page_size
+    def __init__(self, config: SchedulerConfig, num_pages: int, table: TableManager) -> None:
+        self.page_size = config.page_size
         self.pool = PagePool(num_pages)
-        self.tree = RadixCache(page_size, eviction_policy)
+        tree = WholePrompts if config.prefix_cache == "whole-prompts" else RadixCache
+        self.tree = tree(config.page_size, config.eviction_policy)
+        self._keeps = config.prefix_cache != "off"
+        """Whether anything ever gets into the tree."""
         self._table = table
 
     @property
@@ -77,6 +81,8 @@ class CacheManager:
         Pages that the tree had already are replaced by the tree's; the request's own copies of them are freed, or
         deferred while a launched batch may read them.
         """
+        if not self._keeps:
+            return
         total = req.kv_len // self.page_size
         held = req.tree_len // self.page_size
         if total <= held:

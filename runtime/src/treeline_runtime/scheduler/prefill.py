@@ -41,6 +41,8 @@ class PrefillManager:
         self._clock = clock
         self._page_size = config.page_size
         self._chunk_tokens = chunk_tokens
+        self._waits_for_prefixes = config.prefix_cache == "radix"
+        """A request finds what another one with its prefix is about to compute."""
         policy = SCHEDULE_POLICIES.get(config.schedule_policy)
         self._order = WaitingOrder(policy, View(cache.match, config.seed), config.starvation_bound)
         self._by_priority = config.schedule_policy == "priority"
@@ -96,7 +98,9 @@ class PrefillManager:
         """shared_tokens: what another request will have computed before."""
         before = req.uncached_tokens
         cached = self._cache.match(req).num_pages * self._page_size
-        if shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
+        if (
+            self._waits_for_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS
+        ):  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
         req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before
@@ -141,7 +145,7 @@ class PrefillManager:
                 break
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
-            if pending.saves_tokens(req, matched):
+            if self._waits_for_prefixes and pending.saves_tokens(req, matched):
                 continue
             alone = not running and not batch.reqs
             if not self._fits(req, match, None if alone else reserved):

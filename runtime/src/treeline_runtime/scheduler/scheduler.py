@@ -85,7 +85,7 @@ class Scheduler:
             limits.device,
             scratch_page=limits.num_pages,
         )
-        self.cache = CacheManager(limits.num_pages, config.page_size, config.eviction_policy, self.table)
+        self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits.chunked_prefill_size, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
         self.residence = Residence(config, limits, self.table, model, self.warm_up)

@@ -139,7 +139,7 @@ class Probes:
                 "tool_call_parser": service.formats.tools,
                 "pooling": None if service.pooling is None else _pooling(service.pooling),
                 "tokenizer_path": info.args.model,
-                "disable_radix_cache": False,  # there is no way to switch it off; SGLang's kits ask
+                "disable_radix_cache": info.args.prefix_cache == "off",  # SGLang's kits ask
                 "version": info.version,
                 "status": "draining" if service.state.draining else status,
                 "draining": service.state.draining,

@@ -1,0 +1,189 @@
+"""`treeline bench programs`: its arguments, and from them to a result."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from treeline_wire.command_line import Parser
+
+from treeline_bench.context import MODEL, ROOT, BenchmarkError
+from treeline_bench.display import RichDisplay
+from treeline_bench.interrupts import take_interrupts
+from treeline_bench.machine import this_machine, versions
+from treeline_bench.processes import ChildFailed
+from treeline_bench.programs import speculation
+from treeline_bench.programs.ablations import ABLATIONS, FULL
+from treeline_bench.programs.figures import rows_of, table_of
+from treeline_bench.programs.run import Plan, run
+from treeline_bench.programs.server import CACHE_TOKENS, PAGE_TOKENS, Serving
+from treeline_bench.programs.workloads import WORKLOADS
+from treeline_bench.prompts import PromptError
+from treeline_bench.report import page
+from treeline_bench.results import Result, Row, write_result, write_whole
+
+SCALE = 0.5
+TITLE = "Programs"
+DESCRIPTION = """Run programs of the frontend language on `treeline serve`: the eleven workloads of SGLang's paper with
+synthetic texts, each under the ablations of its figure 8, and say how much faster cache, schedule, parallel branches
+and hints make them, and how much the cache found of all that any cache could have found.
+
+Each ablation has a fresh server, each workload an empty cache. The tiny model is the default, so that it runs on a
+laptop in ten minutes; what it says of cache and schedule holds for any model, times do not."""
+EPILOG = f"""examples:
+  treeline bench programs
+      all of it, results in bench/results
+  treeline bench programs --workload judge tree_of_thought --ablation none no_hint full
+      two workloads, three ways to run them; figures are printed and nothing is written
+  treeline bench programs --scale 1 --programs 64 --model DIR --device cuda --server-args "--load-format dummy"
+      on a GPU with random weights: runtime/benchmarks/dummy_model.py --shape llama8b --out DIR makes the model's folder
+  treeline bench programs --server-args "--page-size 16 --max-total-tokens 65536"
+      another cache: the default has pages of {PAGE_TOKENS} and {CACHE_TOKENS:,} tokens × --scale, as in the paper
+
+workloads:
+{chr(10).join(f"  {workload.name:<20} {workload.title}: {workload.shape}" for workload in WORKLOADS.values())}
+  {speculation.NAME:<20} three fields from a black box, with API speculation and without, beside the ablations
+
+ablations:
+{chr(10).join(f"  {ablation.name:<20} {ablation.meaning}" for ablation in ABLATIONS.values())}
+
+exit status: 0 measured, 1 not, 2 wrong arguments, 130 Ctrl-C"""
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    top = Parser(
+        prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = top.add_argument
+    names = (*WORKLOADS, speculation.NAME)
+    add("--workload", nargs="+", choices=names, metavar="NAME", help="(default: all that the model can do)")
+    add("--ablation", nargs="+", choices=ABLATIONS, metavar="NAME", help="(default: all eight)")
+    add(
+        "--programs",
+        type=_at_least(int, 1),
+        metavar="N",
+        help="of each workload (default: 3 to 40, by how long one is)",
+    )
+    add(
+        "--scale",
+        type=_at_least(float, 0.01),
+        default=SCALE,
+        metavar="F",
+        help=f"multiplies lengths of texts and answers, and the cache (default: {SCALE}; 1 = the paper's)",
+    )
+    add("--seed", type=int, default=1, help="of the texts (default: 1)")
+    add("--model", type=Path, default=MODEL, metavar="DIR", help="a checkpoint with a tokenizer (default: models/tiny)")
+    add("--device", default="auto", help="of the server: auto, cpu, cuda (default: auto)")
+    add(
+        "--server-args",
+        default="",
+        metavar="FLAGS",
+        help="more flags of `treeline serve`: --server-args='--page-size 16'",
+    )
+    add("--out", type=Path, metavar="DIR", help="where results go (default: bench/results for a run of everything)")
+    return top
+
+
+def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
+    def convert(word: str) -> Any:
+        value = kind(word)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {least} or more, not {word}")
+        return value
+
+    convert.__name__ = kind.__name__ if isinstance(kind, type) else "value"
+    return convert
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """Raises ValueError for arguments that do not go together."""
+    # A model with random weights extracts nothing: its folder has another name than the one that comes with us.
+    workloads = args.workload or [*WORKLOADS, *([speculation.NAME] if args.model == MODEL else [])]
+    ablations = [ABLATIONS[name] for name in args.ablation or ABLATIONS]
+    extraction = speculation.NAME in workloads
+    if extraction and FULL not in ablations:
+        raise ValueError(f"--workload {speculation.NAME} needs --ablation {FULL.name}: it asks that server")
+    return Plan(
+        [WORKLOADS[name] for name in workloads if name in WORKLOADS],
+        ablations,
+        args.scale,
+        args.programs,
+        args.seed,
+        extraction,
+    )
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_bench programs") -> int:
+    """Returns the exit status; a wrong command line exits with 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    top, console = parser(prog), Console(stderr=True)
+    args = top.parse_args(argv)
+    try:
+        plan = plan_of(args)
+    except ValueError as error:
+        top.error(str(error))
+    take_interrupts()
+    serving = Serving(args.model, args.device, round(CACHE_TOKENS * args.scale), args.server_args)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="treeline-bench-") as folder,
+            RichDisplay("programs", console) as display,
+        ):
+            ran = run(plan, serving, Path(folder), display)
+    except (BenchmarkError, ChildFailed, PromptError) as error:
+        console.print(f"programs: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted; everything is stopped", highlight=False)
+        return 130
+    if ran.table:
+        print(table_of(ran.table), end="")
+    for form, ratio in ran.calls.items():
+        print(f"API speculation, {form}: {ratio:.2f} times fewer calls")
+    _write(rows_of(ran.table, ran.calls), args, argv, console)
+    return 0
+
+
+def _write(rows: Sequence[Row], args: argparse.Namespace, argv: Sequence[str], console: Console) -> None:
+    whole = not args.workload and not args.ablation
+    out: Path | None = args.out or (ROOT / "bench" / "results" if whole else None)
+    if out is None:
+        return
+    result = Result(
+        benchmark="programs",
+        date=datetime.date.today().isoformat(),
+        machine=this_machine(),
+        versions=versions(),
+        command=command_of(argv),
+        rows=list(rows),
+    )
+    write_result(result, out)
+    write_whole(out / "programs.md", page(result, TITLE).encode())
+    if whole:
+        from treeline_bench.plots import plot  # drawing is slow to load
+
+        plot(result, out / "programs.svg")
+    console.print(f"results in {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}", highlight=False)
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """The command that measured, without a path of this machine."""
+    words: list[str] = []
+    flags = iter(argv)
+    for word in flags:
+        name, equals, value = word.partition("=")
+        if name == "--out":
+            if not equals:
+                next(flags, None)
+        elif name == "--model":
+            words += ["--model", Path(value if equals else next(flags, "")).name]
+        else:
+            words.append(word)
+    return shlex.join(["treeline", "bench", "programs", *words])

@@ -1,0 +1,78 @@
+"""What was asked of a server and what it said: as a backend sends it, not as a program means it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+from treeline_lang import RuntimeEndpoint
+from treeline_lang.backends.base import Call
+
+from treeline_bench.context import BenchmarkError
+from treeline_bench.programs.oracle import Found, Tree
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, as text or as ids, and its answer."""
+
+    prompt: str | list[int]
+    answer: list[int]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class Recorded(RuntimeEndpoint):
+    """Keeps what it sends and what is answered, in the order of the answers: whoever goes on from one is behind it."""
+
+    def __init__(self, url: str) -> None:
+        # Texts are plain: a template would be asked of the model, and one with random weights has none.
+        super().__init__(url, chat_template="plain")
+        self._answered: list[tuple[dict[str, Any], Any]] = []
+
+    async def _post(self, body: dict[str, Any], call: Call) -> Any:
+        answer = await super()._post(body, call)
+        self._answered.append((body, answer))
+        return answer
+
+    def take(self) -> list[Asked]:
+        """What was recorded since the last time."""
+        answered, self._answered = self._answered, []
+        return [asked for body, answer in answered for asked in asked_of(body, answer)]
+
+
+def asked_of(body: dict[str, Any], answers: Any) -> list[Asked]:
+    """Of a body of `/generate` and its answer, which is a list where there are several prompts."""
+    prompts = body["text"] if "text" in body else body["input_ids"]
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        prompts = [prompts]
+    answers = answers if isinstance(answers, list) else [answers]
+    copies = len(answers) // max(len(prompts), 1)  # n of each
+    return [
+        Asked(prompt, answer["output_ids"], answer["meta_info"]["prompt_tokens"], answer["meta_info"]["cached_tokens"])
+        for prompt, answer in zip([prompt for prompt in prompts for _ in range(copies)], answers, strict=True)
+    ]
+
+
+def hits(asked: Sequence[Asked]) -> Found:
+    """What the server found; what there was to find is not looked up."""
+    return Found(sum(one.prompt_tokens for one in asked), sum(one.cached_tokens for one in asked))
+
+
+def compare(asked: Sequence[Asked], tokenizer: Tokenizer) -> Found:
+    """What the server found, and what there was to find. Raises BenchmarkError where it counts other tokens than its
+    tokenizer makes."""
+    tree, found = Tree(), hits(asked)
+    for one, ids in zip(asked, _ids(asked, tokenizer), strict=True):
+        if len(ids) != one.prompt_tokens:
+            raise BenchmarkError(f"the server counts {one.prompt_tokens} tokens of a prompt, its tokenizer {len(ids)}")
+        found.best += tree.add(ids)
+        tree.add(ids + one.answer[:-1])  # the last one is sampled, and never computed
+    return found
+
+
+def _ids(asked: Sequence[Asked], tokenizer: Tokenizer) -> list[list[int]]:
+    texts = iter(tokenizer.encode_batch([one.prompt for one in asked if isinstance(one.prompt, str)]))
+    return [next(texts).ids if isinstance(one.prompt, str) else one.prompt for one in asked]
