@@ -21,6 +21,8 @@ AT_ONCE = 64
 """Programs of a batch: the paper's."""
 ALONE = 2
 """Programs whose latency is taken."""
+WARM_UP = 0.2
+"""The length of a program that warms up, by that of those that are measured."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class Plan:
     extraction: bool = False
     """Whether API speculation is measured, on the server of everything."""
 
-    def batch(self, workload: Workload, maker: PromptMaker, part: str, programs: int | None = None) -> Batch:
-        """`part`: of the run; each has texts of its own."""
-        data = Data(maker, f"{self.seed} {workload.name} {part}", self.scale)
+    def batch(
+        self, workload: Workload, maker: PromptMaker, part: str, programs: int | None = None, length: float = 1.0
+    ) -> Batch:
+        """`part`: of the run; each has texts of its own, so many times as long."""
+        data = Data(maker, f"{self.seed} {workload.name} {part}", self.scale * length)
         return workload.make(data, programs or self.programs or workload.programs)
 
 
@@ -66,8 +70,8 @@ def run(plan: Plan, serving: Serving, folder: Path, display: Display) -> Ran:
 
 
 def _measure(plan: Plan, workload: Workload, ablation: Ablation, backend: Recorded, maker: PromptMaker) -> Measured:
-    """A program of the same kind first warms what is not the cache: grammars, kernels, connections."""
-    _run(plan.batch(workload, maker, "warm-up", 1), ablation, backend)
+    """A short program of the same kind first warms what is not the cache: grammars, kernels, connections."""
+    _run(plan.batch(workload, maker, "warm-up", 1, WARM_UP), ablation, backend)
     batch = plan.batch(workload, maker, "batch")
     duration_s = _timed([batch], ablation, backend)
     asked = backend.take()
