@@ -186,7 +186,8 @@ def _check_numbers(given: dict[str, Any]) -> None:
         value = given.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral if kind is int else numbers.Real):
+        wanted: Any = numbers.Integral if kind is int else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, wanted):
             raise TypeError(f"{name} is {'an integer' if kind is int else 'a number'}, not {value!r}")
         if not low <= value <= high:
             raise ValueError(f"{name} is between {low:g} and {high:g}, not {value!r}")
