@@ -22,6 +22,7 @@ flat = st.one_of(
     st.tuples(st.just("int"), names),
     st.tuples(st.just("select"), names, st.lists(words, min_size=1, max_size=2), st.booleans()),
     st.tuples(st.just("read"), names, st.booleans()),
+    st.tuples(st.just("sibling"), st.booleans()),
     st.tuples(st.just("set"), names, st.sampled_from(["constant", "argument", "variable", "text"])),
 )
 
@@ -49,7 +50,7 @@ scripts = _scripts(3)
 
 def program(script: Script) -> Function:
     def body(s: ProgramState, word: str, count: int, items: dict[str, list[str]]) -> Any:
-        arguments = {"word": word, "count": count, "items": items, "depth": 0, "loose": []}
+        arguments = {"word": word, "count": count, "items": items, "depth": 0, "loose": [], "siblings": []}
         act(s, script, arguments, turn=False)
         known = {name: s[name] for name in NAMES if name in s}
         return {**known, "word": word, "second": (items["list"][1],), "states": arguments["loose"]}
@@ -108,6 +109,16 @@ def _set(s: ProgramState, arguments: dict[str, Any], name: str, kind: str) -> No
             pass
 
 
+def _sibling(s: ProgramState, arguments: dict[str, Any], kept: bool) -> None:
+    """What an earlier branch of the same fork has written."""
+    for sibling in arguments["siblings"][:1]:
+        value = _value(sibling, "a")
+        if value is not None and kept:
+            s.set_var("c", value)
+        elif value is not None:
+            s += "sibling: " + value
+
+
 def _select(s: ProgramState, arguments: dict[str, Any], name: str, choices: list[str], more: bool) -> None:
     known = [arguments["word"], "+" + arguments["word"]] if more else []
     s += select(name, [*choices, *known])
@@ -126,6 +137,7 @@ _FLAT: dict[str, Callable[..., None]] = {
     "select": _select,
     "read": _read,
     "set": _set,
+    "sibling": _sibling,
 }
 
 
@@ -143,8 +155,8 @@ def _act_nested(s: ProgramState, op: str, rest: list[Any], arguments: dict[str, 
                 act(s, inner, {**arguments, "depth": depth}, turn=turn)
         case "fork", branches, mode:
             group = s.fork(len(branches))
-            for branch, inner in zip(group, branches, strict=True):
-                act(branch, inner, arguments, turn=turn)
+            for index, (branch, inner) in enumerate(zip(group, branches, strict=True)):
+                act(branch, inner, {**arguments, "siblings": list(group)[:index]}, turn=turn)
             if mode is not None:
                 group.join(mode)
             else:

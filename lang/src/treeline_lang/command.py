@@ -30,8 +30,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     words = top.add_subparsers(dest="word", required=True, metavar="WORD")
     run = words.add_parser(
         "run",
-        help="run a program, and print what it returns or its text",
-        description="Runs a program, and prints what it returns, or its text if it returns nothing.",
+        help="run a program, and print what it returns",
+        description="Runs a program, and prints what it returns, or else its variables, or else its text.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -93,21 +93,26 @@ def _run(options: argparse.Namespace) -> int:
     bound = program.arguments((), arguments)
     with RuntimeEndpoint(options.url, model=options.model, timeout_s=options.timeout) as backend:
         state = program.start(program.new_run(backend, sampling), bound, waits=True)
-        text = state.text()
+        text, variables = state.text(), state.variables
         if options.json:
-            told = {
-                "text": text,
-                "variables": state.variables,
-                "messages": state.messages(),
-                "returned": state.ret_value,
-            }
-            _print(json.dumps(told, ensure_ascii=False, default=_other))
-        elif state.ret_value is None:
-            _print(text)
+            told = {"text": text, "variables": variables, "messages": state.messages(), "returned": state.ret_value}
+            _print(_json(told))
         else:
-            shown = state.ret_value
-            _print(shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False, default=_other))
+            _print(_told(state.ret_value, variables, text))
     return OK
+
+
+def _told(returned: Any, variables: dict[str, Any], text: str) -> str:
+    """What the program has come to: what it returns, or else what it has set, or else its text."""
+    if returned is None and not variables:
+        return text
+    if returned is None:
+        returned = variables if len(variables) > 1 else next(iter(variables.values()))
+    return returned if isinstance(returned, str) else _json(returned)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=_other)
 
 
 def _other(value: Any) -> Any:

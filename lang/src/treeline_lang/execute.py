@@ -74,9 +74,11 @@ class GraphBody:
                 recorder.tracing.fail("a program from a file is run, and not compiled again within another one")
             return self._source(state, **arguments)
         execution = _Execution(self.graph, state, arguments)
-        for number, index in self.order:
-            execution.submit(number, self.graph.streams[number].steps[index])
-        execution.close()
+        try:
+            for number, index in self.order:
+                execution.submit(number, self.graph.streams[number].steps[index])
+        finally:
+            execution.close()
         for number, index in self.order:
             for source in reads(self.graph.streams[number].steps[index]):
                 execution.known(source)

@@ -34,7 +34,7 @@ def outcome(one, **options):
 
 
 @given(scripts)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @example(
     [("fork", [[("gen", "a", 2)], [("int", "b")], []], "gather_variable"), ("read", "a", True), ("read", "b", False)]
 )

@@ -247,6 +247,22 @@ def test_only_branches_that_begin_with_a_gen_meet():
     assert [sorted(batch) for batch in backend.batches] == [["a", "we"]]
 
 
+def test_a_branch_that_waits_for_its_sibling_does_not_meet_it():
+    @function
+    def chained(s):
+        branches = s.fork(3)
+        branches[0] += "first" + gen("x", max_tokens=4)
+        branches[1].set_var("kept", branches[0]["x"])
+        branches[1] += "second" + gen("x", max_tokens=4)
+        branches[2] += branches[1]["x"] + gen("y", max_tokens=4)
+        branches.join()
+        return s["y"]
+
+    compiled = chained.compile(strict=True)
+    assert forks_of(compiled.graph)[0].together == ()
+    assert compiled.run(backend=Batches()).ret_value == [echo(echo("second", 0, 4), 0, 4)]
+
+
 def test_one_that_fails_fails_alone():
     class Refuses(Batches):
         async def generate(self, prompt, sampling, call):

@@ -140,9 +140,31 @@ def test_another_process_runs_a_file(url, backend, tmp_path):
     assert (answer.returncode, json.loads(answer.stdout)) == (0, expected.ret_value), answer.stderr
     answer = command("treeline", "program", "run", str(file), *asked, "--json")
     whole = json.loads(answer.stdout)
+    assert (whole["returned"], answer.returncode) == (expected.ret_value, 0)
     assert (whole["text"], whole["messages"], whole["variables"]) == (
         expected.text(), expected.messages(), expected.variables
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda s: s.set_var("x", "one"), "one\n"),
+        (lambda s: [s.set_var("x", 1), s.set_var("y", "two"), None][-1], '{"x": 1, "y": "two"}\n'),
+        (lambda s: [s.__iadd__("text"), None][-1], "text\n"),
+        (lambda s: {"returned": [1, "ü"]}, '{"returned": [1, "ü"]}\n'),
+        (lambda s: s, '"nothing"\n'),
+    ],
+)
+def test_what_is_printed_is_what_the_program_has_come_to(tmp_path, capsys, act, told):
+    @function
+    def ends(s):
+        s += ""
+        return act(s)
+
+    ends.compile(strict=True).save(tmp_path / "x")
+    assert main(["run", str(tmp_path / "x"), "--url", "http://127.0.0.1:1"]) == 0
+    assert capsys.readouterr().out == told.replace("nothing", "")
 
 
 def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):

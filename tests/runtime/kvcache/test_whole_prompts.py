@@ -49,6 +49,14 @@ def test_an_answer_is_not_found_and_the_longest_prompt_counts() -> None:
     assert table.pages([1, 2, 3, 4, 5, 0, 7, 8]) == 2
 
 
+def test_a_prompt_is_found_whole_and_used_as_far_as_one_may() -> None:
+    table = Table()
+    table.insert([1, 2, 3, 4, 5, 6])
+    key = key_of([1, 2, 3, 4, 5, 6, 7, 8])
+    assert [table.cache.match(key, None, most).num_pages for most in range(9)] == [0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert table.cache.match(key_of([1, 2, 3, 4, 5, 9]), None, 4).num_pages == 0
+
+
 def test_what_was_evicted_ends_no_prompt() -> None:
     table = Table()
     table.insert([1, 2, 3, 4, 5])
@@ -72,5 +80,5 @@ def test_it_finds_what_a_table_of_prompts_would(page_size: int) -> None:
         assert table.pages(tokens) == best // page_size
         prompt = rng.randint(1, len(tokens))
         table.insert(tokens, prompt)
-        if end := (prompt - 1) // page_size * page_size:
+        if end := prompt // page_size * page_size:
             ends.add(tuple(tokens[:end]))

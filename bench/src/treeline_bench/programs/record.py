@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 from treeline_lang import RuntimeEndpoint
-from treeline_lang.backends.base import Call
+from treeline_lang.backends.http import HttpClient
 
 from treeline_bench.context import BenchmarkError
 from treeline_bench.programs.oracle import Found, Tree
@@ -24,22 +24,32 @@ class Asked:
     cached_tokens: int
 
 
+class Recording(HttpClient):
+    """Keeps what is sent to `/generate`, hints too, and what is answered, in the order of the answers: whoever goes on
+    from one is behind it."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.answered: list[tuple[dict[str, Any], Any]] = []
+
+    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+        answer = await super().post(path, body, headers)
+        if path == "/generate":
+            self.answered.append((body, answer))
+        return answer
+
+
 class Recorded(RuntimeEndpoint):
-    """Keeps what it sends and what is answered, in the order of the answers: whoever goes on from one is behind it."""
+    """A backend that remembers."""
 
     def __init__(self, url: str) -> None:
         # Texts are plain: a template would be asked of the model, and one with random weights has none.
         super().__init__(url, chat_template="plain")
-        self._answered: list[tuple[dict[str, Any], Any]] = []
-
-    async def _post(self, body: dict[str, Any], call: Call) -> Any:
-        answer = await super()._post(body, call)
-        self._answered.append((body, answer))
-        return answer
+        self._http = self._recording = Recording(url)
 
     def take(self) -> list[Asked]:
         """What was recorded since the last time."""
-        answered, self._answered = self._answered, []
+        answered, self._recording.answered = self._recording.answered, []
         return [asked for body, answer in answered for asked in asked_of(body, answer)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, Text
 from treeline_lang.graph import Graph, Stream
-from treeline_lang.nodes import Append, Argument, Hole, SetVar, Step
+from treeline_lang.nodes import Append, Argument, Hole, SetVar, Step, Variable, reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,11 @@ def with_step(graph: Graph, number: int, index: int, step: Step) -> Graph:
 
 
 def leading(stream: Stream) -> Iterator[Expr]:
-    """The parts that a stream appends first, up to its first fork or join."""
+    """The parts that a stream appends first, up to its first fork or join, or to where it waits for a variable."""
     for step in stream.steps:
         if isinstance(step, Append):
             yield from (part for part in step.parts if not isinstance(part, _SILENT))
-        elif not isinstance(step, SetVar):
+        elif not isinstance(step, SetVar) or any(isinstance(source, Variable) for source in reads(step)):
             return
 
 

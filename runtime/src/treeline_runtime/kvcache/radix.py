@@ -106,10 +106,10 @@ class RadixCache:
 
     # ---- looking up ---------------------------------------------------------------------------------------
 
-    def match(self, key: bytes, namespace: str | None = None) -> Match:
-        """What of `key` the cache supplies: its longest cached prefix, in whole pages. Changes nothing, not even
-        recency."""
-        return self._longest(key, namespace)
+    def match(self, key: bytes, namespace: str | None = None, most: int | None = None) -> Match:
+        """What of `key` the cache supplies, in whole pages of at most so many tokens: its longest cached prefix.
+        Changes nothing, not even recency."""
+        return self._longest(key if most is None else key[: most * TOKEN_BYTES], namespace)
 
     def _longest(self, key: bytes, namespace: str | None) -> Match:
         node = self._roots.get(namespace)

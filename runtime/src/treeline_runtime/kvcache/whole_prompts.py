@@ -12,8 +12,7 @@ class WholePrompts(RadixCache):
     such a prompt nor what was answered to it is found. The longest such prompt counts.
 
     Pages are kept as in the tree, so equal ones are there once and what is evicted is the same: the two differ in what
-    they find and in nothing else. A prompt ends, here, with the last whole page that a cache could supply of it, which
-    its last token is no part of.
+    they find and in nothing else. A prompt ends, here, with its last whole page.
     """
 
     def _clear(self) -> None:
@@ -21,24 +20,27 @@ class WholePrompts(RadixCache):
         self._ends: set[bytes] = set()
         """Digests of the pages with which prompts end; a digest names a page and all before it."""
 
-    def match(self, key: bytes, namespace: str | None = None) -> Match:
+    def match(self, key: bytes, namespace: str | None = None, most: int | None = None) -> Match:
         """O(pages of the key)."""
         longest = self._longest(key, namespace)
-        node, used, total = longest.node, longest.used_pages, longest.num_pages
+        node, used = longest.node, longest.used_pages
+        start, end = longest.num_pages - used, -1
         while node is not None and node.parent is not None:
-            for at in range(used, 0, -1):
-                if node.digests[at - 1] in self._ends:
-                    return Match(node, at, total - used + at)
-            total -= used
+            if end < 0:
+                end = next((start + at for at in range(used, 0, -1) if node.digests[at - 1] in self._ends), -1)
+                end = end if most is None else min(end, most // self.page_size)
+            if end > start:
+                return Match(node, end - start, end)
             node = node.parent
             used = len(node.pages)
+            start -= used
         return NO_MATCH
 
     def insert(
         self, key: bytes, pages: Pages, *, prompt_tokens: int, namespace: str | None = None, priority: int = 0
     ) -> tuple[int, Node | None]:
         existing, node = super().insert(key, pages, prompt_tokens=prompt_tokens, namespace=namespace, priority=priority)
-        end, total = (prompt_tokens - 1) // self.page_size, len(key) // self._page_bytes
+        end, total = prompt_tokens // self.page_size, len(key) // self._page_bytes
         if 0 < end <= total:
             step = node
             assert step is not None

@@ -15,7 +15,6 @@ import numpy as np
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, WholePrompts, key_of
-from treeline_runtime.kvcache.radix import TOKEN_BYTES
 from treeline_runtime.scheduler.table import TableManager
 
 
@@ -47,7 +46,7 @@ class CacheManager:
 
     def match(self, req: Req) -> Match:
         """What the cache could supply to a waiting request. Changes nothing."""
-        return self.tree.match(req.key[: req.cacheable_len * TOKEN_BYTES], req.namespace)
+        return self.tree.match(req.key, req.namespace, req.cacheable_len)
 
     def admit(self, req: Req, match: Match) -> None:
         """Give `req` a row and lock its match, which must be fresh."""
