@@ -146,13 +146,14 @@ def test_reading_a_program_that_runs_elsewhere_waits_for_its_body(read: Callable
     state.sync()
 
 
-def test_what_ended_a_program_that_runs_elsewhere_is_raised_by_what_it_returns() -> None:
+def test_what_ended_a_program_is_raised_by_what_it_returns() -> None:
     @function
     def breaks(s: Any) -> None:
         raise LookupError("no such thing")
 
-    with pytest.raises(ProgramError, match="no such thing"):
-        _ = breaks.run(stream=True, backend=COUNTS).ret_value
+    for state in (breaks.run(stream=True, backend=COUNTS), *breaks.run_batch([{}], backend=COUNTS)):
+        with pytest.raises(ProgramError, match="no such thing"):
+            _ = state.ret_value
 
 
 @function
@@ -195,7 +196,7 @@ def test_a_state_shows_its_text() -> None:
 
 
 def test_pieces_are_followed_by_keyword() -> None:
-    assert list(ask.run(backend=COUNTS, stream=True).text_iter(var_name="a"))[-1:] != []
+    assert "".join(ask.run(backend=COUNTS, stream=True).text_iter(var_name="a")) == "<3>"
 
 
 def test_a_method_of_the_default_backend_is_a_function_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ class ProgramState:
     def ret_value(self) -> Any:
         """What the program's function returned. Raises what ended it."""
         self._await_body()
-        if self._ended is not None and self._stream.ended_by is not None:
+        if self._stream.ended_by is not None:
             raise self._stream.ended_by.again()
         return self._stream.returned
 

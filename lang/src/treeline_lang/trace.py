@@ -150,7 +150,7 @@ class Recorded:
 class Recorder:
     """In place of a StreamExecutor: keeps what is submitted."""
 
-    failure = None
+    failure = ended_by = None
     returned: Any = None
 
     def __init__(self, tracing: Tracing, variables: Mapping[str, Recorded], sampling: Sampling) -> None:
