@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import operator
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import pydantic
 import pytest
 from hypothesis import given
@@ -165,3 +167,21 @@ def test_reasoning_and_answer_are_taken_apart_at_the_marks(model_type: str) -> N
         ("I think.", "Yes.") if opens else ("", f"I think.{end} Yes.")
     )
     assert split_reasoning("Yes.", model_type) == (("Yes.", "") if opens else ("", "Yes."))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda: f"It is {gen('a')}.", lambda: str(select("a", ["x"])), lambda: "It is %s." % gen("a")],  # noqa: UP031
+    ids=["f-string", "str", "percent"],
+)
+def test_a_call_is_not_made_a_text(write: Callable[[], str]) -> None:
+    with pytest.raises(TypeError, match="it has no text yet"):
+        write()
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    assert as_expr(np.int64(3)) == Text("3")
+    sampling = check_sampling(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=[np.int64(2)])
+    assert (type(sampling.max_tokens), type(sampling.temperature)) == (int, float)
+    assert type(sampling.stop_token_ids[0]) is int
+    assert isinstance(gen_int("x", 4), Gen)

@@ -14,7 +14,7 @@
 """
 
 from treeline_lang.backends.anthropic import Anthropic
-from treeline_lang.backends.base import Backend, set_default_backend
+from treeline_lang.backends.base import Backend, flush_cache, get_server_info, set_default_backend
 from treeline_lang.backends.engine import EngineBackend
 from treeline_lang.backends.openai import OpenAI
 from treeline_lang.backends.runtime import RuntimeEndpoint
@@ -91,10 +91,12 @@ __all__ = [
     "assistant",
     "assistant_begin",
     "assistant_end",
+    "flush_cache",
     "function",
     "gen",
     "gen_int",
     "gen_string",
+    "get_server_info",
     "greedy_token_selection",
     "image",
     "select",

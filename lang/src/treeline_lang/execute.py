@@ -7,6 +7,7 @@ variable waits for it in its own stream.
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -155,7 +156,7 @@ class _Execution:
             raise WrongArgument(_not_a_text(argument, value), where=where)
         if isinstance(value, Expr):
             return flatten(value)
-        if not isinstance(value, str | int | float):
+        if not isinstance(value, str | numbers.Number):
             reason = (
                 f"the argument {argument.name!r} is appended, and it is {value!r}: texts, numbers and expressions are"
             )

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
@@ -24,6 +25,9 @@ from treeline_lang.sampling import Sampling
 from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
+
+DEEPEST: Final = 200
+"""Each has a thread."""
 
 
 class Step(ABC):
@@ -37,6 +41,10 @@ class Step(ABC):
 
     @abstractmethod
     async def do(self, stream: StreamExecutor) -> None: ...
+
+    def do_late(self) -> bool:
+        """Does it to a program that has ended. False: there is no place for it."""
+        return False
 
     def abandon(self, failure: ProgramError) -> None:
         """It will not be done, or not to its end."""
@@ -100,13 +108,17 @@ class Run:
     parallel: bool = True
     """False: a step's submitter waits until it is done."""
     call: Call = field(default_factory=Call)
+    depth: int = 0
+    """Programs within which it was called."""
     streams: Streams = field(default_factory=Streams)
 
     def beside(self, sampling: Sampling, num_api_spec_tokens: int | None = None) -> Run:
-        """A run for a program called within this one; it is cancelled with it."""
+        """A run for a program called within this one; it is cancelled with it. Raises RecursionError."""
         tokens = self.call.num_api_spec_tokens if num_api_spec_tokens is None else num_api_spec_tokens
         call = replace(self.call, num_api_spec_tokens=tokens)
-        return replace(self, defaults=sampling.over(self.defaults), call=call)
+        if self.depth == DEEPEST:
+            raise RecursionError(f"{DEEPEST} programs are called within one another, each beside the one before")
+        return replace(self, defaults=sampling.over(self.defaults), call=call, depth=self.depth + 1)
 
 
 class StreamExecutor:
@@ -119,6 +131,8 @@ class StreamExecutor:
         self.transcript = Transcript()
         self.growing = Growing()
         """The whole text."""
+        self.returned: Any = None
+        """What the body has returned."""
         self.scopes: dict[str, tuple[Variable, int]] = {}
         """Open ones: variable, where its text begins."""
         self.step: tuple[Where | None, str] = (None, "")
@@ -140,12 +154,12 @@ class StreamExecutor:
         self._declared = threading.Condition()
         self._open = True
         """More steps may come."""
-        self._ended_by: ProgramError | None = None
+        self.ended_by: ProgramError | None = None
         """Why no more do, where the body did not end well."""
         self._inbox: deque[Step] = deque()
         self._over = False
         """The last step is done."""
-        self._waits = waits
+        self._waits = self._is_branch = waits
         self._task: asyncio.Task[None] | None = None
         run.streams.add(self)
 
@@ -154,11 +168,14 @@ class StreamExecutor:
     def submit(self, step: Step) -> None:
         """Does not wait, unless the run is told not to be parallel. Raises ProgramError once it is closed."""
         with self._declared:
-            if not self._open:
+            late = not self._open
+            if late and (self._is_branch or not step.do_late()):
                 reason = "nothing can be appended any more: the program has ended, or the branch was joined"
                 raise ProgramError(reason, where=step.where, step=step.name)
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()
+        if late:
+            return
         self._loop.call_soon_threadsafe(self._put, step)
         if not self.run.parallel:
             self.sync()
@@ -175,7 +192,7 @@ class StreamExecutor:
                     raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended")
                 return variable
             known = ", ".join(self.variables) or "none"
-        if failure := self.failure or self._ended_by:
+        if failure := self.failure or self.ended_by:
             raise failure.again()
         raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}")
 
@@ -203,7 +220,7 @@ class StreamExecutor:
     def close_alone(self, failure: ProgramError | None = None) -> None:
         """It has been joined, which ends it, though not branches of its own that were not."""
         with self._declared:
-            self._open, self._ended_by = False, failure
+            self._open, self.ended_by = False, failure
             self._declared.notify_all()
         self._loop.call_soon_threadsafe(self._put, Mark(lambda: self._end(failure)))
 

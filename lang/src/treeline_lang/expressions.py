@@ -6,9 +6,10 @@ but a sum knows the line of the program that made it (`where`, which equality ig
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Never
 
 from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, token_length_normalized
 from treeline_lang.reasoning import check_model_type
@@ -31,6 +32,17 @@ class Expr:
 
     def __radd__(self, other: Piece) -> Sum:
         return Sum((*_parts(as_expr(other)), *_parts(self)))
+
+    def __str__(self) -> str:
+        """Raises TypeError: a prompt would have this object's description in it, and nothing would be asked."""
+        return self._no_text()
+
+    def __format__(self, spec: str) -> str:
+        return self._no_text()
+
+    def _no_text(self) -> Never:
+        name = type(self).__name__.lower()
+        raise TypeError(f'{name}(…) in an f-string or str(): it has no text yet; add it to texts: "…" + {name}(…)')
 
 
 Piece = Expr | str | int | float
@@ -146,7 +158,7 @@ def as_expr(piece: object) -> Expr:
         return piece
     if isinstance(piece, str):
         return Text(piece)
-    if isinstance(piece, int | float):
+    if isinstance(piece, numbers.Number):  # NumPy's, too
         return Text(str(piece))
     if piece is None:
         raise TypeError("None was appended: a function without a return, or a variable that was never set?")
@@ -225,14 +237,14 @@ def gen(
     return Gen(name, check_sampling(**given))
 
 
-def gen_int(name: str | None = None, **options: Any) -> Expr:
+def gen_int(name: str | None = None, max_tokens: int | None = None, n: int | None = None, **options: Any) -> Expr:
     """`gen` of an integer."""
-    return gen(name, dtype=int, **options)
+    return gen(name, max_tokens, n=n, dtype=int, **options)
 
 
-def gen_string(name: str | None = None, **options: Any) -> Expr:
+def gen_string(name: str | None = None, max_tokens: int | None = None, n: int | None = None, **options: Any) -> Expr:
     """`gen` of a quoted text; `s[name]` has no quotes."""
-    return gen(name, dtype=str, **options)
+    return gen(name, max_tokens, n=n, dtype=str, **options)
 
 
 def select(

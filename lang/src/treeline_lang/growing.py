@@ -24,6 +24,10 @@ class Growing:
         self._done = False
 
     @property
+    def so_far(self) -> str:
+        return self._since(0)[0]
+
+    @property
     def done(self) -> bool:
         return self._done
 

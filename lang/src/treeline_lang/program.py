@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import inspect
+import pickle
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 from treeline_lang import background, batch, prefix, serialize, trace
 from treeline_lang.backends.base import Backend, Call, default_backend
@@ -22,7 +24,7 @@ from treeline_lang.passes import DEFAULT_PASSES, Pass, Report
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.state import ProgramState, state_of
 from treeline_lang.transcript import Prompt
-from treeline_lang.where import raised_at
+from treeline_lang.where import name_of, raised_at
 
 SAMPLING_NAMES = frozenset({field.name for field in fields(Sampling)} - {"dtype", "regex", "json_schema"}) | {
     "max_new_tokens"
@@ -42,24 +44,28 @@ class Function:
     def __init__(
         self, body: Callable[..., Any], num_api_spec_tokens: int | None = None, bound: Mapping[str, Any] | None = None
     ) -> None:
-        """Raises TypeError for a function without a state, ValueError for a wrong number of tokens."""
-        parameters = list(inspect.signature(body).parameters.values())
-        if not parameters or parameters[0].kind not in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            raise TypeError(
-                f"{body.__name__}: the first parameter of a program is its state: def {body.__name__}(s, …)"
-            )
+        """Raises TypeError for what cannot be a program, ValueError for a wrong number of tokens."""
+        signature = _checked_signature(body)
         if num_api_spec_tokens is not None and num_api_spec_tokens < 1:
             raise ValueError(f"num_api_spec_tokens is at least 1, not {num_api_spec_tokens!r}")
         self.body = body
         self.num_api_spec_tokens = num_api_spec_tokens
         self.bound = dict(bound or {})
-        self._signature = inspect.signature(body).replace(parameters=parameters[1:])
-        self.__name__ = body.__name__
-        self.__doc__ = body.__doc__
-        self.__wrapped__ = body
+        self._signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        functools.update_wrapper(self, body, updated=())
+        self.__name__ = name_of(body)
+
+    def __reduce__(self) -> Any:
+        """Pickled by its name, as functions are: for another process, which imports its module."""
+        if self.bound:
+            raise pickle.PicklingError(f"{self.__name__} has bound arguments: pickle the program, and bind there")
+        return getattr(self, "__qualname__", self.__name__)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        return self
 
     def __repr__(self) -> str:
         return f"<program {self.__name__}{self._signature}>"
@@ -203,12 +209,16 @@ class Function:
 
         def body() -> None:
             with suppress(Exception):  # the state tells it to whoever reads
-                self.run_body(state, arguments)
+                try:
+                    self.run_body(state, arguments)
+                finally:
+                    ended.set()
 
         state._stream.owner = None
+        ended = threading.Event()
         context = contextvars.copy_context()
         threading.Thread(target=context.run, args=(body,), name=f"program {self.__name__}", daemon=True).start()
-        return state
+        return ProgramState(state._stream, ended)
 
     def run_body(self, state: ProgramState, arguments: Mapping[str, Any]) -> None:
         stream = state._stream
@@ -216,7 +226,7 @@ class Function:
         token = _running.set(stream.run)
         failure: ProgramError | None = Cancelled("interrupted")
         try:
-            state.ret_value = self.body(state, **arguments)
+            stream.returned = self._call(state, arguments)
             failure = None
         except ProgramError as error:
             failure = error
@@ -227,6 +237,13 @@ class Function:
         finally:
             _running.reset(token)
             stream.close(failure)
+
+    def _call(self, state: ProgramState, arguments: Mapping[str, Any]) -> Any:
+        returned = self.body(state, **arguments)
+        if inspect.iscoroutine(returned):
+            returned.close()
+            raise TypeError(f"{self.__name__}: {_NOT_ASYNC}")
+        return returned
 
     @overload
     def run_batch(
@@ -272,7 +289,7 @@ class Function:
         at once (in a run that is not parallel once it has ended). Outside of one: `run`."""
         if args and isinstance(args[0], ProgramState):
             state = args[0]
-            state.ret_value = self.body(state, **self.arguments(args[1:], kwargs))
+            state._stream.returned = self._call(state, self.arguments(args[1:], kwargs))
             return state
         tracing = trace.current()
         if tracing is not None:
@@ -358,6 +375,35 @@ def _item(item: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
     if isinstance(item, tuple | list):
         return item, {}
     raise TypeError(f"an item of a batch is a mapping of arguments or a tuple of them, not {item!r}")
+
+
+_NOT_ASYNC = (
+    "a program is a plain def: its steps do not wait, and run() can be awaited as asyncio.to_thread(program.run, …)"
+)
+
+
+def _checked_signature(body: Callable[..., Any]) -> inspect.Signature:
+    """Raises TypeError for what cannot be a program."""
+    if not callable(body):
+        raise TypeError(f"@function takes a function, not {body!r}: @classmethod and the like go above it")
+    name = name_of(body)
+    kinds = (body, type(body).__call__)
+    if any(inspect.iscoroutinefunction(kind) or inspect.isasyncgenfunction(kind) for kind in kinds):
+        raise TypeError(f"{name}: {_NOT_ASYNC}")
+    if any(inspect.isgeneratorfunction(kind) for kind in kinds):
+        raise TypeError(f"{name}: a program does not yield; whoever wants its text as it grows reads text_iter()")
+    signature = inspect.signature(body)
+    parameters = [*signature.parameters.values()]
+    first = parameters[0] if parameters else None
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        raise TypeError(f"{name}: the first parameter of a program is its state: def {name}(s, …)")
+    if first.name in ("self", "cls"):
+        raise TypeError(
+            f"{name}: the first parameter of a program is its state; of a method: function({first.name}.{name})"
+        )
+    if any(one.kind is one.POSITIONAL_ONLY for one in parameters[1:]):
+        raise TypeError(f"{name}: the parameters of a program have names: without the /")
+    return signature
 
 
 def _of_body(error: Exception, body: Callable[..., Any]) -> ProgramError:

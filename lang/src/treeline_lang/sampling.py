@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -118,15 +119,15 @@ def _with_dtype(sampling: Sampling) -> Sampling:
 
 
 def _several(name: str, given: Any) -> tuple[Any, ...]:
-    kind: type = int if name == "stop_token_ids" else str
+    kind, made = (numbers.Integral, int) if name == "stop_token_ids" else (str, str)
     if given is None:
         return ()
     several = (given,) if isinstance(given, kind) else tuple(given) if isinstance(given, list | tuple) else None
     if several is None or not all(isinstance(one, kind) for one in several):
-        raise TypeError(f"{name} is a list of {kind.__name__}, not {given!r}")
+        raise TypeError(f"{name} is a list of {made.__name__}, not {given!r}")
     if "" in several:
         raise ValueError(f"{name} holds an empty text, which is everywhere")
-    return several
+    return tuple(made(one) for one in several)
 
 
 def _check_regex(pattern: Any) -> None:
@@ -162,16 +163,16 @@ def _dtype(given: Any) -> Dtype | None:
     return found
 
 
-_NUMBERS: Final[dict[str, tuple[Any, float, float]]] = {
+_NUMBERS: Final[dict[str, tuple[type, float, float]]] = {
     "max_tokens": (int, 0, 1 << 31),
     "min_tokens": (int, 0, 1 << 31),
     "n": (int, 1, 128),
-    "temperature": ((int, float), 0, 1e6),
-    "top_p": ((int, float), 0, 1),
+    "temperature": (float, 0, 1e6),
+    "top_p": (float, 0, 1),
     "top_k": (int, -1, 1 << 31),
-    "min_p": ((int, float), 0, 1),
-    "frequency_penalty": ((int, float), -2, 2),
-    "presence_penalty": ((int, float), -2, 2),
+    "min_p": (float, 0, 1),
+    "frequency_penalty": (float, -2, 2),
+    "presence_penalty": (float, -2, 2),
     "logprob_start_len": (int, -1, 1 << 31),
     "top_logprobs_num": (int, 0, 20),
 }
@@ -185,10 +186,13 @@ def _check_numbers(given: dict[str, Any]) -> None:
         value = given.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, kind):
+        wanted: Any = numbers.Integral if kind is int else numbers.Real
+        if isinstance(value, bool) or not isinstance(value, wanted):
             raise TypeError(f"{name} is {'an integer' if kind is int else 'a number'}, not {value!r}")
         if not low <= value <= high:
             raise ValueError(f"{name} is between {low:g} and {high:g}, not {value!r}")
+        if type(value) not in (int, float):  # NumPy's, which JSON does not know
+            given[name] = kind(value)
     least, most = given.get("min_tokens"), given.get("max_tokens")
     if least is not None and most is not None and least > most:
         raise ValueError(f"min_tokens {least} is above max_tokens {most}")

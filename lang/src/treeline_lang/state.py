@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Literal, Self, cast, overload
 
 from treeline_lang.errors import ProgramError
@@ -36,10 +37,23 @@ class ProgramState:
     """A prompt that grows. `s += …` appends without waiting; `s[name]`, `s.text()`, `s.messages()` wait for what they
     read, and raise the ProgramError of the step that failed."""
 
-    def __init__(self, stream: StreamExecutor) -> None:
+    def __init__(self, stream: StreamExecutor, ended: threading.Event | None = None) -> None:
+        """ended: set once the body has returned, where this is for those outside of one in another thread: they wait
+        for it with what only an ended program has."""
         self._stream = stream
-        self.ret_value: Any = None
-        """What the program's function returned."""
+        self._ended = ended
+
+    def __repr__(self) -> str:
+        """With the text so far: it does not wait."""
+        return f"ProgramState({self._stream.growing.so_far!r})"
+
+    @property
+    def ret_value(self) -> Any:
+        """What the program's function returned. Raises what ended it."""
+        self._await_body()
+        if self._stream.ended_by is not None:
+            raise self._stream.ended_by.again()
+        return self._stream.returned
 
     # ---- appending ----------------------------------------------------------------------------------------------
 
@@ -97,6 +111,9 @@ class ProgramState:
 
     def __contains__(self, name: object) -> bool:
         """Whether a step that sets it has been submitted."""
+        if self._ended is not None and isinstance(name, str):
+            with suppress(ProgramError):
+                self._stream.variable(name)  # waits until it is, or the body has ended
         return name in self._stream.variables
 
     def get_var(self, name: str, timeout: float | None = None) -> Any:
@@ -118,6 +135,7 @@ class ProgramState:
     @property
     def variables(self) -> dict[str, Any]:
         """All that are set, once they are."""
+        self._await_body()
         return {name: variable.read() for name, variable in list(self._stream.variables.items())}
 
     def text(self) -> str:
@@ -130,37 +148,43 @@ class ProgramState:
         self._settle()
         return list(self._stream.transcript.messages)
 
+    def _await_body(self) -> None:
+        if self._ended is not None:
+            self._ended.wait()
+
     def _settle(self) -> None:
-        self._stream.sync()
+        self.sync()
         if self._stream.failure is not None:
             raise self._stream.failure.again()
 
     def sync(self) -> None:
-        """Wait until all that was submitted is done, or was given up (`error`)."""
+        """Wait until all that was submitted is done, or was given up (`error`); of a program that runs beside, until
+        it has ended."""
+        self._await_body()
         self._stream.sync()
 
     def error(self) -> ProgramError | None:
         """Why the state ended early, if it did, once all that was submitted is done."""
-        self._stream.sync()
+        self.sync()
         return self._stream.failure
 
     # ---- following ----------------------------------------------------------------------------------------------
 
-    def text_iter(self, name: str | None = None) -> Iterator[str]:
+    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
         """Pieces of a variable's text as they come, or of the whole until the program ends. Run with `stream=True`;
         else it comes step by step. Raises the error that ends it."""
-        return self._grows(name).follow()
+        return self._grows(var_name).follow()
 
     @overload
-    def text_async_iter(self, name: str | None = None) -> AsyncIterator[str]: ...
+    def text_async_iter(self, var_name: str | None = None) -> AsyncIterator[str]: ...
     @overload
     def text_async_iter(
-        self, name: str | None = None, return_meta_data: Literal[True] = True
+        self, var_name: str | None = None, return_meta_data: Literal[True] = True
     ) -> AsyncIterator[tuple[str, Any]]: ...
-    async def text_async_iter(self, name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
+    async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
         """`text_iter` for `async for`. return_meta_data: pairs with what the backend has said
         of the variable so far (of the whole text: {})."""
-        grows = await asyncio.to_thread(self._grows, name)
+        grows = await asyncio.to_thread(self._grows, var_name)
         async for piece in grows.follow_async():
             if return_meta_data:
                 yield piece, (grows.meta_so_far if isinstance(grows, Variable) else {})
@@ -172,13 +196,13 @@ class ProgramState:
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
-    def fork(self, count: int = 1) -> ProgramStateGroup:
+    def fork(self, size: int = 1) -> ProgramStateGroup:
         """So many states with the text, the variables and the open turn of this one, which go on side by side. Before
         that the prefix that they share is sent to the server once."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"a state is forked into one or more, not {count!r}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"a state is forked into one or more, not {size!r}")
         where = caller()
-        children = self._stream.branch(count)
+        children = self._stream.branch(size)
         self._stream.submit(Fork(children, where))
         return ProgramStateGroup([ProgramState(child) for child in children], self)
 

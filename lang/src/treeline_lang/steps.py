@@ -97,6 +97,10 @@ class Assign(Step):
     async def do(self, stream: StreamExecutor) -> None:
         self.variables[0].set(self.value)
 
+    def do_late(self) -> bool:
+        self.variables[0].set(self.value)
+        return True
+
 
 class Fork(Step):
     """Starts other streams with what there is of this one."""

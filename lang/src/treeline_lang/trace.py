@@ -40,7 +40,7 @@ from treeline_lang.state import ProgramState
 from treeline_lang.steps import Arrive, Assign, Extend, Gather
 from treeline_lang.steps import Fork as ForkStep
 from treeline_lang.steps import Join as JoinStep
-from treeline_lang.where import caller, raised_at
+from treeline_lang.where import caller, name_of, raised_at
 
 _tracing: contextvars.ContextVar[Tracing | None] = contextvars.ContextVar("treeline-tracing", default=None)
 _TEXT: Final = 'append it (s += …) or add it to texts: "…" + x + "…" in place of an f-string, format() or str()'
@@ -150,7 +150,8 @@ class Recorded:
 class Recorder:
     """In place of a StreamExecutor: keeps what is submitted."""
 
-    failure = None
+    failure = ended_by = None
+    returned: Any = None
 
     def __init__(self, tracing: Tracing, variables: Mapping[str, Recorded], sampling: Sampling) -> None:
         self.tracing = tracing
@@ -247,7 +248,7 @@ class Tracing:
     def beside(self, body: Callable[..., Any], arguments: Mapping[str, Any], sampling: Sampling) -> ProgramState:
         """A program that the traced one calls: streams of its own."""
         state = self.state(sampling)
-        state.ret_value = body(state, **arguments)
+        state._stream.returned = body(state, **arguments)
         return state
 
     # ---- what cannot be known ---------------------------------------------------------------------------------------
@@ -385,5 +386,5 @@ def trace(
         tracing.failure.__cause__ = error
     finally:
         _tracing.reset(token)
-    graph = tracing.graph(body.__name__, parameters, returns, num_api_spec_tokens)
+    graph = tracing.graph(name_of(body), parameters, returns, num_api_spec_tokens)
     return Traced(graph, tracing.failure, tracing.stopped_by)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Callable
@@ -35,6 +36,13 @@ def caller() -> Where | None:
             return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return None
+
+
+def name_of(body: Callable[..., Any]) -> str:
+    """Of a function; of what is called like one, that of the function within, or of its type."""
+    while isinstance(body, functools.partial):
+        body = body.func
+    return getattr(body, "__name__", type(body).__name__)
 
 
 def raised_at(error: Exception, body: Callable[..., Any]) -> Where:

@@ -13,6 +13,7 @@ from treeline_lang import (
     OpenAI,
     ProgramError,
     Refused,
+    Unreachable,
     Unsupported,
     assistant,
     background,
@@ -227,18 +228,21 @@ def test_streams(server: FakeOpenAI) -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("events", "kind", "said"),
     [
-        ([delta(content="a"), DONE], "broke off"),
-        ([b'data: {"error": {"message": "no memory"}}\n\n'], "no memory"),
-        ([b"data: [1]\n\n"], "not one of OpenAI's API"),
+        ([delta(content="a"), DONE], Unreachable, "broke off"),
+        ([b'data: {"error": {"message": "no memory"}}\n\n'], BackendError, "gave the request up: no memory"),
+        ([b'data: {"error": {"message": "busy", "code": 503}}\n\n'], BackendError, "gave the request up: busy"),
+        ([b'data: {"error": {"message": "no such token", "code": 400}}\n\n'], Refused, "no such token"),
+        ([b'data: {"error": {"message": "no", "type": "BadRequestError"}}\n\n'], Refused, "refused the request: no"),
+        ([b"data: [1]\n\n"], BackendError, "not one of OpenAI's API"),
     ],
 )
-def test_streams_that_fail(server: FakeOpenAI, events: list[bytes], said: str) -> None:
+def test_streams_that_fail(server: FakeOpenAI, events: list[bytes], kind: type[BackendError], said: str) -> None:
     server.answer = lambda _: iter(events)
     with backend(server, dialect="openai") as openai:
         error = chat.run(backend=openai, stream=True).error()
-    assert isinstance(error, BackendError)
+    assert type(error) is kind
     assert said in str(error)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.http import HttpClient
+from treeline_lang.backends.http import HttpClient, given_up
 from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.backends.turns import turns_of
 from treeline_lang.choices import ChoicesMethod, Decision
@@ -171,7 +171,7 @@ class Growing:
                 case "message_delta":
                     self.take_end({**event["delta"], "usage": event.get("usage")})
                 case "error":
-                    raise BackendError(f"the server gave the request up: {event['error'].get('message')}")
+                    raise given_up(event["error"])
                 case _:  # pings, ends of blocks, and what may be added to the API
                     return False
         except (KeyError, TypeError, AttributeError):

@@ -117,3 +117,13 @@ def default_backend() -> Backend:
             "no backend: give run() one, as backend=RuntimeEndpoint('http://127.0.0.1:30000'), or set_default_backend()"
         )
     return _default
+
+
+def flush_cache(backend: Backend | None = None) -> None:
+    """Empty the prefix cache of a backend, or of the default one. Raises Unsupported, BackendError."""
+    (backend or default_backend()).flush_cache()
+
+
+def get_server_info(backend: Backend | None = None) -> dict[str, Any]:
+    """What the server of a backend, or of the default one, tells about itself. Raises Unsupported, BackendError."""
+    return (backend or default_backend()).get_server_info()

@@ -27,9 +27,11 @@ class HttpClient:
         self, url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 600.0, busy_s: float = 60.0
     ) -> None:
         """timeout_s: a server that says nothing for so long is given up. busy_s: for so long a request is tried again
-        with a server that says it is busy. Raises ValueError for a URL that is none."""
+        with a server that says it is busy. Raises ValueError for a URL or a time that is none."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"a server's URL begins with http:// or https://, not {url!r}")
+        if not timeout_s > 0:
+            raise ValueError(f"a server is given more than 0 seconds, not {timeout_s!r}")
         self.url = url.rstrip("/")
         self._headers = dict(headers or {})
         self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0))
@@ -171,3 +173,15 @@ def message_of(text: str) -> str:
         if isinstance(body, dict) and key in body:
             body = body[key]
     return body if isinstance(body, str) else json.dumps(body)[:500]
+
+
+_REFUSALS: Final = ("BadRequestError", "NotFoundError", "invalid_request_error", "not_found_error", "permission_error")
+
+
+def given_up(error: Any) -> BackendError:
+    """What a stream's event says with `error`: in place of a status, which the stream had before."""
+    said: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
+    code, reason = said.get("code"), said.get("message") or error
+    if said.get("type") in _REFUSALS or (isinstance(code, int) and 400 <= code < 500 and code not in _BUSY):
+        return Refused(f"the server refused the request: {reason}")
+    return BackendError(f"the server gave the request up: {reason}")

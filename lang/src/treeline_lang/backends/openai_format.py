@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from treeline_lang.backends.base import Completion
 from treeline_lang.backends.dialects import Dialect
+from treeline_lang.backends.http import given_up
 from treeline_lang.errors import BackendError, Unsupported
 from treeline_lang.sampling import Sampling
 
@@ -107,7 +108,7 @@ class Growing:
 
     def take_head(self, event: Mapping[str, Any]) -> None:
         if event.get("error"):
-            raise BackendError(f"the server gave the request up: {event['error']}")
+            raise given_up(event["error"])
         if event.get("id"):
             self.meta["id"] = event["id"]
         if usage := event.get("usage"):

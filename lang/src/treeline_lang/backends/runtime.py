@@ -13,7 +13,7 @@ from treeline_wire.headers import FORK, SESSION_ID
 
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.http import HttpClient
+from treeline_lang.backends.http import HttpClient, given_up
 from treeline_lang.backends.scoring import select_by_logprobs
 from treeline_lang.backends.stopping import cut_where, last_of
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
@@ -103,7 +103,7 @@ class RuntimeEndpoint(Backend):
         async with aclosing(self._http.events("/generate", body, self._headers(call))) as events:
             async for _, data in events:
                 if isinstance(data, dict) and "error" in data:
-                    raise BackendError(f"the server gave the request up: {data['error']}")
+                    raise given_up(data["error"])
                 completion = _completion(data)
                 yield completion
                 ended = bool(completion.meta.get("finish_reason"))
