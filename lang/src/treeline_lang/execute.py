@@ -65,7 +65,7 @@ class GraphBody:
             ]
         )
 
-    def __call__(self, state: ProgramState, **arguments: Any) -> Any:
+    def __call__(self, state: ProgramState, /, **arguments: Any) -> Any:
         """Raises WrongArgument; and what the body would have raised where it reads: the failure of a variable."""
         recorder: Any = state._stream
         if isinstance(recorder, Recorder):

@@ -130,6 +130,8 @@ class Recorded:
         self._tracing = tracing
         self.name = name
         self.value = value
+        self.in_scope = False
+        """As of a variable that is executed."""
 
     def read(self, _timeout: float | None = None) -> Any:
         self._tracing.has_read()
@@ -209,6 +211,8 @@ class Recorder:
         if name not in self.variables:
             known = ", ".join(self.variables) or "none"
             raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}", where=caller())
+        if self.variables[name].in_scope:
+            raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended", where=caller())
         return self.variables[name]
 
     def branch(self, count: int) -> list[Recorder]:
