@@ -12,7 +12,7 @@ import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Never, cast
+from typing import Any, Final, Never, Self, cast
 
 from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
 from treeline_lang.executor import Step, StreamExecutor
@@ -94,6 +94,10 @@ class Placeholder(Expr):
         if name.startswith("__"):
             raise AttributeError(name)
         return self.tracing.refuse(self.value, f"asked for its {name}")
+
+    def __deepcopy__(self, _memo: object) -> Self:
+        """One of another trace would be refused there, where nobody sees it."""
+        return self
 
     def __repr__(self) -> str:
         return f"<{described(self.value)}>"
