@@ -13,10 +13,12 @@ import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.echo_backend import EchoBackend
 from treeline_lang import (
     assistant,
     assistant_begin,
     assistant_end,
+    function,
     gen,
     gen_int,
     gen_string,
@@ -96,6 +98,13 @@ def test_texts_and_numbers_are_added_from_both_sides() -> None:
 def test_what_no_backend_takes_is_refused_where_it_is_written(wrong: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         wrong()
+
+
+@pytest.mark.parametrize("name", ["", 5, None, ["a"]])
+def test_a_name_that_is_no_text_is_refused_where_it_is_written(name: Any) -> None:
+    for act in (lambda s: s.set_var(name, 1), lambda s: s.var_scope(name).__enter__()):
+        with pytest.raises(TypeError, match="the name of a variable is a text"):
+            function(act).run(backend=EchoBackend())
 
 
 def test_choices_make_a_select() -> None:

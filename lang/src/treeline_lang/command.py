@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,17 +73,23 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_lang
         return _complain(prog, f"{type(error).__name__}: {error}", FAILED)
     except (TypeError, ValueError) as error:
         return _complain(prog, str(error), WRONG)
+    except BrokenPipeError:  # whoever read what is printed wants no more, and nor does the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except OSError as error:
         return _complain(prog, f"{error.filename or options.file}: {error.strerror or error}", WRONG)
 
 
 def _complain(prog: str, reason: str, status: int) -> int:
-    sys.stderr.write(f"{prog}: error: {reason}\n")
+    shown = "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in reason)  # servers say it, too
+    sys.stderr.write(f"{prog}: error: {shown}\n")
     return status
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+    """Half of a character, which a server's JSON can have, is shown as one that is not known."""
+    sys.stdout.write(text.encode(errors="replace").decode() + "\n")
+    sys.stdout.flush()
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -131,8 +138,8 @@ def _arguments(texts: Sequence[str], others: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{flag} {given}: {name} is given twice")
         try:
             found[name] = value if flag == "--arg" else json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{flag} {given}: not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{flag} {given[:200]}: not JSON: {error}") from None
     return found
 
 

@@ -375,14 +375,12 @@ def outline(graph: Graph) -> str:
     told = [f"{graph.name}({', '.join(parameters)})"]
     for number, stream in enumerate(graph.streams):
         origin = f"forked from stream {parents[number][0]}" if number in parents else "begins by itself"
-        told.append(f"\nstream {number}" + ("" if number == ROOT else f", {origin}"))
+        told.append("")
+        told.append(f"stream {number}" + ("" if number == ROOT else f", {origin}"))
         for step in stream.steps:
             where = f"{step.where.line:>5}" if step.where else "     "
             for line in lines_of(step):
                 told.append(f"{where}  {shorten(line.full, 100)}")
                 where = "     "
-    told.append(f"\nreturns {value_text(graph.returns)}")
-    return "\n".join(
-        "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in line)
-        for line in told
-    )
+    told += ["", f"returns {value_text(graph.returns)}"]
+    return "\n".join("".join(one if one.isprintable() else "\ufffd" for one in line) for line in told)

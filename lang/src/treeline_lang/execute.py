@@ -15,7 +15,7 @@ from typing import Any
 from treeline_lang import growing
 from treeline_lang.errors import WrongArgument
 from treeline_lang.executor import Step, StreamExecutor
-from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, flatten
+from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, characters_of, flatten
 from treeline_lang.graph import Graph
 from treeline_lang.meeting import Meeting
 from treeline_lang.nodes import (
@@ -66,7 +66,7 @@ class GraphBody:
             ]
         )
 
-    def __call__(self, state: ProgramState, **arguments: Any) -> Any:
+    def __call__(self, state: ProgramState, /, **arguments: Any) -> Any:
         """Raises WrongArgument; and what the body would have raised where it reads: the failure of a variable."""
         recorder: Any = state._stream
         if isinstance(recorder, Recorder):
@@ -161,7 +161,7 @@ class _Execution:
                 f"the argument {argument.name!r} is appended, and it is {value!r}: texts, numbers and expressions are"
             )
             raise WrongArgument(reason, where=where)
-        return (Text(str(value), where=where),)
+        return (Text(characters_of(value), where=where),)
 
     def _choice(self, choice: str | Expr) -> str | Expr:
         if isinstance(choice, str):

@@ -152,14 +152,18 @@ class SeparateReasoning(Expr):
     where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
+def characters_of(piece: object) -> str:
+    """As it is appended. Of a text of a class of its own (an enum's member) its characters, whatever `str` makes of it,
+    and nothing of what else the class says, as `+`."""
+    return str.__str__(piece) if isinstance(piece, str) else str(piece)
+
+
 def as_expr(piece: object) -> Expr:
     """Raises TypeError for what cannot be appended."""
     if isinstance(piece, Expr):
         return piece
-    if isinstance(piece, str):
-        return Text(piece)
-    if isinstance(piece, numbers.Number):  # NumPy's, too
-        return Text(str(piece))
+    if isinstance(piece, str | numbers.Number):  # NumPy's numbers, too
+        return Text(characters_of(piece))
     if piece is None:
         raise TypeError("None was appended: a function without a return, or a variable that was never set?")
     raise TypeError(f"{type(piece).__name__} cannot be appended: a program appends texts, numbers and expressions")
@@ -226,7 +230,8 @@ def gen(
     matches. Raises TypeError and ValueError for arguments that no backend takes.
     """
     given = dict(locals())
-    _check_name(given.pop("name"))
+    if given.pop("name") is not None:
+        check_name(name)
     choices, method = given.pop("choices"), given.pop("choices_method")
     if choices is not None:
         if any(given[key] is not None for key in ("regex", "json_schema", "dtype")):
@@ -254,7 +259,8 @@ def select(
     choices_method: ChoicesMethod | str | None = None,
 ) -> Expr:
     """The likeliest of several texts, by `choices_method` (`treeline_lang.choices`)."""
-    _check_name(name)
+    if name is not None:
+        check_name(name)
     if not isinstance(choices, list | tuple) or not choices:
         raise TypeError(f"choices is a list of one text or more, not {choices!r}")
     for choice in choices:
@@ -262,7 +268,8 @@ def select(
             raise TypeError(f"a choice is a text that is not empty, not {choice!r}")
     if temperature > 1e-5:
         raise ValueError("select takes the likeliest choice; there is no temperature but 0")
-    return Select(name, tuple(choices), method_named(choices_method))
+    plain = tuple(characters_of(choice) if isinstance(choice, str) else choice for choice in choices)
+    return Select(name, plain, method_named(choices_method))
 
 
 def method_named(method: ChoicesMethod | str | None) -> ChoicesMethod:
@@ -275,8 +282,8 @@ def method_named(method: ChoicesMethod | str | None) -> ChoicesMethod:
     return CHOICES_METHODS[method]
 
 
-def _check_name(name: object) -> None:
-    if name is not None and (not isinstance(name, str) or not name):
+def check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
         raise TypeError(f"the name of a variable is a text, not {name!r}")
 
 

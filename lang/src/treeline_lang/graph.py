@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treeline_lang import draw
-from treeline_lang.expressions import Expr
+from treeline_lang.expressions import Expr, ScopeBegin, ScopeEnd, names_of
 from treeline_lang.nodes import (
     ROOT,
+    Append,
     Argument,
     Const,
     Fork,
@@ -24,7 +25,6 @@ from treeline_lang.nodes import (
     Step,
     Value,
     Variable,
-    generates,
     reads,
     sources,
     states,
@@ -59,14 +59,22 @@ class Graph:
     """Constants with which streams begin that begin by themselves: cached once ahead of a batch."""
 
     def definitions(self) -> dict[Variable, Place]:
-        """Which step generates which variable."""
+        """Which step makes which variable known: the text of a scope is at its end."""
         places: dict[Variable, Place] = {}
         for number, stream in enumerate(self.streams):
             counts: dict[str, int] = {}
+            scopes: dict[str, Variable] = {}
             for index, step in enumerate(stream.steps):
-                for name in generates(step):
-                    places[Variable(number, name, counts.get(name, 0))] = (number, index)
-                    counts[name] = counts.get(name, 0) + 1
+                for part in step.parts if isinstance(step, Append) else ():
+                    for name in names_of(part):
+                        variable = Variable(number, name, counts.get(name, 0))
+                        counts[name] = variable.nth + 1
+                        if isinstance(part, ScopeBegin):
+                            scopes[name] = variable
+                        else:
+                            places[variable] = (number, index)
+                    if isinstance(part, ScopeEnd) and part.name in scopes:
+                        places[scopes.pop(part.name)] = (number, index)
         return places
 
     def parents(self) -> Mapping[int, Place]:

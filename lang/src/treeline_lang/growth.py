@@ -10,12 +10,14 @@ from typing import Final
 
 from treeline_lang.expressions import Expr, Gen, ScopeBegin, ScopeEnd, Select, SeparateReasoning, Sum, Text, flatten
 from treeline_lang.graph import Graph
-from treeline_lang.nodes import Append, Fork, Hole, Join, Variable
+from treeline_lang.nodes import Append, Entries, Fork, Hole, Items, Join, Joined, SetVar, Value, Variable
 
 MAX_COPIES: Final = 10_000
-"""Of one model call's answer or of one argument, in the text of one stream; of a constant's characters a thousand times
-as many."""
+"""Of one model call's answer or of one argument, in the text of one stream, or in what is kept; of a constant's
+characters a thousand times as many."""
 _CONSTANTS: Final = 1000
+_STREAMS: Final = 64
+"""So many texts of that size, of all streams."""
 
 
 def check(graph: Graph) -> None:
@@ -35,6 +37,7 @@ class _Sizes:
         self._counts: dict[tuple[int, str], int] = {}
 
     def check(self) -> None:
+        kept = 0.0
         for number, index in self._graph.order():
             match self._graph.streams[number].steps[index]:
                 case Append(parts):
@@ -45,10 +48,28 @@ class _Sizes:
                         self._text[child] = self._at_fork[child] = self._text[number]
                 case Join(children, appends=True):
                     self._text[number] += sum(self._text[child] - self._at_fork[child] for child in children)
+                case SetVar(_, value):
+                    kept += self._made(value)
                 case _:
                     pass
             if self._text[number] > MAX_COPIES:
                 raise ValueError(f"the text of stream {number} can grow without a bound that makes sense")
+        if kept + self._made(self._graph.returns) > MAX_COPIES:
+            raise ValueError("what it keeps and returns can grow without a bound that makes sense")
+        if sum(self._text) > MAX_COPIES * _STREAMS:
+            raise ValueError("the texts of its streams can grow without a bound that makes sense")
+
+    def _made(self, value: Value) -> float:
+        """Of the texts that are joined for a value; what it holds otherwise is there already."""
+        match value:
+            case Joined(parts):
+                return sum(self._size(part if isinstance(part, str) else Hole(part, where=None)) for part in parts)
+            case Items(items):
+                return sum(map(self._made, items))
+            case Entries(entries):
+                return sum(self._made(one) for entry in entries for one in entry)
+            case _:
+                return 0.0
 
     def _append(self, number: int, part: Expr) -> None:
         match part:

@@ -16,9 +16,14 @@ _SIGNATURES: Final = {
 MAX_BYTES: Final = 50 << 20
 
 
+def is_url(source: str) -> bool:
+    """Not a path."""
+    return source.startswith(("http:", "https:", "data:"))
+
+
 def url_of(source: str | bytes) -> str:
     """Of a path, a URL or bytes. Raises OSError, and ValueError for what is no picture."""
-    if isinstance(source, str) and source.partition(":")[0] in ("http", "https", "data"):
+    if isinstance(source, str) and is_url(source):
         return source
     if isinstance(source, str):
         path = Path(source).expanduser()

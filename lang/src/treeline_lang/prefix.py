@@ -16,6 +16,7 @@ from treeline_lang.expressions import (
     ScopeEnd,
     SeparateReasoning,
     Text,
+    characters_of,
     flatten,
 )
 from treeline_lang.graph import Graph
@@ -79,7 +80,7 @@ def _append(transcript: Transcript, part: Expr, arguments: Mapping[str, Any], te
                 return False
             if not isinstance(value, str | int | float):
                 return False
-            transcript.append(str(value))
+            transcript.append(characters_of(value))
         case RoleBegin(role) | RoleEnd(role) if template is not None:
             try:
                 (transcript.begin if isinstance(part, RoleBegin) else transcript.end)(role, template)

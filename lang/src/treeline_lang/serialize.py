@@ -11,6 +11,8 @@ whoever reads the file names; and have `stop_regex`, which is matched in this pr
 from __future__ import annotations
 
 import json
+import keyword
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -135,7 +137,7 @@ def _record(kind: type, codecs: Mapping[str, _Codec]) -> _Codec:
             _wrong(at, "not an object")
         unknown = sorted(value.keys() - codecs.keys())
         if unknown:
-            _wrong(at, f"has no field {unknown[0]!r}")
+            _wrong(at, f"has no field {unknown[0][:80]!r}")
         given = {"where": None} if "where" in codecs else {}
         given |= {name: codecs[name].load(one, f"{at}.{name}") for name, one in value.items()}
         try:
@@ -224,15 +226,13 @@ def _dump_picture(source: str | bytes) -> str:
     return images.url_of(source) if isinstance(source, bytes) else source
 
 
-def is_url(source: str) -> bool:
-    return source.partition(":")[0] in ("http", "https", "data")
-
-
 # ---- values, parts, steps -------------------------------------------------------------------------------------------
 
 
 def _is_constant(value: Any) -> bool:
-    return value is None or type(value) in (bool, float, str) or _is_integer(value)
+    if type(value) is float:
+        return math.isfinite(value)  # JSON has no others
+    return value is None or type(value) in (bool, str) or _is_integer(value)
 
 
 def _dump_constant(value: Any) -> Any:
@@ -297,7 +297,10 @@ _METHOD = _Codec(
 _GEN = (Gen, _record(Gen, {"name": _optional(_NAME), "sampling": _SAMPLING, "where": _WHERE}))
 _AROUND_ROLE = {"role": _ROLE, "where": _WHERE}
 _AROUND_SCOPE = {"name": _NAME, "where": _WHERE}
-_SELECT = {"name": _optional(_NAME), "choices": _several(_CHOICE), "method": _METHOD, "where": _WHERE}
+_CHOICES = _Codec(
+    _several(_CHOICE).dump, lambda value, at: _several(_CHOICE).load(value, at) or _wrong(at, "there is no choice")
+)
+_SELECT = {"name": _optional(_NAME), "choices": _CHOICES, "method": _METHOD, "where": _WHERE}
 _THOUGHTS = {
     "expr": _sum_of(_union("text or gen", {"text": _TEXT_PART, "hole": _HOLE, "gen": _GEN})),
     "model_type": _MODEL_TYPE,
@@ -380,9 +383,11 @@ def loads(text: str | bytes, *, pictures: Path | None = None) -> Graph:
     except (ValueError, RecursionError) as error:
         raise ProgramFileError(f"this is not JSON: {error}") from None
     version = data.pop(MARK, None) if isinstance(data, dict) else None
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise ProgramFileError(
-            "this is no program" if version is None else f"this is a program of version {version!r}, not {VERSION}"
+            "this is no program"
+            if type(version) is not int
+            else f"this is a program of version {version!r}, not {VERSION}"
         )
     graph = _GRAPH.load(data, "program")
     _check(graph)
@@ -391,7 +396,7 @@ def loads(text: str | bytes, *, pictures: Path | None = None) -> Graph:
 
 def _check(graph: Graph) -> None:
     names = [parameter.name for parameter in graph.parameters]
-    if len(set(names)) < len(names) or "s" in names or not all(name.isidentifier() for name in names):
+    if len(set(names)) < len(names) or "s" in names or not all(map(_is_identifier, names)):
         raise ProgramFileError("program.parameters: names of parameters are identifiers, each once, and not s")
     if not graph.streams:
         raise ProgramFileError("program.streams: there is none")
@@ -406,15 +411,22 @@ def _check(graph: Graph) -> None:
         raise ProgramFileError(f"program.streams: {error}") from None
 
 
+def _is_identifier(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
 def _with_pictures(graph: Graph, folder: Path | None) -> Graph:
     """With the paths of images inside of `folder` made whole, and no others."""
 
     def shown(part: Expr) -> Expr:
-        if not isinstance(part, Image) or not isinstance(part.source, str) or is_url(part.source):
+        if not isinstance(part, Image) or not isinstance(part.source, str) or images.is_url(part.source):
             return part
         if folder is None:
             raise ProgramFileError(f"it shows the file {part.source!r}, and files are not allowed", where=part.where)
-        path = (folder / part.source).resolve()
+        try:
+            path = (folder / part.source).resolve()
+        except (OSError, ValueError, RuntimeError) as error:  # no name that a file can have; links in a circle
+            raise ProgramFileError(f"it shows the file {part.source!r}: {error}", where=part.where) from None
         if not path.is_relative_to(folder.resolve()):
             raise ProgramFileError(f"it shows the file {part.source!r}, outside of {folder}", where=part.where)
         return replace(part, source=str(path))

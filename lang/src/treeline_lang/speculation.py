@@ -58,10 +58,11 @@ def pieces_of(completion: Completion) -> tuple[str, ...] | None:
         return None
     pieces: list[str] = []
     missing = completion.text
-    for _, _, piece in told:
+    for entry in told if isinstance(told, list) else (None,):
         if not missing:  # an end of text
             break
-        if not piece or not (missing.startswith(piece) or piece.startswith(missing)):
+        piece = entry[2] if isinstance(entry, list | tuple) and len(entry) == 3 else None
+        if not isinstance(piece, str) or not piece or not (missing.startswith(piece) or piece.startswith(missing)):
             return None
         pieces.append(piece[: len(missing)])
         missing = missing[len(piece) :]

@@ -22,6 +22,7 @@ from treeline_lang.expressions import (
     ScopeEnd,
     as_expr,
     assistant,
+    check_name,
     system,
     user,
 )
@@ -79,7 +80,9 @@ class ProgramState:
 
     @contextmanager
     def var_scope(self, name: str) -> Iterator[None]:
-        """A context manager: `s[name]` is all the text appended within."""
+        """A context manager: `s[name]` is all the text appended within. Raises TypeError for a name that is no text."""
+        if not isinstance(cast(object, name), Expr):  # an argument that is not known yet: its trace refuses that
+            check_name(name)
         with self._around(ScopeBegin(name), ScopeEnd(name)):
             variable = self._stream.variables[name]
             variable.in_scope = True
@@ -125,6 +128,8 @@ class ProgramState:
         return await variable.read_async()
 
     def set_var(self, name: str, value: Any) -> None:
+        """Raises TypeError for a name that is no text."""
+        check_name(name)
         self._stream.submit(Assign(name, value, caller()))
 
     def get_meta_info(self, name: str, timeout: float | None = None) -> Any:

@@ -134,7 +134,7 @@ async def derive(render: Render, start: str = "") -> ChatTemplate:
 def _around(text: str, mark: str) -> tuple[str, str]:
     before, found, after = text.partition(mark)
     if not found or mark in after:
-        raise TemplateError(f"it does not show the content of a turn once: {text!r}")
+        raise TemplateError(f"it does not show the content of a turn once: {text[:500]!r}")
     return before, after
 
 

@@ -12,7 +12,7 @@ import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Never, cast
+from typing import Any, Final, Never, Self, cast
 
 from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
 from treeline_lang.executor import Step, StreamExecutor
@@ -95,6 +95,10 @@ class Placeholder(Expr):
             raise AttributeError(name)
         return self.tracing.refuse(self.value, f"asked for its {name}")
 
+    def __deepcopy__(self, _memo: object) -> Self:
+        """One of another trace would be refused there, where nobody sees it."""
+        return self
+
     def __repr__(self) -> str:
         return f"<{described(self.value)}>"
 
@@ -130,6 +134,8 @@ class Recorded:
         self._tracing = tracing
         self.name = name
         self.value = value
+        self.in_scope = False
+        """As of a variable that is executed."""
 
     def read(self, _timeout: float | None = None) -> Any:
         self._tracing.has_read()
@@ -210,6 +216,8 @@ class Recorder:
         if name not in self.variables:
             known = ", ".join(self.variables) or "none"
             raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}", where=caller())
+        if self.variables[name].in_scope:
+            raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended", where=caller())
         return self.variables[name]
 
     def branch(self, count: int) -> list[Recorder]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 
 import pytest
 from support.echo_backend import EchoBackend, echo
@@ -17,6 +18,7 @@ from treeline_lang import (
     function,
     gen,
     gen_int,
+    select,
     separate_reasoning,
     user,
 )
@@ -54,6 +56,32 @@ def test_a_compiled_program_is_run_like_any_other():
     assert "\n5ASSISTANT" in states[1].text()
     with pytest.raises(TypeError, match="missing a required argument: 'question'"):
         compiled.run(backend=backend)
+
+
+Word = enum.Enum("Word", {"RED": "red"}, type=str)
+
+
+class Odd(str):
+    def __radd__(self, other):
+        return 7
+
+    def __str__(self):
+        return "odd"
+
+
+@pytest.mark.parametrize(("word", "text"), [(Word.RED, "red"), (Odd("it"), "it")])
+def test_a_text_of_a_class_of_its_own_is_its_characters(word, text):
+    @function
+    def says(s, word):
+        s += gen("x", max_tokens=1) + word + "!"
+        s += word
+        s += select("y", [word])
+
+    expected = text + "!" + text + text
+    for program in (says, says.compile(strict=True)):
+        said = program.run(word=word, backend=EchoBackend()).text()
+        assert said.endswith(expected)
+        assert type(said) is str
 
 
 def test_the_function_is_not_run_again():

@@ -66,6 +66,12 @@ def test_a_picture_has_every_step_and_line_and_is_escaped():
     assert max(len(text) for text in re.findall(r"<text[^>]*>([^<]*)<title>", svg)) < 80
 
 
+def test_a_name_does_not_look_like_another_line():
+    graph = function(lambda s: s.__iadd__(gen("a\nstream 9, begins by itself\x1b[2J"))).trace()
+    assert "gen a\ufffdstream 9, begins by itself\ufffd[2J" in outline(graph)
+    assert len(outline(graph).splitlines()) == 6
+
+
 def test_a_notebook_shows_the_picture():
     graph = thought.trace()
     assert graph._repr_svg_() == graph.draw()

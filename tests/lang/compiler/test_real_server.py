@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lang.test_failures import http, said, scripted
 from support.ports import free_port
 from support.runtime_server import running
 from treeline_lang import (
@@ -178,6 +180,33 @@ def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
 
 
+def test_who_stops_reading_is_told_nothing(tmp_path):
+    file = tmp_path / "judge.json"
+    judge.compile(strict=True).save(file)
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "treeline_lang", "show", str(file)]
+    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
+def test_a_server_writes_no_control_characters_on_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    function(lambda s: s.__iadd__("x" + gen("a"))).compile(strict=True).save("FILE")
+    with scripted(lambda *_: http("400 Bad", b"no\x1b[2J")) as url:
+        assert main(["run", "FILE", "--url", url], prog="p") == 1
+    assert capsys.readouterr().err.endswith("answered 400: no\ufffd[2J\n")
+
+
+def test_half_a_character_is_printed_as_one_that_is_not_known(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    function(lambda s: s.__iadd__("x" + gen("a"))).compile(strict=True).save("FILE")
+    with scripted(lambda *_: http("200 OK", json.dumps(said("\ud800")).encode())) as url:
+        assert main(["run", "FILE", "--url", url]) == 0
+    assert capsys.readouterr().out == '"x?"\n'  # the program returns its state
+
+
 @pytest.mark.parametrize(
     ("words", "status", "reason"),
     [
@@ -185,6 +214,8 @@ def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
         (["run", "FILE", "--arg", "essay"], 2, "--arg essay: not NAME=VALUE"),
         (["run", "FILE", "--json-arg", "essay={"], 2, "--json-arg essay={: not JSON"),
         (["run", "FILE", "--arg", "essay=x", "--arg", "essay=y"], 2, "essay is given twice"),
+        (["run", "FILE", "--json-arg", "essay=" + "[" * 100_000], 2, "not JSON: maximum recursion depth"),
+        (["run", "FILE", "--arg", "essay=x", "--timeout", "nan"], 2, "a timeout is above 0 seconds"),
         (["run", "FILE", "--json-arg", "essay=5"], 2, "'essay' is added to a text, and it is 5"),
         (["run", "FILE", "--arg", "essay=x"], 1, "Unreachable: test_real_server.py:"),
         (["run", "FILE", "--arg", "essay=x", "--temperature", "-1"], 2, "temperature is between 0"),

@@ -12,6 +12,7 @@ from support.echo_backend import EchoBackend
 from treeline_lang import (
     Compiled,
     ProgramFileError,
+    UnknownVariable,
     assistant,
     function,
     gen,
@@ -94,6 +95,7 @@ def test_an_interpreted_program_cannot_be_saved(tmp_path):
     [
         (lambda s: s.__iadd__(gen("x", stop_regex="a+")), "stop_regex cannot be in a file"),
         (lambda s: s.set_var("x", object()), "cannot be in a file: texts, numbers"),
+        (lambda s: s.set_var("x", float("nan")), "nan cannot be in a file: texts, numbers"),
     ],
 )
 def test_what_no_file_holds_is_told_when_it_is_written(act, reason):
@@ -145,6 +147,13 @@ REFUSED = {
         "nothing generates the variable 'x' of stream 7",
     ),
     "state": (changed(["returns"], {"is": "state", "stream": 70}), "a state that there is not"),
+    "no choices": (changed(["streams", 1, "steps", 0, "parts", 0, "choices"], []), "choices: there is no choice"),
+    "long version": (changed(["treeline_program"], "x" * 9000), "^this is no program$"),
+    "a number that JSON has not": (
+        changed(["returns"], {"is": "const", "value": float("inf")}),
+        "not a constant: 'inf'",
+    ),
+    "keyword": (changed(["parameters", 0, "name"], "class"), "names of parameters are identifiers"),
     "model type": (changed(["streams", 0, "steps", 10, "parts", 0, "model_type"], []), "model_type: not one of"),
 }
 
@@ -183,6 +192,66 @@ def test_steps_that_wait_for_each_other_are_refused():
         loads(json.dumps(data))
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_text_of_a_scope_is_read_behind_its_end_or_not_at_all(ends):
+    @function
+    def scoped(s):
+        with s.var_scope("x"):
+            s += "a"
+        s += s["x"]
+
+    data = json.loads(dumps(scoped.trace()))
+    steps = data["streams"][0]["steps"]
+    assert loads(json.dumps(data)).order() == [(0, number) for number in range(4)]
+    steps[2:] = [steps[3], steps[2]] if ends else [steps[3]]
+    with pytest.raises(
+        ProgramFileError, match="wait for each other in a circle" if ends else "nothing generates .* 'x'"
+    ):
+        loads(json.dumps(data))
+
+
+def test_a_program_that_reads_a_scope_within_it_is_interpreted_and_refused_there():
+    @function
+    def scoped(s):
+        with s.var_scope("x"):
+            s += s["x"]
+
+    assert "the text of a scope, and that has not ended" in scoped.compile().fallback
+    with pytest.raises(UnknownVariable, match="that has not ended"):
+        scoped.compile().run(backend=EchoBackend())
+
+
+def test_what_is_kept_and_returned_is_bounded_too():
+    @function
+    def keeps(s, times):
+        with s.var_scope("x"):
+            for _ in range(100):
+                s += gen("y")
+        s.set_var("kept", "".join(["-"]) + s["x"])
+        return {"all": ["!" + s["x"]]}
+
+    data = json.loads(dumps(keeps.trace(times=1)))
+    assert loads(json.dumps(data))
+    many = copy.deepcopy(data)
+    kept = next(step for step in many["streams"][0]["steps"] if step["is"] == "set_var")
+    kept["value"]["parts"] *= 200
+    returned = copy.deepcopy(data)
+    returned["returns"]["entries"][0][1]["items"][0]["parts"] *= 200
+    for file in (many, returned):
+        with pytest.raises(ProgramFileError, match="what it keeps and returns can grow"):
+            loads(json.dumps(file))
+
+
+def test_a_parameter_may_be_called_state():
+    compiled = function(lambda s, state: s.__iadd__("a" + state)).compile(strict=True)
+    assert compiled.run(state="b", backend=EchoBackend()).text() == "ab"
+
+
+def test_a_device_without_an_end_is_no_program():
+    with pytest.raises(ProgramFileError, match="larger than 16 MiB"):
+        Compiled.load("/dev/zero")
+
+
 def test_a_text_that_doubles_with_every_step_is_refused():
     @function
     def doubles(s, times):
@@ -209,6 +278,12 @@ def test_pictures_of_this_machine_are_shown_from_one_folder_alone(tmp_path):
         loads(shows("a.png"))
     (step,) = loads(shows("a.png"), pictures=tmp_path / "in").streams[0].steps
     assert step.parts[0].source == str(tmp_path / "in" / "a.png")
+    (tmp_path / "in" / "loop").symlink_to("loop")
+    for no_name in ("a\0b", "\ud800", "loop/x"):
+        with pytest.raises(ProgramFileError, match="shows the file"):
+            loads(shows(no_name), pictures=tmp_path / "in")
+    (step,) = loads(shows("data"), pictures=tmp_path / "in").streams[0].steps
+    assert step.parts[0].source == str(tmp_path / "in" / "data")
     for outside in ("../b.png", "/etc/hostname", "link.png", "~/x.png", "file:///etc/hostname"):
         if outside.startswith(("~", "file")):  # names like others, in the folder
             (step,) = loads(shows(outside), pictures=tmp_path / "in").streams[0].steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from support.echo_backend import EchoBackend
 from treeline_lang import (
@@ -30,6 +32,7 @@ def body(act) -> Function:
 
 
 REFUSED = {
+    "copied": (lambda s, word, items: len(copy.deepcopy(word)), "argument word is measured"),
     "f-string": (lambda s, word, items: s.__iadd__(f"Q: {word}"), "argument word is formatted"),
     "str": (lambda s, word, items: s.__iadd__(str(word)), "argument word is turned into a text"),
     "percent": (lambda s, word, items: s.__iadd__("%s" % word), "argument word is turned into a text"),  # noqa: UP031
@@ -58,6 +61,17 @@ REFUSED = {
     "error": (lambda s, word, items: s.error(), "the text, the messages and the error of a state"),
     "unknown variable": (lambda s, word, items: s["nothing"], "nothing sets the variable 'nothing'"),
 }
+
+
+def test_a_program_that_swallows_a_refusal_of_a_copy_is_not_compiled_either():
+    def swallows(s, word, items):
+        try:
+            s += str(len(copy.deepcopy(word)))
+        except TraceError:
+            s += word
+
+    with pytest.raises(TraceError, match="argument word is measured"):
+        body(swallows).trace()
 
 
 @pytest.mark.parametrize(("act", "reason"), REFUSED.values(), ids=REFUSED.keys())

@@ -28,7 +28,7 @@ class Connections(httpx.AsyncBaseTransport):
     def __init__(self, url: str) -> None:
         """url: of the server; whether it is reached through a proxy says the environment, as usual."""
         scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
-        self._proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
+        self._proxy = None if urllib.request.proxy_bypass(host) else _proxy_for(scheme)
         plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for none, each connection would make one of its own
         self._ssl = httpx.create_ssl_context() if scheme == "https" else plain
         self._free: list[httpx.AsyncHTTPTransport] = []
@@ -40,7 +40,11 @@ class Connections(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         await self._slots.acquire()
         used_before = bool(self._free)
-        connection = self._free.pop() if used_before else self._new()
+        try:
+            connection = self._free.pop() if used_before else self._new()
+        except BaseException:
+            self._slots.release()
+            raise
         try:
             try:
                 response = await connection.handle_async_request(request)
@@ -61,13 +65,23 @@ class Connections(httpx.AsyncBaseTransport):
 
     def _new(self) -> httpx.AsyncHTTPTransport:
         one = httpx.Limits(max_connections=1, keepalive_expiry=_KEPT_S)
-        connection = httpx.AsyncHTTPTransport(verify=self._ssl, limits=one, proxy=self._proxy)
+        try:
+            connection = httpx.AsyncHTTPTransport(verify=self._ssl, limits=one, proxy=self._proxy)
+        except (ValueError, ImportError) as error:  # of a kind that httpx does not know
+            raise httpx.ProxyError(f"the environment's proxy cannot be used: {error}") from error
         self._all.append(connection)
         return connection
 
     def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
         self._free.append(connection)
         self._slots.release()
+
+
+def _proxy_for(scheme: str) -> str | None:
+    """What the environment says, where many leave the scheme of the proxy out."""
+    proxies = urllib.request.getproxies()
+    found = proxies.get(scheme) or proxies.get("all")
+    return found if found is None or "://" in found else f"http://{found}"
 
 
 class _Stream(httpx.AsyncByteStream):

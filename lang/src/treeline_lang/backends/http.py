@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import re
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
-from typing import Any, Final
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Final, NamedTuple, cast
+from urllib.parse import urlsplit
 
 import httpx
 
 from treeline_lang.backends.connections import Connections
+from treeline_lang.backends.sse import EventStream
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
 _BUSY: Final = (429, 503, 529)
 """529 is Anthropic's word for overloaded."""
 _MAX_WAIT_S: Final = 30.0
 """Of one pause; servers say how long they want to be left alone (Retry-After)."""
+MAX_ANSWER_BYTES: Final = 256 << 20
+"""Of an answer, or of one event of a stream, unpacked: a server may send without an end, or a little that is packed and
+unpacks to more than there is memory."""
+
+
+class _Answer(NamedTuple):
+    status: int
+    reason: str
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
 
 
 class HttpClient:
@@ -27,12 +44,16 @@ class HttpClient:
         self, url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 600.0, busy_s: float = 60.0
     ) -> None:
         """timeout_s: a server that says nothing for so long is given up. busy_s: for so long a request is tried again
-        with a server that says it is busy. Raises ValueError for a URL or a time that is none."""
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"a server's URL begins with http:// or https://, not {url!r}")
+        with a server that says it is busy. Raises ValueError for a URL that is none, a header that no request can have,
+        and a timeout that is no time."""
+        self._auth = _user_of(url)
+        self.url = _USER.sub("//", url.rstrip("/"))
+        """For requests and errors: without the name and the password that may be in it."""
+        for name, value in (headers or {}).items():
+            if not _HEADER.fullmatch(value):  # which is not told: it may be a key
+                raise ValueError(f"the key for the header {name} is not one line of visible ASCII characters")
         if not timeout_s > 0:
-            raise ValueError(f"a server is given more than 0 seconds, not {timeout_s!r}")
-        self.url = url.rstrip("/")
+            raise ValueError(f"a timeout is above 0 seconds, not {timeout_s!r}")
         self._headers = dict(headers or {})
         self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0))
         self._busy_s = busy_s
@@ -43,7 +64,9 @@ class HttpClient:
     def _open(self) -> httpx.AsyncClient:
         if self._client is None or self._pid != os.getpid():  # a forked process must not write to its parent's sockets
             connections = Connections(self.url)
-            self._client = httpx.AsyncClient(headers=self._headers, timeout=self._timeout, transport=connections)
+            self._client = httpx.AsyncClient(
+                headers=self._headers, timeout=self._timeout, transport=connections, auth=self._auth
+            )
             self._pid = os.getpid()
         return self._client
 
@@ -53,11 +76,11 @@ class HttpClient:
             await client.aclose()
 
     async def get(self, path: str) -> Any:
-        return _json(await self._send("GET", path, None, {}), self.url + path)
+        return _json((await self._send("GET", path, None, {})).body, self.url + path)
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
         """The answer's JSON. Raises Refused, Unreachable, BackendError."""
-        return _json(await self._send("POST", path, body, headers or {}), self.url + path)
+        return _json((await self._send("POST", path, body, headers or {})).body, self.url + path)
 
     async def post_text(self, path: str) -> str:
         return (await self._send("POST", path, None, {})).text
@@ -70,13 +93,12 @@ class HttpClient:
         pauses = _Pauses(self._busy_s)
         while True:
             try:
-                async with self._open().stream("POST", self.url + path, json=body, headers=headers or {}) as response:
+                async with self._request("POST", path, body, headers or {}) as response:
                     if response.status_code in _BUSY and (pause := pauses.after(response)) is not None:
                         await asyncio.sleep(pause)
                         continue
                     if response.status_code != 200:
-                        await response.aread()
-                        raise _refused(response, self.url + path)
+                        raise _refused(await _whole(response, self.url + path), self.url + path)
                     async with aclosing(_events(response)) as events:
                         async for event in events:
                             yield event
@@ -84,24 +106,54 @@ class HttpClient:
             except httpx.HTTPError as error:
                 raise _unreachable(error, self.url) from error
 
-    async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> _Answer:
         pauses = _Pauses(self._busy_s)
         while True:
             try:
-                response = await self._open().request(
-                    method,
-                    self.url + path,
-                    content=None if body is None else json.dumps(body),
-                    headers=_typed(headers, body),
-                )
+                async with self._request(method, path, body, headers) as response:
+                    answer = await _whole(response, self.url + path)
             except httpx.HTTPError as error:
                 raise _unreachable(error, self.url) from error
-            if response.status_code in _BUSY and (pause := pauses.after(response)) is not None:
+            if answer.status in _BUSY and (pause := pauses.after(response)) is not None:
                 await asyncio.sleep(pause)
                 continue
-            if response.status_code >= 300:
-                raise _refused(response, self.url + path)
-            return response
+            if answer.status >= 300:
+                raise _refused(answer, self.url + path)
+            return answer
+
+    def _request(
+        self, method: str, path: str, body: Any, headers: Mapping[str, str]
+    ) -> AbstractAsyncContextManager[httpx.Response]:
+        content = None if body is None else json.dumps(body)
+        return self._open().stream(method, self.url + path, content=content, headers=_typed(headers, body))
+
+
+_USER: Final = re.compile(r"//[^/?#]*@")
+_HEADER: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
+
+
+def _user_of(url: str) -> tuple[str, str] | None:
+    """(name, password), where the URL has them. Raises ValueError for what is no server's URL."""
+    shown = _USER.sub("//", url)
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"a server's URL begins with http:// or https://, not {shown!r}")
+    try:
+        parts, parsed = urlsplit(url), httpx.URL(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL) as error:
+        raise ValueError(f"{shown!r} is no URL of a server: {_USER.sub('//', str(error))}") from None
+    if not has_host:
+        raise ValueError(f"{shown!r} is no URL of a server: it names none")
+    return (parsed.username, parsed.password) if parsed.userinfo else None
+
+
+async def _whole(response: httpx.Response, url: str) -> _Answer:
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise BackendError(f"{url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return _Answer(response.status_code, response.reason_phrase, bytes(body))
 
 
 def _typed(headers: Mapping[str, str], body: Any) -> dict[str, str]:
@@ -120,6 +172,8 @@ class _Pauses:
             pause = float(response.headers.get("retry-after", self._next_s))
         except ValueError:
             pause = self._next_s
+        if math.isnan(pause):
+            pause = self._next_s
         pause = min(max(pause, 0.05), _MAX_WAIT_S)
         self._next_s *= 2
         self._left_s -= pause
@@ -127,26 +181,38 @@ class _Pauses:
 
 
 async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, Any]]:
-    name = ""
-    async for line in response.aiter_lines():
-        if line.startswith("event:"):
-            name = line[6:].strip()
-        elif line.startswith("data:"):
-            data = line[5:].strip()
-            if data == "[DONE]":
-                return
-            try:
-                yield name, json.loads(data)
-            except ValueError:
-                raise BackendError(f"the server sent an event that is not JSON: {data[:200]!r}") from None
-            name = ""
+    stream = EventStream(MAX_ANSWER_BYTES)
+    async with aclosing(cast(AsyncGenerator[bytes], response.aiter_bytes())) as chunks:
+        async for chunk in chunks:
+            for name, data in _taken(stream, chunk):
+                if data == "[DONE]":
+                    return
+                yield name, _read_event(data)
+    for name, data in stream.end():
+        if data != "[DONE]":
+            yield name, _read_event(data)
 
 
-def _json(response: httpx.Response, url: str) -> Any:
+def _taken(stream: EventStream, chunk: bytes) -> list[tuple[str, str]]:
     try:
-        return response.json()
-    except ValueError:
-        raise BackendError(f"{url} answered with something that is not JSON: {response.text[:200]!r}") from None
+        return stream.take(chunk)
+    except ValueError as error:
+        raise BackendError(f"the server sent {error}") from None
+
+
+def _read_event(data: str) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise BackendError(f"the server sent an event that is not JSON: {data[:200]!r}") from None
+
+
+def _json(body: bytes, url: str) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        shown = body[:200].decode(errors="replace")
+        raise BackendError(f"{url} answered with something that is not JSON: {shown!r}") from None
 
 
 def _unreachable(error: httpx.HTTPError, url: str) -> BackendError:
@@ -157,22 +223,22 @@ def _unreachable(error: httpx.HTTPError, url: str) -> BackendError:
     return Unreachable(f"the server at {url} broke off: {error or type(error).__name__}")
 
 
-def _refused(response: httpx.Response, url: str) -> BackendError:
-    reason = message_of(response.text) or response.reason_phrase
-    kind = Refused if 400 <= response.status_code < 500 and response.status_code not in (408, 429) else BackendError
-    return kind(f"{url} answered {response.status_code}: {reason}")
+def _refused(answer: _Answer, url: str) -> BackendError:
+    reason = message_of(answer.text) or answer.reason
+    kind = Refused if 400 <= answer.status < 500 and answer.status not in (408, 429) else BackendError
+    return kind(f"{url} answered {answer.status}: {reason}")
 
 
 def message_of(text: str) -> str:
     """What an error's body says, in the forms that servers have."""
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip()[:500]
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and key in body:
             body = body[key]
-    return body if isinstance(body, str) else json.dumps(body)[:500]
+    return (body if isinstance(body, str) else json.dumps(body))[:2000]
 
 
 _REFUSALS: Final = ("BadRequestError", "NotFoundError", "invalid_request_error", "not_found_error", "permission_error")

@@ -158,12 +158,15 @@ class _Scorer:
         self._complete = complete
 
     async def count(self, text: str) -> int:
-        return int((await self._echo(text))["usage"]["prompt_tokens"])
+        answer = await self._echo(text)
+        with form.read(answer):
+            return int(answer["usage"]["prompt_tokens"])
 
     async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
         answer = await self._echo(list(texts), logprobs=1)
-        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-        return [_tokens(choice["logprobs"])[start:] for choice in choices]
+        with form.read(answer):
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            return [_tokens(choice["logprobs"])[start:] for choice in choices]
 
     async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
         raise Unsupported("OpenAI's API does not tell the ids of tokens")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -60,13 +61,20 @@ def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
     return {"logprobs": tops}
 
 
+@contextmanager
+def read(answer: Any, kind: str = "answer") -> Iterator[None]:
+    """Around what reads an answer or an event: one of another form is the server's error, not a bug here."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
+        raise BackendError(f"the server's {kind} is not one of OpenAI's API: {str(answer)[:200]}") from None
+
+
 def completions_of(answer: Any, count: int, *, chat: bool) -> list[Completion]:
     """The choices of an answer, in order. Raises BackendError for what is none, or has not so many."""
-    try:
+    with read(answer):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_whole(answer, choice, chat=chat, several=len(choices) > 1) for choice in choices]
-    except (KeyError, TypeError, AttributeError, IndexError):
-        raise BackendError(f"the server's answer is not one of OpenAI's API: {str(answer)[:200]}") from None
     if len(completions) != count:
         raise BackendError(f"the server answered with {len(completions)} texts where {count} were asked for")
     return completions
@@ -98,12 +106,11 @@ class Growing:
 
     def take(self, event: Any) -> Completion:
         """→ all so far. Raises BackendError for an event that is none."""
-        try:
+        with read(event, "event"):
             self.take_head(event)
             for choice in event.get("choices") or ():
-                self.take_choice(choice)
-        except (KeyError, TypeError, AttributeError):
-            raise BackendError(f"the server's event is not one of OpenAI's API: {str(event)[:200]}") from None
+                if choice.get("index", 0) == 0:  # nobody asks for more in a stream
+                    self.take_choice(choice)
         return self.completion()
 
     def take_head(self, event: Mapping[str, Any]) -> None:

@@ -184,11 +184,16 @@ class RuntimeEndpoint(Backend):
         return {} if call.session is None else {SESSION_ID: call.session}
 
     def get_server_info(self) -> dict[str, Any]:
-        info = background.call(self._http.get("/get_server_info"))
-        return dict(info)
+        return background.call(self._told("/get_server_info"))
 
     def get_model_info(self) -> dict[str, Any]:
-        return dict(background.call(self._http.get("/get_model_info")))
+        return background.call(self._told("/get_model_info"))
+
+    async def _told(self, path: str) -> dict[str, Any]:
+        info = await self._http.get(path)
+        if not isinstance(info, dict):
+            raise BackendError(f"the server's answer is not one of {path}: {str(info)[:200]}")
+        return info
 
     def flush_cache(self) -> None:
         """Raises Unsupported where the server keeps this from its users: then its administration is asked, if it is on
@@ -202,13 +207,13 @@ class RuntimeEndpoint(Backend):
         except Refused as error:
             refusal = error
         try:
-            info = await self._http.get("/get_server_info")
+            info = await self._told("/get_server_info")
         except Refused:
             info = {}  # a gateway, which has many behind it
         host, port = info.get("admin_host"), info.get("admin_port")
         here = urlsplit(self._http.url)
         local = ("127.0.0.1", "localhost", "::1")
-        if host not in local or here.hostname not in local or not port:
+        if host not in local or here.hostname not in local or type(port) is not int:
             raise Unsupported(f"the cache cannot be flushed from here: {refusal.reason}") from None
         admin = HttpClient(urlunsplit((here.scheme, f"{here.hostname}:{port}", "", "", "")))
         try:
@@ -260,7 +265,7 @@ def _read(answer: Any, path: str) -> Iterator[None]:
     """Around what reads an answer: one of another form is the server's error, not a bug here."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
         raise BackendError(f"the server's answer is not one of {path}: {str(answer)[:200]}") from None
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob, tokens_of_choice
 from treeline_lang.errors import BackendError
+
+LOWEST: Final = -9999.0
+"""What an impossible token counts: two of -inf could not be compared."""
 
 
 class Scorer(Protocol):
@@ -26,19 +29,40 @@ async def select_by_logprobs(scorer: Scorer, text: str, choices: Sequence[str], 
     read too, as the tokenizer may join it with the choice's beginning."""
     start = max(await scorer.count(text) - 2, 0) if text else 0
     before = 2 if start else 0
-    scored = await scorer.score([text + choice for choice in choices], start)
+    scored = _checked(await scorer.score([text + choice for choice in choices], start), len(choices))
     tokens = [tokens_of_choice(one, choice, before) for one, choice in zip(scored, choices, strict=True)]
     if not all(tokens):
         raise BackendError("the server told no logprobs of the choices")
     alone: list[list[float]] = []
     if method.unconditional:
         ids = [[token.id for token in one if token.id is not None] for one in tokens]
-        alone = [_logprobs(one) for one in await scorer.score_ids(ids)]
+        alone = [_logprobs(one) for one in _checked(await scorer.score_ids(ids), len(choices))]
     decision = method.decide([_logprobs(one) for one in tokens], alone)
     listed = [[(token.logprob, token.id, token.text) for token in one] for one in tokens]
     return replace(decision, meta={**decision.meta, "input_token_logprobs": listed})
 
 
+def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLogprob]]:
+    """As servers have said it, for comparing: what is not a number is neither more nor less likely than another. Raises
+    BackendError."""
+    if len(scored) != count:
+        raise BackendError(f"the server told the logprobs of {len(scored)} texts where {count} were asked for")
+    for token in (token for one in scored for token in one):
+        fits = (
+            (token.logprob is None or _is_logprob(token.logprob))
+            and (token.id is None or type(token.id) is int)
+            and (token.text is None or isinstance(token.text, str))
+        )
+        if not fits:
+            raise BackendError(f"the server told a logprob that is none: {str(token)[:200]}")
+    return scored
+
+
+def _is_logprob(value: Any) -> bool:
+    """Not above 0, but for rounding; -inf is one, NaN is not."""
+    return type(value) in (int, float) and value <= 1
+
+
 def _logprobs(tokens: Sequence[TokenLogprob]) -> list[float]:
     """A first token has none: it counts 0."""
-    return [0.0 if token.logprob is None else token.logprob for token in tokens]
+    return [0.0 if token.logprob is None else max(token.logprob, LOWEST) for token in tokens]
