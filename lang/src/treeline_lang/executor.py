@@ -156,7 +156,9 @@ class StreamExecutor:
         with self._declared:
             if not self._open:
                 reason = "nothing can be appended any more: the program has ended, or the branch was joined"
-                raise ProgramError(reason, where=step.where, step=step.name)
+                refusal = ProgramError(reason, where=step.where, step=step.name)
+                self._loop.call_soon_threadsafe(step.abandon, refusal)  # nobody waits for what it would have begun
+                raise refusal.again()
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()
         self._loop.call_soon_threadsafe(self._put, step)
