@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.lang_backend import PATIENCE_S, FakeBackend
 from treeline_lang import function, gen
-from treeline_lang.errors import Unreachable
+from treeline_lang.errors import Unreachable, WrongType
 
 
 @function
@@ -147,3 +147,29 @@ def test_branches_that_fail_by_the_same_error_each_name_their_own_line():
 
 
 # ---- cancelling -------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_reaches_forks_of_forks_deeper_than_pythons_stack() -> None:
+    @function
+    def chain(s: Any) -> Any:
+        s += gen("a", dtype=int)
+        for _ in range(2000):
+            s = s.fork(1)[0]
+        return s
+
+    backend = FakeBackend(lambda *_: "no number")
+    with backend.holding():
+        state = chain.run(backend=backend)
+    assert isinstance(state.error(), WrongType)
+    assert isinstance(state.ret_value.error(), WrongType)
+
+
+def test_a_fork_of_what_has_ended_is_an_error_and_nobody_waits_for_its_branches() -> None:
+    @function
+    def late(s: Any) -> None:
+        group = s.fork(2)
+        group.join()
+        group[0].fork(2)
+
+    states = late.run_batch([{}, {}], backend=FakeBackend())
+    assert ["nothing can be appended any more" in str(state.error()) for state in states] == [True, True]

@@ -15,6 +15,7 @@ import httpx
 import pytest
 from support.lang_backend import PATIENCE_S
 from treeline_lang import RuntimeEndpoint, function, gen
+from treeline_lang.backends import connections as connections_module
 from treeline_lang.backends.connections import Connections
 from treeline_lang.backends.http import HttpClient
 
@@ -121,6 +122,24 @@ def test_a_connection_is_given_back_however_a_request_ends(how: str) -> None:
                     await response.aclose()
             assert (await client.post(server.url + "/generate")).content == ANSWER
             assert not connections._slots.locked()
+
+    with counting() as server:
+        asyncio.run(asyncio.wait_for(main(server), PATIENCE_S))
+
+
+def test_connections_that_are_idle_for_long_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections_module, "_KEPT_S", 0.05)
+
+    async def main(server: Counting) -> None:
+        connections = Connections(server.url)
+        async with httpx.AsyncClient(transport=connections) as client:
+            for _ in range(2):  # they are opened again, and closed again
+                await asyncio.gather(*(client.post(server.url + "/generate") for _ in range(20)))
+                assert connections._all
+                assert connections._closing is not None
+                await connections._closing
+                assert not connections._all
+                assert not connections._free
 
     with counting() as server:
         asyncio.run(asyncio.wait_for(main(server), PATIENCE_S))

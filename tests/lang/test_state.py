@@ -98,16 +98,6 @@ def test_errors_name_the_line_of_the_program_whatever_stands_between() -> None:
     assert isinstance(error, WrongType)
     assert error.where is not None
     assert (error.where.line, error.step) == (copies.__code__.co_firstlineno + 2, "gen('a')")
-    failing.fails = lambda request: RuntimeError("no") if request.kind == "warm" else None
-
-    def forks(s: Any) -> None:
-        s += "x"
-        s.fork(2)
-
-    error = run(forks, failing).error()
-    assert error is not None
-    assert error.where is not None
-    assert (error.where.line, error.step) == (forks.__code__.co_firstlineno + 2, "fork")
 
 
 def test_variables_are_set_at_their_place_and_the_last_one_counts() -> None:

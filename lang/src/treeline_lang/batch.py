@@ -97,5 +97,6 @@ class Jobs:
 
     def _stop(self) -> None:
         self._stopped = True
+        self._plan.give_up()
         for run in self._runs:
             run.streams.cancel()

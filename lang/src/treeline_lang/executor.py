@@ -171,7 +171,9 @@ class StreamExecutor:
             late = not self._open
             if late and (self._is_branch or not step.do_late()):
                 reason = "nothing can be appended any more: the program has ended, or the branch was joined"
-                raise ProgramError(reason, where=step.where, step=step.name)
+                refusal = ProgramError(reason, where=step.where, step=step.name)
+                self._loop.call_soon_threadsafe(step.abandon, refusal)  # nobody waits for what it would have begun
+                raise refusal.again()
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()
         if late:

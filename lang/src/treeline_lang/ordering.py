@@ -11,14 +11,16 @@ a group has it cached, and the others wait for that.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from treeline_lang import background, prefix
+from treeline_lang import background, hints, prefix
 from treeline_lang.executor import Run
 from treeline_lang.nodes import Argument, Joined, Unknown, at_path
 from treeline_lang.transcript import Prompt
@@ -39,16 +41,23 @@ class Shared:
 
     text: str
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _warm: bool = False
+    _asked: Future[None] | None = None
 
     def warm(self, run: Run) -> None:
         """Returns once it is cached, or once that has failed: then the items compute it themselves. The first to come
         asks for it."""
         with self._lock:
-            if not self._warm:
-                self._warm = True
-                with suppress(Exception):
-                    background.call(run.backend.warm(Prompt(self.text), run.call))
+            if self._asked is None:
+                hint = hints.send(run, Prompt(self.text))
+                self._asked = asyncio.run_coroutine_threadsafe(hint, background.loop())
+        with suppress(Exception):  # it was given up
+            self._asked.result()
+
+    def give_up(self) -> None:
+        """Nobody needs it any more."""
+        with self._lock:
+            self._asked = self._asked or Future()
+        self._asked.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,12 @@ class Plan:
         """Before the item is started, in its thread."""
         for one in self.shared.get(item, ()):
             one.warm(run)
+
+    def give_up(self) -> None:
+        """The items that have not been started never will be."""
+        for item in self.order:
+            for one in self.shared.get(item, ()):
+                one.give_up()
 
 
 def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int) -> Plan:
@@ -147,13 +162,17 @@ def worthwhile(texts: Sequence[str], threads: int) -> list[tuple[int, int, int]]
     """→ (characters that they share, number of the first text, of the last one) of groups that are worth a request
     ahead, outer ones before those within them. texts: sorted."""
     chosen: list[tuple[int, int, int]] = []
+    around: list[tuple[int, int, int]] = []
+    """Those of them that this one is within, the innermost last."""
     for length, first, last in sorted(groups(texts), key=lambda group: (group[1], -group[2])):
-        around = [outer for outer in chosen if outer[1] <= first and last <= outer[2]]
-        more = length - max((outer[0] for outer in around), default=0)
+        while around and around[-1][2] < first:
+            around.pop()
+        more = length - (around[-1][0] if around else 0)
         everybody = last - first + 1 == len(texts)
         saved = more * (min(last - first + 1, threads) - 1)
         if more > MIN_SHARED and (everybody or saved >= MIN_SAVED):
             chosen.append((length, first, last))
+            around.append(chosen[-1])
     return chosen
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import images, prefix, speculative
+from treeline_lang import hints, images, prefix, speculative
 from treeline_lang.backends.base import Completion
 from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
 from treeline_lang.executor import Step, StreamExecutor
@@ -130,8 +130,7 @@ class Fork(Step):
                 template = await run.backend.template() if prefix.has_turns(self._hint) else None
                 prefix.append_all(beginning, self._hint, {}, template)
             if beginning.text:
-                warming = asyncio.create_task(run.backend.warm(beginning.prompt(), run.call, len(self.children)))
-                warming.add_done_callback(_retrieved)
+                warming = asyncio.create_task(hints.send(run, beginning.prompt(), len(self.children)))
         if warming is not None and not self._ahead:
             await warming
         for child in self.children:
@@ -139,14 +138,8 @@ class Fork(Step):
             child.start(transcript.copy())
 
     def abandon(self, failure: ProgramError) -> None:
-        for child in self.children:
-            child.fail(failure)
-
-
-def _retrieved(task: asyncio.Task[None]) -> None:
-    """Its error is for the branches that come to wait for it; if none does, it is nobody's."""
-    if not task.cancelled():
-        task.exception()
+        for child in self.children:  # not at once: forks of forks may be deeper than Python's stack
+            asyncio.get_running_loop().call_soon(child.fail, failure)
 
 
 class Gather(Step):

@@ -244,7 +244,7 @@ def test_reasoning_is_separated_as_interpreted():
     assert thinks.compile(strict=True).run(word="w", backend=Thinks()).ret_value == ["yes", "hm"]
 
 
-def test_a_backend_that_fails_hints_fails_the_branches_alone():
+def test_a_hint_that_fails_fails_nothing():
     class Cold(EchoBackend):
         async def warm(self, prompt, call, children=1):
             raise BackendError("cold")
@@ -255,6 +255,9 @@ def test_a_backend_that_fails_hints_fails_the_branches_alone():
         branches = s.fork(2)
         branches += gen("x")
         s += "on"
+        return [branches[0], branches[1]]
 
-    state = hinted.compile(strict=True).run(word="w", backend=Cold())
-    assert state.text() == "won"
+    for program in (hinted, hinted.compile(strict=True)):
+        state = program.run(word="w", backend=Cold())
+        assert state.text() == "won"
+        assert [branch.error() for branch in state.ret_value] == [None, None]

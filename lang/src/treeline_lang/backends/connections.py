@@ -10,7 +10,9 @@ import asyncio
 import resource
 import ssl
 import urllib.request
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -31,9 +33,11 @@ class Connections(httpx.AsyncBaseTransport):
         self._proxy = None if urllib.request.proxy_bypass(host) else _proxy_for(scheme)
         plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for none, each connection would make one of its own
         self._ssl = httpx.create_ssl_context() if scheme == "https" else plain
-        self._free: list[httpx.AsyncHTTPTransport] = []
-        """The last used is used next, so that the others grow old and are closed."""
-        self._all: list[httpx.AsyncHTTPTransport] = []
+        self._free: deque[tuple[httpx.AsyncHTTPTransport, float]] = deque()
+        """With the time since when. The last used is used next, so that the others grow old and are closed."""
+        self._all: set[httpx.AsyncHTTPTransport] = set()
+        self._closing: asyncio.Task[None] | None = None
+        """Of idle ones, while there are any."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._slots = asyncio.Semaphore(_MOST if files < 0 else max(min(_MOST, files // 2), 1))
 
@@ -41,7 +45,7 @@ class Connections(httpx.AsyncBaseTransport):
         await self._slots.acquire()
         used_before = bool(self._free)
         try:
-            connection = self._free.pop() if used_before else self._new()
+            connection = self._free.pop()[0] if used_before else self._new()
         except BaseException:
             self._slots.release()
             raise
@@ -60,8 +64,10 @@ class Connections(httpx.AsyncBaseTransport):
         return response
 
     async def aclose(self) -> None:
-        for connection in self._all:
-            await connection.aclose()
+        if self._closing is not None:
+            self._closing.cancel()
+        while self._all:
+            await self._all.pop().aclose()
 
     def _new(self) -> httpx.AsyncHTTPTransport:
         one = httpx.Limits(max_connections=1, keepalive_expiry=_KEPT_S)
@@ -69,12 +75,28 @@ class Connections(httpx.AsyncBaseTransport):
             connection = httpx.AsyncHTTPTransport(verify=self._ssl, limits=one, proxy=self._proxy)
         except (ValueError, ImportError) as error:  # of a kind that httpx does not know
             raise httpx.ProxyError(f"the environment's proxy cannot be used: {error}") from error
-        self._all.append(connection)
+        self._all.add(connection)
         return connection
 
     def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
-        self._free.append(connection)
+        self._free.append((connection, asyncio.get_running_loop().time()))
         self._slots.release()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close_idle())
+
+    async def _close_idle(self) -> None:
+        """Servers close them, too, but until this side has done so they are open files."""
+        while self._free:
+            connection, since = self._free[0]
+            left_s = since + _KEPT_S - asyncio.get_running_loop().time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            self._free.popleft()
+            self._all.discard(connection)
+            with suppress(Exception):  # whatever it says: it is not used again
+                await connection.aclose()
+        self._closing = None
 
 
 def _proxy_for(scheme: str) -> str | None:
