@@ -43,7 +43,7 @@ def _value(result: Result, what: str, tail: str) -> float:
 
 
 def _bars(axes: Axes, labels: list[str], values: list[float]) -> None:
-    bars = axes.barh(labels, values, color=[OURS if label != "" else OTHER for label in labels], height=0.62)
+    bars = axes.barh(labels, values, color=OURS, height=0.62)
     axes.bar_label(bars, labels=[number(value) for value in values], padding=4, fontweight="bold")
     axes.invert_yaxis()
     axes.margins(x=0.18)
@@ -77,4 +77,4 @@ def _parts(axes: Axes, result: Result, names: list[str]) -> None:
     axes.bar_label(bars, labels=[f"{ratio:.2f}" for ratio in ratios], padding=4, fontweight="bold")
     axes.invert_yaxis()
     axes.margins(x=0.15)
-    axes.set(title="What each part is worth", xlabel="throughput ÷ that of everything (geometric mean)")
+    axes.set(title="What each part is worth", xlabel="× the throughput of everything")
