@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -235,8 +236,8 @@ def test_cancelling_ends_what_waits_and_leaves_what_has_ended():
     with backend.holding():
         hanging = three.run(backend=backend)
         backend.wait_running(1)
-        done._stream.run.streams.cancel()
-        hanging._stream.run.streams.cancel()
+        done.cancel()
+        hanging.cancel()
         with pytest.raises(Cancelled):
             in_thread(lambda: hanging["c"])
         backend.wait_running(0)
@@ -245,12 +246,35 @@ def test_cancelling_ends_what_waits_and_leaves_what_has_ended():
     assert done.text().startswith("one")
 
 
+def test_ctrl_c_while_a_stream_is_followed_ends_its_program():
+    backend = FakeBackend()
+
+    def interrupt() -> None:
+        while not state._stream.growing._wake:  # until it is followed
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with backend.holding():
+            state = three.run(backend=backend, stream=True)
+            backend.wait_running(1)
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                "".join(state.text_iter())
+            backend.wait_running(0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert backend.cancelled == 1
+    assert isinstance(state.error(), Cancelled)
+
+
 def test_cancelling_before_a_step_has_begun_leaves_no_reader_behind():
     """The task of a stream that is cancelled before its first turn on the loop never runs at all."""
     backend, go = FakeBackend(), threading.Event()
     background.loop().call_soon_threadsafe(go.wait, PATIENCE_S)
     state = three.run(backend=backend)  # submits, and cannot begin
-    state._stream.run.streams.cancel()
+    state.cancel()
     go.set()
     with pytest.raises(Cancelled):
         state.get_var("c", timeout=PATIENCE_S)
@@ -269,7 +293,7 @@ def test_a_run_that_is_cancelled_takes_no_more_steps():
         forks.join()
 
     state = goes_on.run(backend=backend, stream=True)
-    state._stream.run.streams.cancel()
+    state.cancel()
     go.set()
     with pytest.raises(Cancelled):
         state.text()

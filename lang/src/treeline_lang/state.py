@@ -121,7 +121,8 @@ class ProgramState:
 
     def get_var(self, name: str, timeout: float | None = None) -> Any:
         """Raises UnknownVariable (a KeyError), TimeoutError."""
-        return self._stream.variable(name, timeout).read(timeout)
+        with self._or_cancel():
+            return self._stream.variable(name, timeout).read(timeout)
 
     async def get_var_async(self, name: str) -> Any:
         variable = await asyncio.to_thread(self._stream.variable, name)
@@ -135,7 +136,8 @@ class ProgramState:
     def get_meta_info(self, name: str, timeout: float | None = None) -> Any:
         """What the backend said with a variable: `finish_reason`, `prompt_tokens`, `cached_tokens`, logprobs, … A list
         of them where n > 1 and after a join. Raises UnknownVariable, TimeoutError."""
-        return self._stream.variable(name, timeout).meta(timeout)
+        with self._or_cancel():
+            return self._stream.variable(name, timeout).meta(timeout)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -165,20 +167,35 @@ class ProgramState:
     def sync(self) -> None:
         """Wait until all that was submitted is done, or was given up (`error`); of a program that runs beside, until
         it has ended."""
-        self._await_body()
-        self._stream.sync()
+        with self._or_cancel():
+            self._await_body()
+            self._stream.sync()
 
     def error(self) -> ProgramError | None:
         """Why the state ended early, if it did, once all that was submitted is done."""
         self.sync()
         return self._stream.failure
 
+    def cancel(self) -> None:
+        """Gives up what the program does and has yet to do, on the server, too: reading raises Cancelled."""
+        self._stream.run.streams.cancel()
+
+    @contextmanager
+    def _or_cancel(self) -> Iterator[None]:
+        """A Ctrl-C while waiting ends the program, and not the waiting alone."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.cancel()
+            raise
+
     # ---- following ----------------------------------------------------------------------------------------------
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
         """Pieces of a variable's text as they come, or of the whole until the program ends. Run with `stream=True`;
         else it comes step by step. Raises the error that ends it."""
-        return self._grows(var_name).follow()
+        with self._or_cancel():
+            yield from self._grows(var_name).follow()
 
     @overload
     def text_async_iter(self, var_name: str | None = None) -> AsyncIterator[str]: ...
