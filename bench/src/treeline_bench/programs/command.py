@@ -22,7 +22,7 @@ from treeline_bench.processes import ChildFailed
 from treeline_bench.programs import speculation
 from treeline_bench.programs.ablations import ABLATIONS, FULL
 from treeline_bench.programs.figures import rows_of, table_of
-from treeline_bench.programs.run import Plan, run
+from treeline_bench.programs.run import WARM_UP, WARM_UP_ON_GPU, Plan, run
 from treeline_bench.programs.server import CACHE_TOKENS, PAGE_TOKENS, Serving
 from treeline_bench.programs.workloads import WORKLOADS
 from treeline_bench.prompts import PromptError
@@ -117,6 +117,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         args.programs,
         args.seed,
         extraction,
+        WARM_UP_ON_GPU if args.device.startswith("cuda") else WARM_UP,
     )
 
 

@@ -21,8 +21,9 @@ AT_ONCE = 64
 """Programs of a batch: the paper's."""
 ALONE = 2
 """Programs whose latency is taken."""
-WARM_UP = 0.2
-"""The length of a program that warms up, by that of those that are measured."""
+WARM_UP, WARM_UP_ON_GPU = 0.2, 1.0
+"""The length of a program that warms up, by that of those that are measured: a GPU's kernels are compiled for the sizes
+that they meet first."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Plan:
     seed: int = 1
     extraction: bool = False
     """Whether API speculation is measured, on the server of everything."""
+    warm_up: float = WARM_UP
 
     def batch(
         self, workload: Workload, maker: PromptMaker, part: str, programs: int | None = None, length: float = 1.0
@@ -71,7 +73,7 @@ def run(plan: Plan, serving: Serving, folder: Path, display: Display) -> Ran:
 
 def _measure(plan: Plan, workload: Workload, ablation: Ablation, backend: Recorded, maker: PromptMaker) -> Measured:
     """A short program of the same kind first warms what is not the cache: grammars, kernels, connections."""
-    _run(plan.batch(workload, maker, "warm-up", 1, WARM_UP), ablation, backend)
+    _run(plan.batch(workload, maker, "warm-up", 1, plan.warm_up), ablation, backend)
     batch = plan.batch(workload, maker, "batch")
     duration_s = _timed([batch], ablation, backend)
     asked = backend.take()

@@ -165,7 +165,8 @@ class RuntimeEndpoint(Backend):
         try:
             answer = await self._http.post("/tokenize", body | self._model)
         except Refused as error:
-            raise Refused(f"{error.reason}; give RuntimeEndpoint a chat_template ({', '.join(TEMPLATES)})") from None
+            choices = ", ".join(TEMPLATES)
+            raise Refused(f"{error.reason} (a server that renders no chats needs a chat_template: {choices})") from None
         with _read(answer, "/tokenize"):
             return list(answer["tokens"])
 
