@@ -23,6 +23,7 @@ from treeline_lang.choices import (
     token_length_normalized,
     unconditional_likelihood_normalized,
 )
+from treeline_lang.compiler.graph import Graph
 from treeline_lang.errors import (
     BackendError,
     Cancelled,
@@ -58,7 +59,6 @@ from treeline_lang.expressions import (
     user_end,
     video,
 )
-from treeline_lang.graph import Graph
 from treeline_lang.program import Compiled, Function, function
 from treeline_lang.state import ProgramState, ProgramStateGroup
 

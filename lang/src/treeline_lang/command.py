@@ -13,7 +13,7 @@ from typing import Any
 from treeline_wire.command_line import Parser
 
 from treeline_lang.backends.runtime import RuntimeEndpoint
-from treeline_lang.draw import outline
+from treeline_lang.compiler.draw import outline
 from treeline_lang.errors import ProgramError, ProgramFileError, WrongArgument
 from treeline_lang.program import Compiled
 from treeline_lang.state import ProgramState

@@ -1,6 +1,6 @@
 """In which order the programs of a batch are started, and what is cached before the first of those that share it.
 
-The program is traced once up to its first request (`treeline_lang.trace`): with its arguments, that says how the first
+The program is traced once up to its first request (`compiler.trace`): with its arguments, that says how the first
 prompt of each item begins. In the order of these texts the items are visited as a depth-first walk of the tree of their
 prefixes would, which no order beats where the cache holds the longest of them: what is computed for a prefix serves all
 that share it before anything else is asked for.
@@ -20,9 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from treeline_lang import background, hints, prefix
+from treeline_lang import background, hints
+from treeline_lang.compiler import prefix
+from treeline_lang.compiler.nodes import Argument, Joined, Unknown, at_path
 from treeline_lang.executor import Run
-from treeline_lang.nodes import Argument, Joined, Unknown, at_path
 from treeline_lang.transcript import Prompt
 
 if TYPE_CHECKING:

@@ -14,13 +14,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
-from treeline_lang import background, batch, prefix, serialize, trace
+from treeline_lang import background, batch
 from treeline_lang.backends.base import Backend, Call, default_backend
+from treeline_lang.compiler import prefix, serialize, trace
+from treeline_lang.compiler.execute import GraphBody
+from treeline_lang.compiler.graph import Graph
+from treeline_lang.compiler.passes import DEFAULT_PASSES, Pass, Report
 from treeline_lang.errors import Cancelled, ProgramError, ProgramFileError, TraceError
-from treeline_lang.execute import GraphBody
 from treeline_lang.executor import Run
-from treeline_lang.graph import Graph
-from treeline_lang.passes import DEFAULT_PASSES, Pass, Report
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.state import ProgramState, state_of
 from treeline_lang.transcript import Prompt
@@ -98,7 +99,7 @@ class Function:
     # ---- ahead of running ---------------------------------------------------------------------------------------
 
     def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:
-        """What a trace with these arguments as constants has recorded (`treeline_lang.trace`)."""
+        """What a trace with these arguments as constants has recorded (`treeline_lang.compiler.trace`)."""
         return trace.trace(
             self.body,
             self._signature,
@@ -336,7 +337,7 @@ class Compiled(Function):
         return compiled
 
     def save(self, path: str | Path) -> None:
-        """Writes it to a file (`treeline_lang.serialize`). Raises OSError; ProgramFileError for what no file holds."""
+        """Writes it to a file (`compiler.serialize`). Raises OSError; ProgramFileError for what no file holds."""
         if self.graph is None:
             raise ProgramFileError(f"{self.__name__} is interpreted, and cannot be in a file: {self.fallback}")
         Path(path).write_text(serialize.dumps(self.graph), encoding="utf-8")

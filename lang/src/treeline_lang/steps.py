@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import hints, images, prefix, speculative
+from treeline_lang import hints, images, speculative
 from treeline_lang.backends.base import Completion
+from treeline_lang.compiler import prefix
+from treeline_lang.compiler.nodes import Path, at_path
 from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
 from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import (
@@ -30,7 +32,6 @@ from treeline_lang.expressions import (
     names_of,
 )
 from treeline_lang.growing import Variable
-from treeline_lang.nodes import Path, at_path
 from treeline_lang.reasoning import split_reasoning
 from treeline_lang.sampling import Sampling
 from treeline_lang.speculation import Pattern

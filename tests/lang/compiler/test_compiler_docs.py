@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-from treeline_lang.serialize import MAX_BYTES, MAX_STEPS, MAX_STREAMS
+from treeline_lang.compiler.serialize import MAX_BYTES, MAX_STEPS, MAX_STREAMS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "language-compiler.md").read_text()
 

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given, settings
 from support.lang_scripts import program, scripts
 from treeline_lang import assistant, function, gen, gen_int, select, user
-from treeline_lang.draw import outline, shorten
+from treeline_lang.compiler.draw import outline, shorten
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from support.echo_backend import EchoBackend
 from support.lang_scripts import ARGUMENTS, program, scripts
 from treeline_lang import Compiled, ProgramError, ProgramState
-from treeline_lang.passes import DEFAULT_PASSES
-from treeline_lang.serialize import dumps, loads
+from treeline_lang.compiler.passes import DEFAULT_PASSES
+from treeline_lang.compiler.serialize import dumps, loads
 
 ALIKE = [{"parallel": False}, {"hints": False}, {"stream": True}]
 

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 from support.echo_backend import EchoBackend, echo
 from treeline_lang import Refused, Unsupported, assistant, background, function, gen, select, user
+from treeline_lang.compiler.nodes import Argument, Fork, Hole
+from treeline_lang.compiler.passes import DEFAULT_PASSES, batch_siblings, hint_forks, move_constants, precache
 from treeline_lang.expressions import RoleBegin, Text
 from treeline_lang.meeting import Meeting
-from treeline_lang.nodes import Argument, Fork, Hole
-from treeline_lang.passes import DEFAULT_PASSES, batch_siblings, hint_forks, move_constants, precache
 from treeline_lang.sampling import Sampling
 from treeline_lang.transcript import Prompt
 

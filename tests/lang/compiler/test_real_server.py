@@ -29,7 +29,7 @@ from treeline_lang import (
 )
 from treeline_lang.backends.base import Call
 from treeline_lang.command import main
-from treeline_lang.passes import DEFAULT_PASSES
+from treeline_lang.compiler.passes import DEFAULT_PASSES
 from treeline_lang.sampling import Sampling
 from treeline_lang.transcript import Prompt
 

@@ -22,8 +22,8 @@ from treeline_lang import (
     separate_reasoning,
     user,
 )
-from treeline_lang.nodes import Append
-from treeline_lang.serialize import MAX_BYTES, MAX_DEPTH, dumps, loads
+from treeline_lang.compiler.nodes import Append
+from treeline_lang.compiler.serialize import MAX_BYTES, MAX_DEPTH, dumps, loads
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(8)
 

@@ -18,9 +18,21 @@ from treeline_lang import (
     separate_reasoning,
     user,
 )
+from treeline_lang.compiler.graph import Parameter
+from treeline_lang.compiler.nodes import (
+    Append,
+    Argument,
+    Const,
+    Entries,
+    Fork,
+    Hole,
+    Items,
+    Join,
+    Joined,
+    SetVar,
+    Variable,
+)
 from treeline_lang.expressions import Gen, RoleBegin, RoleEnd, Sum, Text
-from treeline_lang.graph import Parameter
-from treeline_lang.nodes import Append, Argument, Const, Entries, Fork, Hole, Items, Join, Joined, SetVar, Variable
 
 
 def body(act) -> Function:

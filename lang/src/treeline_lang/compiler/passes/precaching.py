@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from treeline_lang.compiler.graph import Graph
+from treeline_lang.compiler.passes.base import Report, beginning
 from treeline_lang.expressions import Text
-from treeline_lang.graph import Graph
 from treeline_lang.ordering import MIN_SHARED
-from treeline_lang.passes.base import Report, beginning
 
 
 def precache(graph: Graph) -> tuple[Graph, Report]:

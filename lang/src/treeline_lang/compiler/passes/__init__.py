@@ -2,11 +2,11 @@
 
 from typing import Final
 
-from treeline_lang.passes.base import Pass, Report
-from treeline_lang.passes.code_movement import move_constants
-from treeline_lang.passes.fork_hints import hint_forks
-from treeline_lang.passes.precaching import precache
-from treeline_lang.passes.sibling_batches import batch_siblings
+from treeline_lang.compiler.passes.base import Pass, Report
+from treeline_lang.compiler.passes.code_movement import move_constants
+from treeline_lang.compiler.passes.fork_hints import hint_forks
+from treeline_lang.compiler.passes.precaching import precache
+from treeline_lang.compiler.passes.sibling_batches import batch_siblings
 
 DEFAULT_PASSES: Final[tuple[Pass, ...]] = (move_constants, hint_forks, batch_siblings, precache)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from treeline_lang.compiler.graph import Graph
+from treeline_lang.compiler.nodes import Append, Entries, Fork, Hole, Items, Join, Joined, SetVar, Value, Variable
 from treeline_lang.expressions import Expr, Gen, ScopeBegin, ScopeEnd, Select, SeparateReasoning, Sum, Text, flatten
-from treeline_lang.graph import Graph
-from treeline_lang.nodes import Append, Entries, Fork, Hole, Items, Join, Joined, SetVar, Value, Variable
 
 MAX_COPIES: Final = 10_000
 """Of one model call's answer or of one argument, in the text of one stream, or in what is kept; of a constant's

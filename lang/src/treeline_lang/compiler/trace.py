@@ -14,11 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Never, Self, cast
 
-from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
-from treeline_lang.executor import Step, StreamExecutor
-from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten
-from treeline_lang.graph import Graph, Parameter, Stream
-from treeline_lang.nodes import (
+from treeline_lang.compiler.graph import Graph, Parameter, Stream
+from treeline_lang.compiler.nodes import (
     Append,
     Argument,
     Const,
@@ -34,7 +31,10 @@ from treeline_lang.nodes import (
     Value,
     Variable,
 )
-from treeline_lang.nodes import Step as GraphStep
+from treeline_lang.compiler.nodes import Step as GraphStep
+from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
+from treeline_lang.executor import Step, StreamExecutor
+from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten
 from treeline_lang.sampling import Sampling
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Arrive, Assign, Extend, Gather

@@ -18,8 +18,24 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Never
 
-from treeline_lang import growth, images
+from treeline_lang import images
 from treeline_lang.choices import CHOICES_METHODS
+from treeline_lang.compiler import growth
+from treeline_lang.compiler.graph import Graph, Parameter, Stream
+from treeline_lang.compiler.nodes import (
+    Append,
+    Argument,
+    Const,
+    Entries,
+    Fork,
+    Hole,
+    Items,
+    Join,
+    Joined,
+    SetVar,
+    State,
+    Variable,
+)
 from treeline_lang.errors import ProgramFileError
 from treeline_lang.expressions import (
     ROLES,
@@ -37,21 +53,6 @@ from treeline_lang.expressions import (
     Sum,
     Text,
     flatten,
-)
-from treeline_lang.graph import Graph, Parameter, Stream
-from treeline_lang.nodes import (
-    Append,
-    Argument,
-    Const,
-    Entries,
-    Fork,
-    Hole,
-    Items,
-    Join,
-    Joined,
-    SetVar,
-    State,
-    Variable,
 )
 from treeline_lang.reasoning import MARKS
 from treeline_lang.sampling import Sampling, check_sampling

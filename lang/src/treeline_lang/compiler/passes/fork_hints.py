@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from treeline_lang.compiler.graph import Graph
+from treeline_lang.compiler.nodes import Fork
+from treeline_lang.compiler.passes.base import Report, beginning, shown, with_step
 from treeline_lang.expressions import Expr, Text
-from treeline_lang.graph import Graph
-from treeline_lang.nodes import Fork
 from treeline_lang.ordering import shared_length
-from treeline_lang.passes.base import Report, beginning, shown, with_step
 
 
 def hint_forks(graph: Graph) -> tuple[Graph, Report]:

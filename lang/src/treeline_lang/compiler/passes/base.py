@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from treeline_lang.compiler.graph import Graph, Stream
+from treeline_lang.compiler.nodes import Append, Argument, Hole, SetVar, Step, Variable, reads
 from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, Text
-from treeline_lang.graph import Graph, Stream
-from treeline_lang.nodes import Append, Argument, Hole, SetVar, Step, Variable, reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from treeline_lang.compiler.graph import Graph, Stream
+from treeline_lang.compiler.nodes import Append, Argument, Hole, Step
+from treeline_lang.compiler.passes.base import Report, shown
 from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, Text
-from treeline_lang.graph import Graph, Stream
-from treeline_lang.nodes import Append, Argument, Hole, Step
-from treeline_lang.passes.base import Report, shown
 
 
 @dataclass(frozen=True, slots=True)

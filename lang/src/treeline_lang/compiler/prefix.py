@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from treeline_lang.compiler.graph import Graph
+from treeline_lang.compiler.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, at_path, parts_within
 from treeline_lang.errors import ProgramError
 from treeline_lang.expressions import (
     Expr,
@@ -19,8 +21,6 @@ from treeline_lang.expressions import (
     characters_of,
     flatten,
 )
-from treeline_lang.graph import Graph
-from treeline_lang.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, at_path, parts_within
 from treeline_lang.templates import ChatTemplate
 from treeline_lang.transcript import Transcript
 

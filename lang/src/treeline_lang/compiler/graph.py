@@ -1,7 +1,7 @@
 """A program as data: streams of steps, what it is run with, and what it returns.
 
-A `Graph` is what a trace records (`treeline_lang.trace`), passes rewrite (`treeline_lang.passes`), a file holds
-(`treeline_lang.serialize`), streams execute (`treeline_lang.execute`) and a picture shows (`treeline_lang.draw`).
+A `Graph` is what a trace records (`trace`), passes rewrite (`passes`), a file holds (`serialize`), streams execute
+(`execute`) and a picture shows (`draw`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from treeline_lang import draw
-from treeline_lang.expressions import Expr, ScopeBegin, ScopeEnd, names_of
-from treeline_lang.nodes import (
+from treeline_lang.compiler import draw
+from treeline_lang.compiler.nodes import (
     ROOT,
     Append,
     Argument,
@@ -29,6 +28,7 @@ from treeline_lang.nodes import (
     sources,
     states,
 )
+from treeline_lang.expressions import Expr, ScopeBegin, ScopeEnd, names_of
 from treeline_lang.sampling import Sampling
 
 

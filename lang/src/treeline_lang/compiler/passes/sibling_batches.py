@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from treeline_lang.compiler.graph import Graph, Stream
+from treeline_lang.compiler.nodes import Fork
+from treeline_lang.compiler.passes.base import Report, known_at_once, leading, with_step
 from treeline_lang.expressions import Gen
-from treeline_lang.graph import Graph, Stream
-from treeline_lang.nodes import Fork
-from treeline_lang.passes.base import Report, known_at_once, leading, with_step
 
 
 def batch_siblings(graph: Graph) -> tuple[Graph, Report]:

@@ -13,23 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from xml.sax.saxutils import escape
 
-from treeline_lang.expressions import (
-    Expr,
-    Gen,
-    Image,
-    OrderBegin,
-    OrderEnd,
-    RoleBegin,
-    RoleEnd,
-    ScopeBegin,
-    ScopeEnd,
-    Select,
-    SeparateReasoning,
-    Text,
-    Video,
-    flatten,
-)
-from treeline_lang.nodes import (
+from treeline_lang.compiler.nodes import (
     ROOT,
     Append,
     Const,
@@ -47,9 +31,25 @@ from treeline_lang.nodes import (
     Variable,
     reads,
 )
+from treeline_lang.expressions import (
+    Expr,
+    Gen,
+    Image,
+    OrderBegin,
+    OrderEnd,
+    RoleBegin,
+    RoleEnd,
+    ScopeBegin,
+    ScopeEnd,
+    Select,
+    SeparateReasoning,
+    Text,
+    Video,
+    flatten,
+)
 
 if TYPE_CHECKING:
-    from treeline_lang.graph import Graph
+    from treeline_lang.compiler.graph import Graph
 
 _WIDTH: Final = 300
 _GAP_X: Final = 60

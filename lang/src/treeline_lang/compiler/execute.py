@@ -13,12 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from treeline_lang import growing
-from treeline_lang.errors import WrongArgument
-from treeline_lang.executor import Step, StreamExecutor
-from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, characters_of, flatten
-from treeline_lang.graph import Graph
-from treeline_lang.meeting import Meeting
-from treeline_lang.nodes import (
+from treeline_lang.compiler.graph import Graph
+from treeline_lang.compiler.nodes import (
     ROOT,
     Append,
     Argument,
@@ -38,10 +34,14 @@ from treeline_lang.nodes import (
     reads,
     sources,
 )
+from treeline_lang.compiler.trace import Recorder
+from treeline_lang.errors import WrongArgument
+from treeline_lang.executor import Step, StreamExecutor
+from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, characters_of, flatten
+from treeline_lang.meeting import Meeting
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Assign, Extend, Read, join
 from treeline_lang.steps import Fork as ForkStep
-from treeline_lang.trace import Recorder
 from treeline_lang.where import Where
 
 
