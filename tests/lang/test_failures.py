@@ -282,7 +282,7 @@ def test_a_request_that_is_wrong_is_refused_and_not_tried_again() -> None:
         with pytest.raises(Refused, match=r"gen\('a'\): .*/generate answered 400: temperature is too high"):
             asks.run(backend=backend)["a"]
         assert seen == ["/generate"]
-        with pytest.raises(Refused, match="give RuntimeEndpoint a chat_template"):
+        with pytest.raises(Refused, match="renders no chats needs a chat_template"):
             talks.run(backend=backend)["a"]
 
 
