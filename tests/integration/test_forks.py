@@ -64,17 +64,25 @@ async def test_children_of_a_prefix_arrive_where_it_was_computed(stack: Stack) -
 
 
 async def test_requests_of_a_session_stay_together_although_their_prompts_have_nothing_in_common(stack: Stack) -> None:
+    """A session is a preference: a runtime that is much slower for a moment loses it. So it is tried with new ones
+    until nothing was in the way; by chance sixteen sessions on two runtimes stay where they were once in 2^48."""
     async with clients(stack) as http:
 
-        async def ask(session: int, turn: int) -> str:
-            body = generate(text(6, seed=10_000 + 100 * session + turn), 2)
-            answer = await http.post("/generate", json=body, headers={headers.SESSION_ID: f"session-{session}"})
+        async def ask(name: str, seed: int) -> str:
+            body = generate(text(6, seed=seed), 8)
+            answer = await http.post("/generate", json=body, headers={headers.SESSION_ID: name})
             return answer.raise_for_status().headers[headers.ENDPOINT]
 
-        homes = await asyncio.gather(*(ask(session, 0) for session in range(16)))
-        assert set(homes) == {stack.address(name) for name in stack.runtimes}, "a burst is spread"
-        for turn in range(1, 5):
-            assert [await ask(session, turn) for session in range(16)] == homes
+        async def asked(attempt: int, turn: int) -> list[str]:
+            seed = 10_000 + 1_000 * attempt + 100 * turn
+            return await asyncio.gather(*(ask(f"session-{attempt}-{i}", seed + i) for i in range(16)))
+
+        for attempt in range(30):
+            homes = await asked(attempt, 0)
+            turns = [await asked(attempt, turn) for turn in range(1, 4)]
+            if len(set(homes)) == len(stack.runtimes) and all(places == homes for places in turns):
+                return
+        raise AssertionError(f"first {homes}, then {turns}")
 
 
 def test_a_picker_that_has_forgotten_all_sessions_goes_by_what_is_cached(stack: Stack) -> None:
