@@ -56,9 +56,14 @@ class Shared:
 
     def give_up(self) -> None:
         """Nobody needs it any more."""
+        self.close()
+        if self._asked is not None:
+            self._asked.cancel()
+
+    def close(self) -> None:
+        """It is not asked for, unless it has been."""
         with self._lock:
             self._asked = self._asked or Future()
-        self._asked.cancel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +80,11 @@ class Plan:
 
     def give_up(self) -> None:
         """The items that have not been started never will be."""
-        for item in self.order:
-            for one in self.shared.get(item, ()):
-                one.give_up()
+        shared = [one for item in self.order for one in self.shared.get(item, ())]
+        for one in shared:  # first: whoever waits for one goes on to the next
+            one.close()
+        for one in shared:
+            one.give_up()
 
 
 def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int) -> Plan:
