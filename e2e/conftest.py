@@ -8,7 +8,7 @@ import re
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(JOURNEY_S))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build programs and images before the first test: minutes that count against no test, and whose progress is seen."""
+    asked = any("kube" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
+    if asked and not session.config.option.collectonly:
+        with suppress(ClusterError):  # the fixture says why there is no cluster
+            _provider().prepare()
 
 
 @pytest.fixture(scope="session")

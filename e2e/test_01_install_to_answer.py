@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import openai
+import pytest
 
 from e2e.kit import readme
 from e2e.kit.figures import Figures
@@ -23,6 +24,7 @@ def test_the_quick_start_as_the_readme_has_it(kube: Kube) -> None:
     assert not kube.items("tlpool,tlmodel", "")
 
 
+@pytest.mark.short
 def test_from_helm_install_to_the_first_answer(kube: Kube, figures: Figures) -> None:
     uninstall(kube)
     kube.kubectl("delete", "namespace", "first", "--ignore-not-found", timeout_s=120)

@@ -38,6 +38,7 @@ def build(treeline: Installed) -> str | None:
     return found
 
 
+@pytest.mark.short
 def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")

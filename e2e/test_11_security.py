@@ -79,6 +79,7 @@ def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
     assert ast.literal_eval(said) == {"none": [False] * 3, "other": [False] * 3, "ours": [True] * 3}
 
 
+@pytest.mark.short
 def test_api_keys_are_asked_for_at_the_edge(treeline: Installed) -> None:
     key = "sk-journey-1"
     secret = {

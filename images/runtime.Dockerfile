@@ -5,28 +5,30 @@ ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa7
 FROM ${BASE_IMAGE} AS torch
 ARG PIP_INDEX_URL
 ARG ACCELERATOR=cpu
-# Where torch's small build without CUDA is served; pip's own index has the one with CUDA (5 GB), which runs on CPUs too.
+# Where torch's build for CPUs is served. Without it (empty) the build with CUDA is taken, and its libraries are left out.
 ARG TORCH_CPU_INDEX_URL=https://download.pytorch.org/whl/cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 COPY images/requirements/torch-cpu.txt images/requirements/torch-cuda.txt images/requirements/torch-needs.txt \
-     images/requirements/zig.txt ./
-# The CPU index has files of its own, whose hashes are not locked: of these only the version is fixed.
-RUN case "$ACCELERATOR${TORCH_CPU_INDEX_URL:+-index}" in \
-      cpu-index) torch="--index-url=$TORCH_CPU_INDEX_URL -r torch-cpu.txt" ;; \
-      cpu|cuda|cuda-index) torch="--require-hashes -r torch-cuda.txt" ;; \
-      *) echo "ACCELERATOR is cpu or cuda, not '$ACCELERATOR'" >&2; exit 1 ;; \
-    esac \
- && python3 -m venv --without-pip /opt/treeline/torch \
+     images/requirements/tools.txt images/torch_without_cuda.py ./
+RUN python3 -m venv --without-pip /opt/treeline/torch && python3 -m venv --without-pip /tmp/tools \
  && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps --require-hashes -r torch-needs.txt \
- && python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps $torch
+ && if [ "$ACCELERATOR${TORCH_CPU_INDEX_URL:+-index}" != cpu-index ]; then \
+      python3 -m pip --python /tmp/tools/bin/python install --no-deps --require-hashes -r tools.txt; \
+    fi
+# The CPU index has files of its own, whose hashes are not locked: of these only the version is fixed.
+RUN install="python3 -m pip --python /opt/treeline/torch/bin/python install --no-deps" \
+ && case "$ACCELERATOR${TORCH_CPU_INDEX_URL:+-index}" in \
+      cpu-index) $install --index-url="$TORCH_CPU_INDEX_URL" -r torch-cpu.txt ;; \
+      cpu) awk '/^[^ ]/ {on = /^torch==/} on' torch-cuda.txt > torch.txt && $install --require-hashes -r torch.txt \
+        && /tmp/tools/bin/python torch_without_cuda.py /opt/treeline/torch/lib/python3*/site-packages/torch \
+             /tmp/tools/bin/python -m ziglang cc ;; \
+      cuda|cuda-index) $install --require-hashes -r torch-cuda.txt ;; \
+      *) echo "ACCELERATOR is cpu or cuda, not '$ACCELERATOR'" >&2; exit 1 ;; \
+    esac
 # Triton compiles its driver at its first use: done here, since what is shipped has no compiler.
 COPY runtime/src/treeline_runtime/ops/driver.py ./
-RUN if [ "$ACCELERATOR" = cuda ]; then \
-      python3 -m venv --without-pip /tmp/zig \
-      && python3 -m pip --python /tmp/zig/bin/python install --no-deps --require-hashes -r zig.txt \
-      && /opt/treeline/torch/bin/python driver.py /tmp/zig/bin/python -m ziglang cc; \
-    fi
+RUN [ "$ACCELERATOR" != cuda ] || /opt/treeline/torch/bin/python driver.py /tmp/tools/bin/python -m ziglang cc
 
 FROM ${BASE_IMAGE} AS build
 # Another package index than pip's own, for builds behind one.

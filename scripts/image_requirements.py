@@ -127,7 +127,7 @@ def files() -> dict[Path, str]:
     made["torch-needs.txt"] = torch - cuda
     made["torch-cuda.txt"] = cuda
     made["build.txt"] = {"setuptools"}
-    made["zig.txt"] = {"ziglang"}
+    made["tools.txt"] = {"pyelftools", "ziglang"}
     texts = {TARGET / name: text(names, pins) for name, names in made.items()}
     texts[TARGET / "torch-cpu.txt"] = text({TORCH}, {TORCH: Pin(pins[TORCH].version, ())})
     return texts

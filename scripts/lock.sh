@@ -26,7 +26,7 @@ PY
 cat requirements/lock*.txt > "$work/lock.txt" # what is there already is what uv prefers
 "$uv" pip compile "$work/direct.in" requirements/dev.in requirements/images.in --universal --python-version 3.11 \
   --no-header --no-annotate --no-emit-index-url --generate-hashes --output-file "$work/lock.txt" --quiet
-awk -v work="$work" '/^[^ ]/ {file = work (/^(torch|triton|nvidia-[^=]*|cuda-[^=]*)==/ ? "/torch" : /^ziglang==/ ? "/images" : "/rest")} {print > file}' "$work/lock.txt"
+awk -v work="$work" '/^[^ ]/ {file = work (/^(torch|triton|nvidia-[^=]*|cuda-[^=]*)==/ ? "/torch" : /^(pyelftools|ziglang)==/ ? "/images" : "/rest")} {print > file}' "$work/lock.txt"
 cp "$work/rest" requirements/lock.txt
 cp "$work/torch" requirements/lock-torch.txt
 cp "$work/images" requirements/lock-images.txt

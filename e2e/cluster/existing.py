@@ -33,6 +33,9 @@ class Existing:
             return f"{ALLOWED} names no context that tests may use"
         return None
 
+    def prepare(self) -> None:
+        """Nothing: its images are there."""
+
     def up(self) -> Path:
         """Look whether it answers; its kubeconfig."""
         path = self._kubeconfig()

@@ -44,7 +44,7 @@ BUILD_ARGS = {
     # a commit that changes no file of an image is no other image
     "REVISION": "e2e",
 }
-NEEDED_GB = {"runtime-cpu": 35, VLLM: 18, "other": 5}
+NEEDED_GB = {"runtime-cpu": 12, VLLM: 18, "other": 5}
 _BLOT = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation=private", "--mount-proc")
 """Nothing that is mounted or started within outlives it."""
 
@@ -117,35 +117,43 @@ class Store:
             return dict(json.loads(self._contents.read_text()))
         return {}
 
-    def bring(self, programs: Mapping[str, Path], *, project: bool) -> None:
-        """Build and import what is missing: the images of pause and CoreDNS, and the project's own."""
-        self._cache.mkdir(parents=True, exist_ok=True)
-        with (self._cache / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            self._bring(programs, project=project)
-
-    def _bring(self, programs: Mapping[str, Path], *, project: bool) -> None:
-        has = self.has()
+    def bring_programs(self, programs: Mapping[str, Path]) -> None:
+        """Import the images of pause and CoreDNS, if they are missing."""
         small = {
             config.PAUSE_IMAGE: programs["pause"] / "pause",
             config.COREDNS_IMAGE: programs["coredns"] / "coredns",
         }
-        missing = {n: p for n, p in small.items() if has.get(n) != p.parent.name}
-        if missing:
-            self._fresh_layout()
-            for name, program in missing.items():
-                oci.write_program(self._layout, name, program, _architecture())
-            self._import({n: p.parent.name for n, p in missing.items()})
-        for image in wanted() if project else []:
-            if has.get(image.in_cluster) == image.made_of:
-                continue
-            with self._progress.step(f"building the image {image.name}"):
-                self._check_disk(image.word)
-                self._build(image)
-            with self._progress.step(f"importing the image {image.name}"):
-                self._export(image)
-                self._import({image.in_cluster: image.made_of})
-        shutil.rmtree(self._layout, ignore_errors=True)
+        with self._locked():
+            has = self.has()
+            missing = {n: p for n, p in small.items() if has.get(n) != p.parent.name}
+            if missing:
+                self._fresh_layout()
+                for name, program in missing.items():
+                    oci.write_program(self._layout, name, program, _architecture())
+                self._import({n: p.parent.name for n, p in missing.items()})
+
+    def bring_project(self) -> None:
+        """Build and import those of the project's images that are missing."""
+        with self._locked():
+            has = self.has()
+            for image in wanted():
+                if has.get(image.in_cluster) == image.made_of:
+                    continue
+                with self._progress.step(f"building the image {image.name}"):
+                    self._check_disk(image.word)
+                    self._build(image)
+                with self._progress.step(f"importing the image {image.name}"):
+                    self._export(image)
+                    self._import({image.in_cluster: image.made_of})
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One writer of the store at a time."""
+        self._cache.mkdir(parents=True, exist_ok=True)
+        with (self._cache / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            shutil.rmtree(self._layout, ignore_errors=True)
 
     def send(self, has: Mapping[str, str], nodes: list[Path]) -> dict[str, str]:
         """Import into running nodes (their folders) what they lack of the project's images; what they have then."""
@@ -215,16 +223,8 @@ class Store:
         index = {"PIP_INDEX_URL": i} if (i := os.environ.get("PIP_INDEX_URL")) else {}
         arguments = [w for k, v in {**BUILD_ARGS, **index}.items() for w in ("--build-arg", f"{k}={v}")]
         options = (*arguments, "--isolation", "chroot", "--pull-never")
-        self._run(f"build-{image.word}", image.build("buildah", *options, base=self._base(image)))
+        self._run(f"build-{image.word}", image.build("buildah", *options, base=BASE))
         (self._cache / "buildah" / f"built-{image.word}").touch()
-
-    def _base(self, image: Image) -> str:
-        """For engines that are not ours the runtime's image, where it is at hand: it lends them torch's libraries."""
-        if image.word in FOREIGN:
-            runtime = next(f"localhost/{one.name}" for one in wanted() if one.word == "runtime-cpu")
-            if self._built(runtime):
-                return runtime
-        return BASE
 
     def _built(self, name: str) -> bool:
         return self._run("image-exists", ["buildah", "inspect", "--type=image", name], check=False)

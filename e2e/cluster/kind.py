@@ -40,10 +40,17 @@ class Kind:
             return "Docker's daemon does not answer"
         return None
 
+    def prepare(self) -> None:
+        """Build the images; Docker sees by itself what it has already."""
+        for image in wanted() if self._images else []:
+            with self.progress.step(f"building {image.name}"):
+                self._run(*image.build("docker"))
+
     def up(self) -> Path:
         """Make the cluster unless it is there; build and load the images; its kubeconfig."""
         if reason := self.unfit():
             raise ClusterError(f"the kind provider: {reason}")
+        self.prepare()
         self.home.make()
         if not self._exists():
             with self.progress.step("making the cluster"):
@@ -59,9 +66,7 @@ class Kind:
                 )
         self._run("kind", "export", "kubeconfig", "--name", CLUSTER, f"--kubeconfig={self.home.kubeconfig}")
         for image in wanted() if self._images else []:
-            # Docker and kind each see by themselves what they have already
-            with self.progress.step(f"building and loading {image.name}"):
-                self._run(*image.build("docker"))
+            with self.progress.step(f"loading {image.name}"):
                 self._run("kind", "load", "docker-image", "--name", CLUSTER, image.name)
         return self.home.kubeconfig
 

@@ -59,6 +59,16 @@ class Local:
         builds = self._images and not self.home.path.exists()
         return packages.unfit() or (self._store.lacks_room() if builds else None)
 
+    def prepare(self) -> None:
+        """Build the programs and the images, and leave nothing but the cache."""
+        if self.home.path.exists():
+            return  # a cluster is up, or half up: `up` finds out what it lacks
+        if reason := self.unfit():
+            raise ClusterError(f"the local provider: {reason}")
+        with self._alone():
+            self._prepare()
+            self.home.remove()
+
     def up(self) -> Path:
         """Bring the cluster up, or what is missing of it; its kubeconfig."""
         if reason := self.unfit():
@@ -137,21 +147,19 @@ class Local:
             os.close(handle)
 
     def _up(self) -> None:
-        packages.require(self.progress, build=self._images, install=self._install)
-        self._programs = self._build_programs()
+        self._prepare()
         if self.status()["state"] == "up":
             there = self._state()["nodes"]
             if self._asked and len(there) != self._asked:
                 raise ClusterError(f"a cluster with other nodes ({', '.join(there)}) is up: take it down first")
             if self._images:
-                self._refresh_images()
+                self._send_images()
             self.progress.say("the cluster is up")
             return
         if self._registry.names():
             with self.progress.step("removing what an earlier up left"):
                 self._clear()
         self._check_network()
-        self._store.bring(self._programs, project=self._images)
         state = {"nodes": [n.name for n in self._nodes], "images": self._store.has()}
         self._save({**state, "complete": False})
         with self.progress.step("making nodes"):
@@ -175,20 +183,25 @@ class Local:
         self.home.empty()
         self.home.make()
 
-    def _build_programs(self) -> dict[str, Path]:
-        with self.progress.step("programs"):
-            command = [str(ROOT / "scripts/control_plane.sh"), *PROGRAMS]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
+    def _prepare(self) -> None:
+        packages.require(self.progress, build=self._images, install=self._install)
+        command = [str(ROOT / "scripts/control_plane.sh"), *PROGRAMS]
+        # Programs are compiled while images mostly wait for downloads and disks.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as building:
+            if self._images:
+                self._store.bring_project()
+            with self.progress.step("programs"):
+                folders, _ = building.communicate()
+        if building.returncode:
             raise ClusterError("building the cluster's programs failed (see above)")
-        return dict(zip(PROGRAMS, map(Path, done.stdout.split()), strict=True))
+        self._programs = dict(zip(PROGRAMS, map(Path, folders.split()), strict=True))
+        self._store.bring_programs(self._programs)
 
     def _check_network(self) -> None:
         if taken := network.clashes(on_this_machine("ip -4 -json route show table all type unicast")):
             raise ClusterError(f"the cluster's addresses are in use here: routes to {', '.join(taken)}")
 
-    def _refresh_images(self) -> None:
-        self._store.bring(self._programs, project=True)
+    def _send_images(self) -> None:
         state = self._state()
         images = self._store.send(state["images"], [self.home.node(n) for n in state["nodes"]])
         self._save({**state, "images": images})

