@@ -16,7 +16,7 @@ import zmq.asyncio
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.index.index import Index
-from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
+from treeline_epp.kvevents.connection import MOST_BYTES, KvCallbacks, KvConnection, KvStats, Load, Ticker, _Sockets
 from treeline_epp.kvevents.reading import Answer
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.kvevents.turns import SLICE_S, Turns
@@ -125,6 +125,69 @@ async def test_a_batch_that_cannot_be_read_is_told_with_its_number_and_counted()
         assert script.live[0] == (0, None)
         assert sum(script.stats.rejected.values()) >= 1
         await until(lambda: "ReplayRequest" in fake.asked, "the action was sent")
+
+
+async def test_a_publisher_that_sends_too_many_bytes_at_once_is_disconnected_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with publisher() as fake, subscribed(fake.source) as script:
+        await fake.subscribed()
+        await until(lambda: script.connected, "connected")
+        await fake.send(bytes(MOST_BYTES["events"]))
+        await until(lambda: script.seqs == [0], "as many as it may")
+        await fake.send(bytes(MOST_BYTES["events"] + 1))
+        await until(lambda: script.connected == 2, "it is disconnected, and followed again", state=lambda: script.seqs)
+        await fake.subscribed()
+        await fake.store(stored(range(16)))
+        await until(lambda: script.seqs[1:] == [2], "what follows is heard")
+        assert script.stats.disconnects == 1
+        assert "sent a message of over 8388608 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("what", sorted(MOST_BYTES))
+async def test_what_waits_in_a_socket_is_bounded_in_bytes(what: str) -> None:
+    """The picker reads nothing: soon the publisher cannot send any more, and nothing grows."""
+    kinds = {"events": zmq.PUB, "replay": zmq.ROUTER, "load": zmq.PUB}
+    context = zmq.asyncio.Context()
+    sockets = _Sockets(Ticker(), Any, None)  # type: ignore[arg-type]
+    ends: dict[str, zmq.asyncio.Socket] = {}
+    try:
+        for name, kind in kinds.items():
+            ends[name] = context.socket(zmq.XPUB if kind == zmq.PUB else kind)
+            ends[name].setsockopt(zmq.LINGER, 0)
+            ends[name].setsockopt(zmq.SNDHWM, 1)
+            ends[name].setsockopt(zmq.SNDBUF, 1 << 16)
+            ends[name].setsockopt(zmq.SNDTIMEO, 1000)
+            if kind == zmq.PUB:
+                ends[name].setsockopt(zmq.XPUB_NODROP, 1)
+            else:
+                ends[name].setsockopt(zmq.ROUTER_MANDATORY, 1)
+            ends[name].bind("tcp://127.0.0.1:*")
+        ports = {name: int(end.last_endpoint.rpartition(b":")[2]) for name, end in ends.items()}
+        sockets.open(context, KvSource("127.0.0.1", ports["events"], ports["replay"], ports["load"]))
+        head: list[bytes] = []
+        if what == "replay":
+            await sockets._sockets[what].send(b"ask")
+            head = [(await ends[what].recv_multipart())[0]]
+        else:
+            await asyncio.wait_for(ends[what].recv(), 5)
+        message = bytes(MOST_BYTES[what])
+        most = 16 + (48 << 20) // len(message)  # what the kernel keeps
+        plain: zmq.Socket[bytes] = zmq.Socket.shadow(ends[what].underlying)
+
+        def send_until_full() -> int:
+            for sent in range(most + 20):
+                try:
+                    plain.send_multipart([*head, message])
+                except zmq.Again:
+                    return sent
+            return most + 20
+
+        sent = await asyncio.to_thread(send_until_full)
+        assert 4 <= sent <= most, f"{sent} messages of the most bytes that wait"
+    finally:
+        sockets.close()
+        context.destroy(linger=0)
 
 
 async def test_load_reports_come_in_our_form_where_there_is_one() -> None:
