@@ -28,6 +28,6 @@ def check_depth(text: str | bytes) -> None:
         if isinstance(event, _OPENING):
             depth += 1
             if depth > MOST_DEPTH:
-                raise TooDeepError(f"line {event.start_mark.line + 1}: nested more than {MOST_DEPTH} deep")
+                raise TooDeepError(f"nested more than {MOST_DEPTH} deep")
         elif isinstance(event, _CLOSING):
             depth -= 1
