@@ -10,7 +10,7 @@ import sys
 from typing import Any, NamedTuple
 
 import pytest
-from treeline_wire.logs import JsonFormatter, TextFormatter, set_up
+from treeline_wire.logs import MOST_CHARS, JsonFormatter, TextFormatter, set_up
 
 
 class Key(NamedTuple):
@@ -50,6 +50,23 @@ def test_fields_may_have_the_names_that_records_use_themselves() -> None:
     record = logging.makeLogRecord({"msg": "hello", "fields": {"name": "a", "args": [1]}})
     line: dict[str, Any] = json.loads(JsonFormatter().format(record))
     assert (line["message"], line["name"], line["args"]) == ("hello", "a", [1])
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
+def test_a_line_has_a_bounded_part_of_what_a_peer_has_sent(formatter: logging.Formatter) -> None:
+    sent = "\x00ü" * 200_000
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(formatter)
+    log = logging.Logger("treeline_x.y", logging.INFO)
+    log.addHandler(handler)
+    try:
+        raise ValueError(sent)
+    except ValueError as error:
+        log.exception("refused: %s", error, extra={"text": sent, "list": [sent] * 3, "fields": {"deep": {"a": sent}}})
+    assert len(out.getvalue()) < 5 * 6 * MOST_CHARS + 1000, "six characters stand for one in JSON"
+    assert "refused: " in out.getvalue()
+    assert "ValueError: " in out.getvalue()
 
 
 def test_packages_log_from_their_level_on_and_libraries_from_warnings(

@@ -25,6 +25,8 @@ TOKEN_HEADER = b"x-treeline-console"
 _SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
 RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
+PROBES = frozenset({"/live", "/ready"})
+"""What the kubelet asks, and a mesh's proxy in its name: by the pod's address, and from within the pod."""
 _TIMEOUT_S = 10.0
 """A connection is for one request, and lasts no longer than this."""
 _MOST_STREAMS = 16
@@ -57,6 +59,9 @@ class Stream:
 class PageServer:
     """The server of one port. `pages` maps paths to handlers; a handler that raises gives 500. `streams` are open to
     `_MOST_STREAMS` clients at once, each of which must take a piece within the time that a page may last.
+
+    What comes to an address of loopback must name it as its Host, and must not come from a web page: the pages of
+    others in a browser on this machine reach it, too. `PROBES` alone are for all.
 
     `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that
     its browser shows: whoever may start a process there or forward a port to it. `token` is known to a page of this
@@ -111,10 +116,11 @@ class PageServer:
         protocol.force_close()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        stream = self._streams.get(request.path) if request.method == "GET" else None
+        why = self._why_not(request)
+        stream = self._streams.get(request.path) if request.method == "GET" and why is None else None
         if stream is not None and len(self._streaming) < _MOST_STREAMS:
             return await self._send(request, stream)
-        page = await self._answer(request)
+        page = await self._answer(request) if why is None else Page({"error": why}, 403)
         body = page.body if isinstance(page.body, bytes) else msgspec.json.encode(page.body)
         response = web.Response(
             body=body, status=page.status, headers={**page.headers, "Content-Type": page.content_type}
@@ -155,11 +161,6 @@ class PageServer:
         if handler is None and question is None:
             pages = sorted([*self._pages, *self._streams, *self._questions])
             return Page({"error": "no such page", "pages": pages}, 404)
-        if request.path in self._private:
-            transport = request.transport
-            own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
-            if why := why_not_local(self._not_of_our_page(request.raw_headers), own_address):
-                return Page({"error": f"only for clients on this machine: {why}"}, 403)
         try:
             if question is not None:
                 page = question(await request.read())
@@ -172,6 +173,15 @@ class PageServer:
         except Exception:
             log.exception("admin page %s failed", request.path)
             return Page({"error": "internal error"}, 500)
+
+    def _why_not(self, request: web.Request) -> str | None:
+        """Why it gets no answer. Whatever comes to loopback must be meant for it; private pages are for nobody else."""
+        transport = request.transport
+        own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
+        if request.path in PROBES or not (request.path in self._private or is_loopback(own_address)):
+            return None
+        why = why_not_local(self._not_of_our_page(request.raw_headers), own_address)
+        return f"only for clients on this machine: {why}" if why else None
 
     def _not_of_our_page(self, headers: RawHeaders) -> RawHeaders:
         """The headers without the mark of a page, where that is our own by its token and by the browser's word."""

@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 READY_WAIT_S = 2.0
 """Readiness waits at most this long for engines that do not answer and for publishers that do not catch up."""
 _BEAT_S = 0.05
+_AT_ONCE = 16
+"""Endpoints that come or go before other tasks get a turn: each takes half a millisecond."""
 _CHECKED_EACH_SECOND = 250
 """Subscriptions that may each ask every second whether something got lost; of more, each asks less often."""
 
@@ -186,9 +188,15 @@ class Fleet:
             for name, member in self.members.items()
             if name not in wanted or wanted[name].identity != member.spec.identity
         ]
-        await asyncio.gather(*map(self._remove, gone))
+        for at in range(0, len(gone), _AT_ONCE):
+            await asyncio.gather(*map(self._remove, gone[at : at + _AT_ONCE]))
+        added = 0
         for name, spec in wanted.items():
-            member = self.members.get(name) or self._add(spec)
+            member = self.members.get(name)
+            if member is None:
+                member, added = self._add(spec), added + 1
+                if added % _AT_ONCE == 0:
+                    await asyncio.sleep(0)
             if spec.ready and not member.ready:
                 member.watcher.probe_now()
             member.ready, member.draining = spec.ready, spec.draining

@@ -1,7 +1,8 @@
 """YAML of files that operators write.
 
 Its parser fails in ways of its own: on a day that no calendar has, on `0x_`, on a number of thousands of digits. It
-takes the last of two members with one name, and a few lines of aliases stand for gigabytes: neither is let through.
+takes the last of two members with one name, a few lines of aliases stand for gigabytes, and its C part recurses as deep
+as the text says: none of these is let through.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import yaml
+from treeline_kube.yaml_depth import check_depth
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ _OF_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 def decode_yaml(text: str | bytes, kind: type[T], most_values: int = MOST_VALUES) -> T:
     """What a text (YAML or JSON) says. Raises msgspec.DecodeError and its ValidationError, whatever is wrong."""
     try:
+        check_depth(text)
         loader = _Loader(text)
         try:
             root = loader.get_single_node()

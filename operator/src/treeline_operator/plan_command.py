@@ -14,6 +14,7 @@ from typing import Any, Final, TextIO
 import msgspec
 import yaml
 from pydantic import ValidationError
+from treeline_kube.yaml_depth import check_depth
 from treeline_wire.command_line import Parser
 from treeline_wire.settings import add_flags, values
 
@@ -146,8 +147,9 @@ def _read(name: str) -> str:
 def _documents(name: str, text: str) -> Iterator[tuple[str, Object]]:
     """The objects of a file, each with the place it is from; Lists are taken apart."""
     try:
+        check_depth(text)
         documents = list(yaml.safe_load_all(text))
-    except yaml.YAMLError as exc:
+    except (yaml.YAMLError, ValueError) as exc:  # ValueError: a day that no calendar has
         raise BadInput(f"{name}: {exc}") from exc
     for number, document in enumerate(documents, start=1):
         where = f"{name}: document {number}" if len(documents) > 1 else name

@@ -284,3 +284,36 @@ async def test_messages_that_are_never_whole_are_bounded_together() -> None:
         await call.write(b"x")
         assert await call.read() == b"x"
         call.cancel()
+
+
+async def test_open_streams_are_bounded_over_all_connections_together() -> None:
+    server = Http2Server({METHOD: Echo}, MOST, Limits(streams=8, all_streams=20))
+    await server.start("127.0.0.1", 0)
+    writers: list[asyncio.StreamWriter] = []
+
+    async def connect() -> asyncio.StreamReader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        opened = b"".join(
+            frames.head(frames.HEADERS, frames.END_HEADERS, 1 + 2 * at, len(BLOCK)) + BLOCK for at in range(8)
+        )
+        writer.write(frames.PREFACE + frames.settings({}) + opened + frames.ping(b"are done", ack=False))
+        writers.append(writer)
+        seen = b""
+        while b"are done" not in seen:
+            seen += await asyncio.wait_for(reader.read(65536), 10)
+        return reader
+
+    try:
+        for _ in range(5):
+            await connect()
+        assert Echo.open == server.streams == 20, "forty were asked for"
+        writers[0].close()
+        await until(lambda: Echo.open == 12)
+        assert server.streams == 12
+        await connect()
+        assert Echo.open == server.streams == 20, "whoever goes leaves room"
+    finally:
+        for writer in writers:
+            writer.close()
+        await server.stop(0)
+    assert Echo.open == server.streams == 0

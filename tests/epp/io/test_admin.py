@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 import pytest
+from support.epp_io import running_picker
 from support.http import client
-from treeline_epp.admin import Page, PageServer, why_not_local
+from treeline_epp.admin import PROBES, Page, PageServer, why_not_local
 
 
 def broken(_query: Mapping[str, str]) -> Page:
@@ -53,7 +54,7 @@ async def test_what_is_not_http_neither_hangs_nor_kills_the_server(port: int, da
 
 
 async def test_a_private_page_is_shown_to_loopback_and_refused_to_web_pages() -> None:
-    admin = PageServer({"/open": lambda _query: Page({}), "/tree": lambda _query: Page({})}, private=("/tree",))
+    admin = PageServer(dict.fromkeys(("/open", "/ready", "/tree"), lambda _query: Page({})), private=("/tree",))
     port = await admin.start("127.0.0.1", 0)
     try:
         async with client(base_url=f"http://127.0.0.1:{port}") as http:
@@ -61,7 +62,8 @@ async def test_a_private_page_is_shown_to_loopback_and_refused_to_web_pages() ->
             assert (await http.get("/tree", headers={"Sec-Fetch-Site": "none"})).status_code == 200
             for headers in ({"Host": "evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "same-origin"}):
                 assert (await http.get("/tree", headers=headers)).status_code == 403
-                assert (await http.get("/open", headers=headers)).status_code == 200
+                assert (await http.get("/open", headers=headers)).status_code == 403
+                assert (await http.get("/ready", headers=headers)).status_code == 200
         for version, status in ((b"1.1", b"400"), (b"1.0", b"403")):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /tree HTTP/%s\r\n\r\n" % version)
@@ -93,3 +95,20 @@ async def test_only_get_is_served_and_a_connection_is_for_one_request(port: int)
         assert (await http.head("/text")).status_code == 405
         assert (await http.get("/text")).headers["connection"] == "close"
         assert (await http.get("/nothing")).json()["pages"] == ["/broken", "/echo", "/ready", "/text"]
+
+
+@pytest.mark.parametrize("debug", [True, False])
+async def test_no_page_of_the_picker_answers_a_web_page_by_a_name_rebound_to_loopback(debug: bool) -> None:
+    """All routes that a picker has, on both of its ports: a new one is in here without a line."""
+    async with running_picker("--endpoint", "a=127.0.0.1:1", debug=debug, ready=False) as picker:
+        listed = (await picker.get("/no-such-page")).json()["pages"]
+        assert {"/live", "/ready", "/endpoints"} < {*listed}
+        assert ("/debug/tree" in listed) is debug
+        places = [(picker.options.admin_port, path) for path in {*listed} - PROBES] + [
+            (picker.options.metrics_port, "/metrics")
+        ]
+        for port, path in places:
+            for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}):
+                async with client(base_url=f"http://127.0.0.1:{port}") as http:
+                    for ask in (http.get, http.post):
+                        assert (await ask(path, headers=headers)).status_code == 403, (path, headers)

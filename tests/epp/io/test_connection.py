@@ -16,7 +16,7 @@ import zmq.asyncio
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.index.index import Index
-from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker
+from treeline_epp.kvevents.connection import MOST_BYTES, KvCallbacks, KvConnection, KvStats, Load, Ticker, _Sockets
 from treeline_epp.kvevents.reading import Answer
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.kvevents.turns import SLICE_S, Turns
@@ -125,6 +125,62 @@ async def test_a_batch_that_cannot_be_read_is_told_with_its_number_and_counted()
         assert script.live[0] == (0, None)
         assert sum(script.stats.rejected.values()) >= 1
         await until(lambda: "ReplayRequest" in fake.asked, "the action was sent")
+
+
+async def test_a_publisher_that_sends_too_many_bytes_at_once_is_disconnected_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with publisher() as fake, subscribed(fake.source) as script:
+        await fake.subscribed()
+        await until(lambda: script.connected, "connected")
+        await fake.send(bytes(MOST_BYTES["events"]))
+        await until(lambda: script.seqs == [0], "as many as it may")
+        await fake.send(bytes(MOST_BYTES["events"] + 1))
+        await until(lambda: script.connected == 2, "it is disconnected, and followed again", state=lambda: script.seqs)
+        await fake.subscribed()
+        await fake.store(stored(range(16)))
+        await until(lambda: script.seqs[1:] == [2], "what follows is heard")
+        assert script.stats.disconnects == 1
+        assert "sent a message of over 8388608 bytes" in caplog.text
+
+
+@pytest.mark.parametrize("what", sorted(MOST_BYTES))
+async def test_what_waits_in_a_socket_is_bounded_in_bytes(what: str) -> None:
+    """The picker reads nothing: soon the publisher cannot send any more, and nothing grows."""
+    message = bytes(MOST_BYTES[what])
+    most = 16 + (128 << 20) // len(message)  # what the kernel keeps
+    context, theirs = zmq.asyncio.Context(), zmq.Context()
+    sockets = _Sockets(Ticker(), Any, None)  # type: ignore[arg-type]
+    try:
+        ends = {name: theirs.socket(zmq.ROUTER if name == "replay" else zmq.XPUB) for name in MOST_BYTES}
+        for name, end in ends.items():
+            end.setsockopt(zmq.LINGER, 0)
+            end.setsockopt(zmq.SNDHWM, 1)
+            end.setsockopt(zmq.SNDTIMEO, 1000)
+            end.setsockopt(zmq.RCVTIMEO, 5000)
+            end.setsockopt(zmq.ROUTER_MANDATORY if name == "replay" else zmq.XPUB_NODROP, 1)
+            end.bind("tcp://127.0.0.1:*")
+        ports = {name: int(end.last_endpoint.rpartition(b":")[2]) for name, end in ends.items()}
+        sockets.open(context, KvSource("127.0.0.1", ports["events"], ports["replay"], ports["load"]))
+        if what == "replay":
+            await sockets._sockets[what].send(b"ask")
+
+        def send_until_full() -> int:
+            first = ends[what].recv_multipart()  # of a publisher that somebody subscribes to it
+            head = first[:1] if what == "replay" else []
+            for sent in range(most + 20):
+                try:
+                    ends[what].send_multipart([*head, message])
+                except zmq.Again:
+                    return sent
+            return most + 20
+
+        sent = await asyncio.to_thread(send_until_full)
+        assert 4 <= sent <= most, f"{sent} messages of the most bytes that wait"
+    finally:
+        sockets.close()
+        context.destroy(linger=0)
+        theirs.destroy(linger=0)
 
 
 async def test_load_reports_come_in_our_form_where_there_is_one() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 import zmq
@@ -16,14 +17,17 @@ from treeline_epp.endpoints.adapters.base import EngineInfo
 from treeline_epp.endpoints.engine_http import EngineError
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import ProbePace
+from treeline_epp.fleet import Fleet
 from treeline_epp.index.index import Index
 from treeline_epp.kvevents import connection
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Ticker, new_context
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers
 from treeline_epp.tokenizers.watch import TokenizerSources
+from treeline_epp.xds.eds import Eds
 from treeline_wire.tokenizer import TokenizerBundle
 
 COUNT = 150
@@ -71,6 +75,36 @@ async def test_an_endpoint_for_which_no_sockets_are_left_is_told_and_followed_wh
         await asyncio.gather(task, return_exceptions=True)
         fake.stop()
         context.destroy(linger=0)
+
+
+async def test_endpoints_that_come_and_go_at_once_do_so_in_slices() -> None:
+    """Nobody answers there. Counted is how many come or go between two turns of another task."""
+    fleet = Fleet(Picker(), ModelRegistry(), Eds())
+    step = 0
+
+    async def watch() -> None:
+        nonlocal step
+        known: set[int] = set()
+        while True:
+            now = {id(member) for member in fleet.members.values()}
+            step, known = max(step, len(now ^ known)), now
+            await asyncio.sleep(0)
+
+    def specs(of: str) -> tuple[EndpointSpec, ...]:
+        return tuple(EndpointSpec(f"{of}{at}", "127.0.0.1:1") for at in range(400))
+
+    async def source() -> AsyncIterator[tuple[EndpointSpec, ...]]:
+        yield specs("old")
+        yield specs("new")
+
+    watching, running = asyncio.create_task(watch()), asyncio.create_task(fleet.run(source()))
+    try:
+        await until(lambda: len(fleet.members) == 400 and "new399" in fleet.members, "all are replaced", 60.0)
+        assert 0 < step <= 32
+    finally:
+        watching.cancel()
+        running.cancel()
+        await asyncio.gather(watching, running, return_exceptions=True)
 
 
 async def test_a_thousand_engines_are_asked_as_often_as_a_hundred() -> None:

@@ -196,6 +196,29 @@ def test_what_the_chosen_endpoint_held_is_counted_where_its_engine_reports_nothi
     assert bench.counted("reported_prompt_tokens_total") == 0
 
 
+@pytest.mark.parametrize("status", ["301", "400", "404", "422", "429"])
+def test_a_request_that_its_endpoint_refused_teaches_nothing(status: str) -> None:
+    bench = Bench()
+    request = RouteRequest(
+        {":path": "/v1/completions", ":method": "POST"}, b'{"model": "tiny", "prompt": "hello"}', None
+    )
+    told = {names.CACHED_TOKENS: "16", names.PROMPT_TOKENS: "40", "content-type": "text/event-stream"}
+    routed = bench.router.route(request)
+    assert isinstance(routed, RoutedRequest)
+    endpoint = routed.lease.endpoint
+    routed.lease.decision = replace(
+        routed.lease.decision, request=replace(routed.lease.decision.request, key=b"hello" * 20)
+    )
+    load = endpoint.load
+    before = (endpoint.keyed_prompts, endpoint.new_tokens, load.rate_samples)
+    bench.router.complete(routed, {":status": status, **told}, None)
+    assert (endpoint.keyed_prompts, endpoint.new_tokens, load.rate_samples) == before
+    assert bench.counted("reported_prompt_tokens_total") == 0
+    assert bench.counted("routed_prompt_tokens_total") == 0
+    assert bench.counted("outcomes_total", outcome="refused") == 1
+    assert bench.reserved() == 0
+
+
 def test_where_nobody_else_does_the_picker_takes_the_report_out_of_the_response() -> None:
     bench = Bench()
     stream = ExtProcSession(bench.router, SessionLimits(10_000, strip_response_headers=True))

@@ -248,3 +248,11 @@ def test_merging_keeps_what_is_not_ours() -> None:
         "list": [{"name": "x", "v": 3, "w": 2}, {"name": "mesh"}],
         "plain": [3],
     }
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "a: " + "{a: " * 2000, "{" * 5000, "a: 2001-99-99"])
+def test_a_file_that_its_parser_trips_over_is_named(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-f", write(tmp_path / "a.yaml", text)], io.StringIO(), NOW) == 2
+    assert "a.yaml: " in capsys.readouterr().err

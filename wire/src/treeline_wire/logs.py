@@ -11,6 +11,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Final
 
+MOST_CHARS: Final = 4096
+"""Of a message, a field and an exception: they may quote what a peer has sent, and each line goes to a disk."""
 LEVELS: Final = ("debug", "info", "warning", "error")
 _USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "fields"}
 
@@ -31,7 +33,11 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        text = json.dumps(line, default=str)
+        if len(text) <= MOST_CHARS:
+            return text
+        # Values that are no texts, and too long, become some.
+        return json.dumps({name: _bounded(value) for name, value in line.items()})
 
 
 class TextFormatter(logging.Formatter):
@@ -41,9 +47,16 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items())
+        fields = " ".join(f"{name}={_short(str(value))}" for name, value in _fields(record).items())
         text = super().format(record)
         return f"{text}  {fields}" if fields else text
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _short(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return _short(super().formatException(ei))
 
 
 def set_up(level: str, *packages: str, form: str = "json") -> None:
@@ -53,6 +66,20 @@ def set_up(level: str, *packages: str, form: str = "json") -> None:
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     for package in packages:
         logging.getLogger(package).setLevel(level.upper())
+
+
+def _short(text: str) -> str:
+    """Its beginning and its end, which names the error of a traceback."""
+    left = len(text) - MOST_CHARS
+    half = MOST_CHARS // 2
+    return text if left <= 0 else f"{text[:half]} … {left} characters … {text[-half:]}"
+
+
+def _bounded(value: Any) -> Any:
+    if isinstance(value, str):
+        return _short(value)
+    text = json.dumps(value, default=str)
+    return json.loads(text) if len(text) <= MOST_CHARS else _short(text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -7,8 +7,9 @@ consists of what `_Inline` knows; then its work is bounded by construction:
              they arise, and operations that could pass it in one step are checked before (`*`, replace, join, split)
     output   MAX_OUTPUT characters in all, literal text included
     time     5 ms of the processor: the clock is read in each round of a loop, each macro, call, filter and computed
-             comparison; between two readings there are only steps of a constant cost and at most one operation on
-             MAX_CHARS
+             comparison, for each member that is read (a path like `a.b.c` reads three), and for each item that a
+             filter yields; between two readings there are only steps of a constant cost and at most one operation
+             on MAX_CHARS
 
 Whatever is not within these bounds, or not certainly so, raises `NotInlineError`: a worker renders it then, from the
 start. So a check may be stricter than it must be, and never changes what is rendered.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from types import BuiltinMethodType, GeneratorType
 from typing import Any, Final, cast
@@ -73,8 +74,10 @@ _FILTERS: Final = words(
 )
 _CONTAINERS: Final = frozenset({dict, list, tuple})
 _CHEAP_OPERATORS: Final = frozenset({"eq", "ne", "lt", "gt", "lteq", "gteq"})
-_COMPARING: Final = words("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lt ne sameas")
-"""Tests that compare; the others look at a type or a number."""
+_READING: Final = words("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne sameas upper")
+"""Tests that read a whole value; the others look at a type or a number."""
+_UNLIMITED: Final = words("d default replace")
+"""Filters that take long texts as arguments: they pass them on, or check them themselves."""
 
 
 class NotInlineError(Exception):
@@ -139,15 +142,13 @@ class InlineEnvironment(TemplateEnvironment):
     def __init__(self) -> None:
         super().__init__(finalize=_finalize)
         bounded: dict[str, Callable[..., Any]] = {
-            name: _guarded(cast(Callable[..., Any], function))
+            name: _bounded(name, cast(Callable[..., Any], function))
             for name, function in self.filters.items()
             if name in _FILTERS
         }
-        for name, check in _FILTER_CHECKS.items():
-            bounded[name] = _checked(check, bounded[name])
         self.filters = {**bounded, _GUARD: _guard, _KEEP: _keep, _TICK: _tick}
         self.tests = {
-            name: _guarded(cast(Callable[..., Any], function)) if name in _COMPARING else function
+            name: _guarded(cast(Callable[..., Any], function)) if name in _READING else function
             for name, function in self.tests.items()
         }
         self.globals = {**self.globals, "range": Function(_range)}
@@ -155,6 +156,14 @@ class InlineEnvironment(TemplateEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return cast(nodes.Template, _Inline().visit(super()._parse(source, name, filename)))
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _look_at_clock()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _look_at_clock()
+        return super().getitem(obj, argument)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if type(function) is BuiltinMethodType and type(function.__self__) is str:
@@ -308,10 +317,25 @@ def _guard(value: Any) -> Any:
             raise NotInlineError("a number is too large")
     elif kind in _CONTAINERS:
         _measure(value, MAX_CHARS)
+    elif kind is GeneratorType:
+        value = _measured(value)
+    _look_at_clock()
+    return value
+
+
+def _look_at_clock() -> None:
     budget = _budget.get()
     if time.perf_counter() > budget.deadline:
         budget.check_time()
-    return value
+
+
+def _measured(items: Iterable[Any]) -> Iterator[Any]:
+    """What a filter yields: whoever collects it all makes no more than a value may be, and has time left."""
+    left = MAX_CHARS
+    for item in items:
+        left = _measure((item,), left)
+        _look_at_clock()
+        yield item
 
 
 def _keep(value: Any) -> Any:
@@ -356,16 +380,28 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _checked(check: Callable[..., None], function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments (without what Jinja passes first) are checked before it runs."""
-    skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose arguments (without what Jinja passes first) are checked before it runs, and its result after.
+
+    An attribute may be a path of thousands of parts, which is walked for each item.
+    """
+    first = 2 if hasattr(function, "jinja_pass_arg") else 1
+    check = _FILTER_CHECKS.get(name)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        check(*args[skipped:], **kwargs)
-        return function(*args, **kwargs)
+        if name not in _UNLIMITED:
+            _check_arguments((*args[first:], *kwargs.values()))
+        if check is not None:
+            check(*args[first - 1 :], **kwargs)
+        return _guard(function(*args, **kwargs))
 
     return call
+
+
+def _check_arguments(args: Iterable[Any]) -> None:
+    if any(type(arg) is str and len(arg) > _MAX_ARGUMENT for arg in args):
+        raise NotInlineError("an argument is too long")
 
 
 def check_method(name: str, text: str, args: tuple[Any, ...]) -> None:
@@ -375,8 +411,7 @@ def check_method(name: str, text: str, args: tuple[Any, ...]) -> None:
     elif name == "replace":
         _check_replace(text, *args)
     else:
-        if any(type(arg) is str and len(arg) > _MAX_ARGUMENT for arg in args):
-            raise NotInlineError("an argument is too long")
+        _check_arguments(args)
         if name in ("split", "splitlines") and len(text) > _MAX_PIECES:
             _check_split(text, *args)
 

@@ -117,7 +117,7 @@ class Http2Server:
         self.methods = methods
         self.most_bytes = most_bytes
         self.most_held_bytes = most_held_bytes
-        self.held_bytes = 0
+        self.held_bytes = self.streams = 0
         self.limits = limits or Limits()
         self.known: OrderedDict[bytes, Fields] = OrderedDict()
         self.peers: set[_Peer] = set()
@@ -214,6 +214,8 @@ class _Peer(asyncio.Protocol):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._connection = Connection(server.limits, server.known)
+        self._counted = 0
+        """Of the server's streams those that are open here."""
         self._transport: asyncio.Transport | None = None
         self._running: dict[int, _Running] = {}
         self._events: deque[Event] = deque()
@@ -250,6 +252,7 @@ class _Peer(asyncio.Protocol):
         for stream in list(self._running):
             self._forget(stream)
         self._transport = None
+        self._count_streams(0)
         self._server.gone(self)
 
     def pause_writing(self) -> None:
@@ -262,7 +265,9 @@ class _Peer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
+        self._connection.room = self._server.limits.all_streams - self._server.streams + self._counted
         self._events += self._connection.receive(data)
+        self._count_streams(len(self._connection))
         if self._going_on is None:
             self._take_turn()
         elif len(self._events) > _BACKLOG:
@@ -449,12 +454,17 @@ class _Peer(asyncio.Protocol):
         if transport is None:
             return
         out = self._connection.take()
+        self._count_streams(len(self._connection))
         if out:
             transport.write(out[0] if len(out) == 1 else b"".join(out))
         if self._connection.finished or (self._connection.left and not len(self._connection)):
             if self._connection.fault is not None:
                 log.info("a connection ends: %s", self._connection.fault)
             transport.close()
+
+    def _count_streams(self, count: int) -> None:
+        self._server.streams += count - self._counted
+        self._counted = count
 
     def leave(self) -> None:
         """No more calls; those that are open go on."""

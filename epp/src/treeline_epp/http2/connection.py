@@ -40,6 +40,8 @@ class Connection:
         self.finished = False
         """Nothing more is read or can be sent: close when what is there has gone."""
         self.fault: ConnectionFault | None = None
+        self.room = limits.all_streams
+        """Streams that may be open here, as far as other connections leave room for them."""
         self.settled = False
         """The peer has acknowledged our settings."""
         self._streams: dict[int, Stream] = {}
@@ -218,7 +220,7 @@ class Connection:
         fields = self._fields.request(block)
         if self.left:
             return
-        if len(self._streams) >= self.limits.streams:
+        if len(self._streams) >= min(self.room, self.limits.streams):
             self._remember(stream, broken=True)
             self._sending.control(frames.rst_stream(stream, Code.REFUSED_STREAM))
             self._nothing()

@@ -21,6 +21,8 @@ _PSEUDO: Final = frozenset({":method", ":scheme", ":path", ":authority"})
 _REQUIRED: Final = frozenset({":method", ":scheme", ":path"})
 _OF_CONNECTIONS: Final = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
 
+_MOST_QUOTED: Final = 200
+"""Characters of an error, which may quote the whole block."""
 _FIRST_TABLE: Final = 4096
 """Bytes: before our settings are known."""
 
@@ -84,7 +86,7 @@ class FieldReader:
         except OversizedHeaderListError as error:
             raise TooLong(str(error)) from None
         except HPACKError as error:
-            raise BadBlock(str(error) or type(error).__name__) from None
+            raise BadBlock(str(error)[:_MOST_QUOTED] or type(error).__name__) from None
 
 
 def _checked(fields: list[tuple[bytes, bytes]], *, is_request: bool) -> Fields:

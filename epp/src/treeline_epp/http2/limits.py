@@ -10,8 +10,10 @@ from treeline_epp.http2.frames import LEAST_FRAME_BYTES
 class Limits(msgspec.Struct, frozen=True):
     """Bytes, streams, and frames that bring nothing."""
 
-    streams: int = 65_536
+    streams: int = 32_768
     """Open at once; more are refused, and may be tried again."""
+    all_streams: int = 65_536
+    """Open at once on all connections of a server: each keeps about two kilobytes."""
     header_bytes: int = 65_536
     """Of the fields of one request, and of the frames of one block."""
     stream_window: int = 1 << 20

@@ -47,12 +47,16 @@ _RETRY_S = 5.0
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TICKS = 200
 """Publishers that are ticked before other tasks get a turn."""
-_QUEUE = 100_000
-"""High-water mark, in messages, like the publishers' own."""
+MOST_BYTES = {"events": 8 << 20, "replay": 8 << 20, "load": 64 << 10}
+"""Of one message. A step in which an engine drops a hundred thousand blocks, one event for each, takes as much; a
+publisher that sends more loses its connection before it is read."""
+_QUEUE = 8
+"""Messages that wait in a socket, so that all of them are `_QUEUE * MOST_BYTES` at most. More wait at the publisher,
+which keeps 100,000."""
 _SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.RCVHWM: _QUEUE,
-    zmq.SNDHWM: _QUEUE,
+    zmq.SNDHWM: 1000,
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 500,
     # A peer whose machine has vanished closes nothing; heartbeats notice.
@@ -60,6 +64,9 @@ _SOCKET_OPTIONS = {
     zmq.HEARTBEAT_TIMEOUT: 3000,
     zmq.IPV6: 1,
 }
+_PAUSE_S = 0.05
+"""After a session: a peer that accepts and drops must not make a busy loop. Doubled while sessions are short."""
+_SHORT_S = 10.0
 _PATIENCE_S = 1.0
 """How long the events socket waits for the others before a session begins without them."""
 _UP = zmq.Event.HANDSHAKE_SUCCEEDED
@@ -143,15 +150,18 @@ class KvConnection:
 
     async def run(self) -> None:
         """Session after session."""
+        pause = _PAUSE_S
         try:
             while True:
-                await self._session()
+                began = time.monotonic()
+                await self._session(pause)
+                pause = min(2 * pause, _RETRY_S) if time.monotonic() - began < _SHORT_S + pause else _PAUSE_S
         finally:
             name = str(self.callbacks.subscription.pod)
             self.callbacks.stats.unfollowed.discard(name)
             self.callbacks.stats.refused.discard(name)
 
-    async def _session(self) -> None:
+    async def _session(self, pause: float) -> None:
         callbacks, name = self.callbacks, str(self.callbacks.subscription.pod)
         sockets = _Sockets(self.ticker, callbacks, self.curve)
         try:
@@ -169,10 +179,12 @@ class KvConnection:
         else:
             await sockets.settle()
             callbacks.stats.disconnects += 1
+            most = MOST_BYTES["events"]
+            log.warning("publisher %s: its events ended: it is gone, or sent a message of over %d bytes", name, most)
             callbacks.subscription.on_disconnected(time.monotonic())
             callbacks.on_trouble()
             sockets.close()
-            await asyncio.sleep(0.05)  # a peer that accepts and drops must not make a busy loop
+            await asyncio.sleep(pause)
         finally:
             sockets.close()
 
@@ -204,6 +216,7 @@ class _Sockets:
             sock = self._sockets[what] = context.socket(kind)
             for option, value in _SOCKET_OPTIONS.items():
                 sock.setsockopt(option, value)
+            sock.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES[what])
             if self._curve is not None:
                 self._curve.secure_client(sock)
             if topic is not None:

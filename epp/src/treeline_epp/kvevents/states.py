@@ -86,7 +86,8 @@ class SubscriptionConfig:
     `grace_s`: a batch that an answer names may still be on its way so long. `silence_s`: so long without a word while
     requests run there is suspicious. `replay_retry_s`: a replay that was not answered is asked for again no sooner,
     unless the publisher has just come (back): then after `come_back_s`, since an engine that starts is slow to answer.
-    Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds buffered batches."""
+    Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds buffered batches,
+    `buffer_values` the hashes and tokens in them."""
 
     reply_s: float = 1.0
     check_s: float = 1.0
@@ -97,6 +98,7 @@ class SubscriptionConfig:
     backoff_s: float = 0.25
     max_backoff_s: float = 10.0
     buffer: int = 10_000
+    buffer_values: int = 4_000_000
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ nothing. `TABLE` (see `table`) says which method handles an event in a state; `s
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +20,7 @@ from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
-from treeline_epp.kvevents.batches import AppliedBatches
+from treeline_epp.kvevents.batches import AppliedBatches, WaitingBatches
 from treeline_epp.kvevents.reading import Answer, Replayed
 from treeline_epp.kvevents.states import (
     EVENT_OF,
@@ -72,7 +72,7 @@ class KvSubscription:
         self._until = float("inf")  # the state lasts no longer
         self._rounds = 0
         self._backoff_s = self._config.backoff_s
-        self._buffer: deque[tuple[int, EventBatch | None]] = deque()
+        self._buffer = self._new_buffer()
         self._drained: int | None = None  # while LIVE and batches wait: the newest that does not any more
         self.applied = AppliedBatches(index, pod, keys, self.counts)
         self._replay = Replay()
@@ -193,7 +193,7 @@ class KvSubscription:
         return [request]
 
     def _ask_replay(self, start: int, overlap: int | None, now: float) -> list[Request]:
-        first = self._buffer[0][0] if self._buffer else -1
+        first = self._buffer.first if self._buffer else -1
         self._replay = Replay(start, overlap, beyond=first if first > start else None)
         return self._ask(_REPLAY, frames.ReplayRequest(start), now)
 
@@ -252,7 +252,7 @@ class KvSubscription:
             return self._recover(what, now)
         start, next_seq = self._replay.start, self.next_seq
         if start is not None and next_seq is not None and next_seq > start and self._replay.overlap is None:
-            if self._buffer and self._buffer[0][0] <= next_seq:
+            if self._buffer and self._buffer.first <= next_seq:
                 return self._finish(now)  # only its end is missing
             self._rounds = 0
             return self._ask_replay(next_seq, None, now)
@@ -425,7 +425,7 @@ class KvSubscription:
         newest = self._drained
         if newest is None:
             return []
-        buffered, self._buffer = self._buffer, deque()
+        buffered, self._buffer = self._buffer, self._new_buffer()
         for _ in range(min(_DRAINED, len(buffered))):
             seq, batch = buffered.popleft()
             later, newest = seq >= newest, max(newest, seq)
@@ -433,7 +433,8 @@ class KvSubscription:
                 continue  # the answer covered it
             sends = self._take((seq, batch), now)
             if not self.live:
-                self._buffer.extend(buffered)
+                while buffered:
+                    self._buffer.append(buffered.popleft())
                 return sends
         self._buffer = buffered
         self._drained = newest if buffered else None
@@ -448,10 +449,7 @@ class KvSubscription:
 
     def _keep(self, came: tuple[int, EventBatch | None], _now: float) -> list[Request]:
         """A live batch that must wait."""
-        if len(self._buffer) >= self._config.buffer:
-            self._buffer.popleft()  # leaves a gap, which will be seen
-            self.counts["overflows"] += 1
-        self._buffer.append(came)
+        self.counts["overflows"] += self._buffer.append(came)
         return []
 
     def _take(self, came: tuple[int, EventBatch | None], now: float) -> list[Request]:
@@ -482,6 +480,9 @@ class KvSubscription:
         behind = self._checks.behind
         if behind is not None and seq >= behind[0]:
             self._checks.behind = None
+
+    def _new_buffer(self) -> WaitingBatches:
+        return WaitingBatches(self._config.buffer, self._config.buffer_values)
 
     def _drop(self) -> None:
         """Another process: forget everything at once."""

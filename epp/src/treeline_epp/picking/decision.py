@@ -43,6 +43,7 @@ class Outcome(StrEnum):
     """How a lease ends. The values are metric labels."""
 
     HEADERS = "headers"  # the endpoint answered: its prefill is done
+    REFUSED = "refused"  # the endpoint refused the request (a 4xx): it works, and has computed nothing
     ERROR = "error"  # the endpoint failed, or answered with an error
     OVERLOADED = "overloaded"  # 503 with x-treeline-overloaded: it refused for want of room
     CANCELLED = "cancelled"  # the client went away first

@@ -346,6 +346,8 @@ class Picker:
             endpoint.breaker.on_error(now)
         elif outcome is Outcome.OVERLOADED:
             load.on_overloaded(now)
+        elif outcome is Outcome.REFUSED:
+            endpoint.breaker.on_answer()
         elif answered:
             endpoint.breaker.on_answer()
             if lease.decision.request.key:

@@ -215,12 +215,14 @@ class Router:
         decision, metrics = lease.decision, self.metrics
         outcome = _outcome(headers)
         cached, prompt = _count(headers, names.CACHED_TOKENS), _count(headers, names.PROMPT_TOKENS)
-        # Headers of a stream come with its first token; those of a whole answer with its last.
-        streams = headers.get("content-type", "").startswith("text/event-stream")
-        ttft = now - lease.opened_at if streams and prompt is not None else None
         if routed.exchange is not None:
             routed.exchange.reported_prompt, routed.exchange.reported_cached = prompt, cached
             routed.exchange.answered(headers, served, now)
+        if outcome is not Outcome.HEADERS:
+            cached = prompt = None  # what was not computed teaches nothing
+        # Headers of a stream come with its first token; those of a whole answer with its last.
+        streams = headers.get("content-type", "").startswith("text/event-stream")
+        ttft = now - lease.opened_at if streams and prompt is not None else None
         if not self.picker.close(
             lease, now, outcome, served=served, ttft_s=ttft, cached_tokens=cached, prompt_tokens=prompt
         ):
@@ -249,7 +251,9 @@ class Router:
         hit = decision.best.candidate.hit
         if prompt is not None and routed.keyer is not None and whole:
             routed.keyer.learn(len(asked.key or b""), prompt)
-        elif routed.keyer is not None and hit.tokens:  # engines that tell nothing in headers tell by their events
+        elif (
+            outcome is Outcome.HEADERS and routed.keyer is not None and hit.tokens
+        ):  # engines that tell nothing in headers tell by their events
             routed.keyer.learn(hit.end, hit.tokens)
         if by_other or outcome is Outcome.ERROR:
             self.on_trouble(decision.endpoint.name)
@@ -257,7 +261,7 @@ class Router:
     def tell(self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None) -> tuple[str, str] | None:
         """A header for the client, where the endpoint that the policy meant has answered."""
         decision = routed.lease.decision
-        if decision.tell is None or _outcome(headers) is not Outcome.HEADERS:
+        if decision.tell is None or _outcome(headers) not in (Outcome.HEADERS, Outcome.REFUSED):
             return None
         return decision.tell if served in (None, decision.endpoint.address) else None
 
@@ -487,7 +491,8 @@ def _may_be_asked(request: RouteRequest, engine: str) -> bool:
 def _outcome(headers: Mapping[str, str]) -> Outcome:
     if names.OVERLOADED in headers:
         return Outcome.OVERLOADED
-    return Outcome.ERROR if headers.get(":status", "")[:1] == "5" else Outcome.HEADERS
+    by_status = {"3": Outcome.REFUSED, "4": Outcome.REFUSED, "5": Outcome.ERROR}
+    return by_status.get(headers.get(":status", "")[:1], Outcome.HEADERS)
 
 
 def _count(headers: Mapping[str, str], name: str) -> int | None:

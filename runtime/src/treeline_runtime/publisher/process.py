@@ -107,7 +107,7 @@ class Publisher:
         made.setsockopt(zmq.IPV6, 1 if ":" in self._host else 0)
         if kind == zmq.ROUTER:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished client is an error, not a silent drop
-            made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # subscribers write, too: what they subscribe to
         if self._keys is not None:
             self._keys.secure_server(made)
         try:
