@@ -2,9 +2,8 @@
 
 Clients take turns. A grammar that takes longer than a first try goes on only where a worker may be given to it for
 long; there is one worker less for these than there are, so that others never wait for more than a first try. Until then
-it waits before the other grammars of its client. The seconds of those that take long are counted: a client that has
-used too many is refused until some have passed. That is what new texts cannot get around, as they can the memory of
-what was refused.
+it waits before the others of its client. The seconds of those that take long are counted: a client that has used too
+many is refused until some have passed, whatever new texts it sends.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ class GrammarCompiler:
         self._most_long = max(self.limits.workers - 1, 1)
         self._used: dict[str | None, tuple[float, float]] = {}
         """Of clients: seconds of long compilations, and when they were counted."""
-        self._lock = threading.Lock()
-        """Of these."""
+        self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
         self._is_prepared = False
@@ -245,9 +243,7 @@ class GrammarCompiler:
                 self._outgrown.pop(key, None)
                 self._refuse_for_a_while(key, str(error))
             else:
-                size = 0
-                if error is None:
-                    size = future.result().num_bytes
+                size = future.result().num_bytes if error is None else 0
                 self._sizes[key] = size + len(key[1].source) + _ENTRY_BYTES
                 self._num_bytes += self._sizes[key]
         for key in self._unwanted():
@@ -284,9 +280,8 @@ class GrammarCompiler:
             if job is None:
                 return
             self._leave_queue(job)
-            if job.is_slow:
-                self._num_long += 1
-                job.is_long = True
+            job.is_long = job.is_slow
+            self._num_long += job.is_slow
         began = self._clock()
         try:
             self._finish(job, self._compile(job))
@@ -361,11 +356,10 @@ class GrammarCompiler:
     def _compile(self, job: _Job) -> Compiled:
         started = time.perf_counter()
         loaded = self._load()
-        grammar = job.key[1]
         try:
-            answer = self._ask(Order(grammar, bool(job.outgrown)), loaded, partial(self._go_on, job))
+            answer = self._ask(Order(job.key[1], bool(job.outgrown)), loaded, partial(self._go_on, job))
         except Killed as error:
-            logger.warning("compiling a grammar (%s) was stopped: it passed its limits (%s)", grammar.kind, error)
+            logger.warning("compiling a grammar (%s) was stopped: it passed its limits (%s)", job.key[1].kind, error)
             raise self._too_much() from None
         kind, rest = answer[0], bytes(memoryview(answer)[1:])
         if kind == Answer.REFUSED and job.outgrown:
@@ -377,7 +371,7 @@ class GrammarCompiler:
         del answer, rest
         if self._trimmer.let_go(READING * compiled.num_bytes):
             self._trimmer.trim()
-        logger.info("compiled a grammar (%s) in %.0f ms", grammar.kind, 1000 * (time.perf_counter() - started))
+        logger.info("compiled a grammar (%s) in %.0f ms", job.key[1].kind, 1000 * (time.perf_counter() - started))
         return compiled
 
     def _ask(self, order: Order, loaded: _Loaded, on_late: Callable[[], None] | None = None) -> bytearray:
