@@ -167,6 +167,7 @@ class Harness(Scheduler):
     def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
         """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
         fields = {
+            "client",
             "return_logprob",
             "logprob_start_len",
             "top_logprobs_num",

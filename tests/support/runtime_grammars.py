@@ -47,7 +47,7 @@ def compiled(grammar: Grammar) -> Compiled:
 class Compiler:
     """In place of `GrammarCompiler`."""
 
-    def get(self, grammar: Grammar) -> Future[Compiled]:
+    def get(self, grammar: Grammar, *_: str | None) -> Future[Compiled]:
         future = Future[Compiled]()
         try:
             future.set_result(compiled(Grammar(grammar.kind, grammar.source)))
@@ -68,7 +68,7 @@ class Compiler:
             min_tokens=min_tokens,
         )
 
-    def forget(self, grammar: Grammar) -> None:
+    def forget(self, grammar: Grammar, *_: str | None) -> None:
         pass
 
     def close(self) -> None:

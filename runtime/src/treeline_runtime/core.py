@@ -46,6 +46,7 @@ class Req:
     max_new_tokens: int
     """What the user asked for, or less where the context ends."""
     namespace: str | None = None
+    client: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
@@ -137,6 +138,7 @@ class Req:
             stop_ids=stop_ids,
             max_new_tokens=max_new_tokens,
             namespace=message.namespace,
+            client=message.client,
             return_logprob=message.return_logprob,
             logprob_start_len=message.logprob_start_len,
             top_logprobs_num=message.top_logprobs_num,

@@ -113,6 +113,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     sampling: SamplingParams
     namespace: str | None = None
     """Cache namespace (LoRA adapter, salt): requests of different namespaces never share pages."""
+    client: str | None = None
+    """Who takes turns with others where requests wait for work on the CPU; None: whom the edge has not named."""
     return_logprob: bool = False
     logprob_start_len: int = -1
     """Logprobs of prompt tokens from this position on; -1 = of sampled tokens only."""

@@ -241,3 +241,13 @@ def test_ids_beyond_the_vocabulary_have_keys(monkeypatch: pytest.MonkeyPatch) ->
     few, all_of_them = TokenKeys(lossy("wordpiece").to_str()), in_short_stretches("wordpiece")
     assert len(few.token_bytes) == 8
     assert few.block_key([0, 7, 8, 300, 70_000]) == all_of_them.block_key([0, 7, 8, 300, 70_000])
+
+
+def test_what_one_namespace_has_sent_makes_nothing_faster_for_another() -> None:
+    keys = TokenKeys(lossy("wordpiece").to_str())
+    whole = Prompt(story(3000))
+    for namespace in ("a", "b", None):
+        first = keys.affordable(whole, namespace)
+        assert len(first.text or "") <= NEW_CHARS, "the rest is still to be tokenized"
+        keys.join()
+        assert keys.affordable(whole, namespace) is whole

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
@@ -18,16 +19,15 @@ import pytest
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.frames import send_frame
 from treeline_runtime.confined.pool import PoolClosedError
-from treeline_runtime.confined.process import ConfinedProcess
+from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.grammar.backend import Compiled, GrammarError
-from treeline_runtime.grammar.compiler import CompileLimits, GrammarBusyError, GrammarCompiler
+from treeline_runtime.grammar.compiler import CompileLimits, GrammarBudgetError, GrammarBusyError, GrammarCompiler
 from treeline_runtime.grammar.llguidance_backend import LLGuidanceMatcher
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.vocabulary_process import read_vocabulary
 from treeline_runtime.grammar.worker import Answer, Order
 from treeline_runtime.grammar.xgrammar_backend import XGrammarMatcher
 from treeline_runtime.messages import Grammar
-from treeline_wire.tokenizer import BundleError, TokenizerBundle
+from treeline_wire.tokenizer import TokenizerBundle
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 STOPS = (4095, 4093)
@@ -62,6 +62,84 @@ def new_compiler() -> Iterator[NewCompiler]:
     yield new
     for compiler in made:
         compiler.close()
+
+
+class Held:
+    """Compilers whose processes answer when the test says so; every answer is a refusal without words."""
+
+    def __init__(self, new: NewCompiler) -> None:
+        self._new = new
+        self._changed = threading.Condition()
+        self._answers = dict[Grammar, Callable[[], None] | None]()
+        self._free = 0
+        self.begun = list[Grammar]()
+        """Those that are being compiled."""
+        self.asked = list[Grammar]()
+        """In the order in which they began."""
+
+    def new(self, **more: Any) -> GrammarCompiler:
+        compiler = self._new(**more)
+        compiler._ask = self._ask  # type: ignore[method-assign]
+        return compiler
+
+    def wait_for(self, count: int) -> None:
+        """Until so many are being compiled."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.begun) == count, 60), self.begun
+
+    def go_on(self, count: int) -> None:
+        """So many more are answered, whichever they are."""
+        with self._changed:
+            self._free += count
+            self._changed.notify_all()
+
+    def answer(self, grammar: Grammar, error: Exception | None = None) -> None:
+        def end() -> None:
+            if error is not None:
+                raise error
+
+        self._tell(grammar, end)
+
+    def late(self, grammar: Grammar) -> None:
+        """Its first try is over; returns when it was told."""
+        self._tell(grammar, None)
+
+    def _tell(self, grammar: Grammar, what: Callable[[], None] | None) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: grammar in self.begun, 60), self.begun
+            self._answers[grammar] = what
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: grammar not in self._answers, 60)
+
+    def _ask(self, order: Order, _: object, on_late: Callable[[], None] | None = None) -> bytearray:
+        grammar = order.grammar
+        if on_late is None:  # a process is made ready
+            return bytearray([Answer.REFUSED])
+        with self._changed:
+            self.begun.append(grammar)
+            self.asked.append(grammar)
+            self._changed.notify_all()
+            try:
+                while True:
+                    assert self._changed.wait_for(lambda: self._free or grammar in self._answers, 60)
+                    if grammar not in self._answers:
+                        self._free -= 1
+                        return bytearray([Answer.REFUSED])
+                    what = self._answers.pop(grammar)
+                    if what is None:
+                        on_late()
+                        self._changed.notify_all()
+                    else:
+                        what()
+                        return bytearray([Answer.REFUSED])
+            finally:
+                self.begun.remove(grammar)
+                self._changed.notify_all()
+
+
+@pytest.fixture
+def held(new_compiler: NewCompiler) -> Held:
+    return Held(new_compiler)
 
 
 def integers(most: int) -> Grammar:
@@ -165,27 +243,139 @@ def test_memory_is_limited_too(new_compiler: NewCompiler) -> None:
     assert "32 MiB" in refused(compiler.get(Grammar("regex", "(a{1,300}b{1,300}){1,300}")))
 
 
-def test_so_many_wait_and_no_more(new_compiler: NewCompiler) -> None:
-    compiler = new_compiler(waiting=2, workers=1, seconds=0.5)
-    futures = [compiler.get(Grammar("json", SLOW)), compiler.get(integers(1))]
+def test_so_many_wait_and_no_more(held: Held) -> None:
+    compiler = held.new(waiting=2, workers=1)
+    under_way = compiler.get(integers(0), client="a")
+    held.wait_for(1)
+    kept, last = compiler.get(integers(1), client="a"), compiler.get(integers(2), client="a")
     with pytest.raises(GrammarBusyError, match="try again later"):
-        compiler.get(integers(2)).result(0)
-    refused(futures[0])
-    assert futures[1].result(60)
-    assert compiler.get(integers(2)).result(60)
+        compiler.get(integers(3), client="a").result(0)
+    other = compiler.get(integers(4), client="b")
+    with pytest.raises(GrammarBusyError, match="try again later"):
+        last.result(0)
+    held.go_on(3)
+    for future in (under_way, kept, other):
+        assert refused(future) == ""
+    again = compiler.get(integers(2), client="a")
+    held.go_on(1)
+    assert refused(again) == ""
+
+
+def test_clients_take_turns(held: Held) -> None:
+    compiler = held.new(workers=1)
+    futures = [compiler.get(integers(most), client="a") for most in range(5)]
+    held.wait_for(1)
+    futures += [compiler.get(integers(most), client=client) for most, client in ((10, "b"), (11, "b"), (20, None))]
+    held.go_on(8)
+    for future in futures:
+        refused(future)
+    assert held.asked == [integers(most) for most in (0, 1, 10, 20, 2, 11, 3, 4)]
+
+
+def test_what_outlasts_its_first_try_waits_until_it_may_take_long_and_others_pass(held: Held) -> None:
+    compiler = held.new(workers=2)
+    slow = [compiler.get(integers(most), client="a") for most in range(4)]
+    held.wait_for(2)
+    held.late(integers(0))
+    held.late(integers(1))
+    held.wait_for(1)
+    assert held.begun == [integers(0)], "the other one has no worker, nor has what its client sent after it"
+    for most in range(10, 20):
+        quick = compiler.get(integers(most), client="b")
+        held.answer(integers(most))
+        refused(quick)
+    assert not any(future.done() for future in slow)
+    held.answer(integers(0))
+    held.wait_for(2)
+    assert {*held.begun} == {integers(1), integers(2)}, "it begins again, and another first try"
+    held.late(integers(1))
+    held.go_on(3)
+    for future in slow:
+        refused(future)
+
+
+def test_a_client_that_has_used_up_its_seconds_is_refused_until_some_have_passed(held: Held) -> None:
+    """Other texts do not help it."""
+    clock = Clock()
+    compiler = held.new(workers=1, clock=clock, client_seconds=30.0, client_seconds_back=0.5)
+    first = compiler.get(integers(0), client="a")
+    held.wait_for(1)
+    others = [compiler.get(integers(most), client=client) for most, client in ((1, "a"), (2, "a"), (3, "b"))]
+    held.late(integers(0))
+    clock.now = 40.0
+    held.answer(integers(0))
+    refused(first)
+    for future in (others[0], others[1], compiler.get(integers(4), client="a")):
+        with pytest.raises(GrammarBudgetError, match="try again in 20 s"):
+            future.result(60)
+    assert compiler.get(integers(0), client="a") is first, "it is kept"
+    held.answer(integers(3))
+    refused(others[2])
+    clock.now = 61.0
+    later = compiler.get(integers(1), client="a")
+    held.answer(integers(1))
+    assert refused(later) == ""
+    assert compiler._owed("a") == 29.5, "what is quick costs nothing"
+    clock.now = 999.0
+    compiler._charge("b", 0.0)
+    assert not compiler._used.keys() - {"b"}, "what was given back is forgotten"
+
+
+def test_what_one_namespace_has_sent_makes_nothing_faster_for_another(held: Held) -> None:
+    compiler = held.new(workers=1)
+    first = compiler.get(integers(0), "a")
+    held.answer(integers(0))
+    assert refused(first) == ""
+    assert compiler.get(integers(0), "a") is first
+    for namespace in ("b", None):
+        other = compiler.get(integers(0), namespace)
+        assert not other.done()
+        held.answer(integers(0))
+        refused(other)
+    assert len(held.asked) == 3
+
+
+def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> None:
+    compiler = held.new(workers=1)
+    future = compiler.get(integers(0), "a")
+    held.answer(integers(0), Killed("late"))
+    assert "make it smaller" in refused(future)
+    assert compiler.get(integers(0), "a").done()
+    other = compiler.get(integers(0), "b")
+    assert not other.done()
+    held.answer(integers(0))
+    refused(other)
+
+
+def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_waits_for(
+    new_compiler: NewCompiler,
+) -> None:
+    """With real processes."""
+    finished = list[str]()
+    compiler = new_compiler(seconds=5.0, first_try_seconds=0.05, clock=time.monotonic, client_seconds=1e9)
+    assert compiler.get(integers(0)).result(60)
+    hostile = [Grammar("json", SLOW + " " * n) for n in range(20)]
+    futures = [compiler.get(grammar, "hostile", "hostile") for grammar in hostile]
+    while not compiler._num_long:
+        assert not futures[-1].done()
+    small = compiler.get(integers(1), "other", "other")
+    for name, future in (("small", small), *((f"hostile {n}", future) for n, future in enumerate(futures))):
+        future.add_done_callback(lambda _, name=name: finished.append(name))  # type: ignore[misc]
+    assert small.result(60)
+    assert len(finished) < len(hostile) // 2, finished
 
 
 def test_what_nobody_waits_for_any_more_is_not_compiled_and_takes_no_place(new_compiler: NewCompiler) -> None:
     begun, go_on = threading.Semaphore(0), threading.Event()
     asked = list[Grammar]()
 
-    def ask(order: Order, _: object) -> bytearray:
+    def ask(order: Order, *_: object) -> bytearray:
         asked.append(order.grammar)
         begun.release()
         go_on.wait(60)
         return bytearray([Answer.REFUSED])
 
-    compiler = new_compiler(workers=1, waiting=3)
+    compiler = new_compiler(workers=1, waiting=2)
     compiler._ask = ask  # type: ignore[method-assign]
     under_way, left, kept = (compiler.get(integers(most)) for most in (1, 2, 3))
     assert begun.acquire(timeout=60)
@@ -304,60 +494,3 @@ def test_closing_ends_the_processes(new_compiler: NewCompiler) -> None:
     with pytest.raises((GrammarError, PoolClosedError, CancelledError)):
         slow.result(60)
     assert not Path(f"/proc/{pid}").exists()
-
-
-def test_what_is_warm_is_read_and_started_once_and_the_first_grammar_finds_it() -> None:
-    calls = list[str]()
-
-    def read() -> Vocabulary:
-        calls.append("read")
-        return vocabulary()
-
-    compiler = GrammarCompiler("auto", read, on_done=lambda: None, prepare=lambda _: calls.append("prepared"))
-    try:
-        compiler.warm(lambda: True).result(60)
-        assert calls == ["read", "prepared"]
-        assert compiler._loaded is not None
-        assert {"_llguidance", "_xgrammar"} <= vars(compiler._loaded.backend).keys(), "their tables are made"
-        pids = compiler._workers.pids()
-        assert compiler.get(integers(1)).result(60)
-        assert compiler._workers.pids() == pids
-        assert calls == ["read", "prepared"]
-    finally:
-        compiler.close()
-
-
-def test_where_nothing_may_be_held_up_the_rest_waits_for_the_first_grammar() -> None:
-    calls = list[str]()
-    compiler = GrammarCompiler("auto", vocabulary, on_done=lambda: None, prepare=lambda _: calls.append("prepared"))
-    try:
-        compiler.warm(lambda: False).result(60)
-        assert compiler._loaded is not None
-        assert not {"_llguidance", "_xgrammar"} & vars(compiler._loaded.backend).keys()
-        assert calls == []
-        assert len(compiler._workers.pids()) == 1, "the process has read the vocabulary"
-        assert compiler.get(integers(1)).result(60)
-        assert compiler.get(integers(2)).result(60)
-        assert calls == ["prepared"]
-    finally:
-        compiler.close()
-
-
-def test_a_server_that_cannot_follow_grammars_is_not_warmed_and_says_why_when_asked() -> None:
-    def none() -> Vocabulary:
-        raise GrammarError("this server cannot follow grammars: no tokenizer")
-
-    compiler = GrammarCompiler("auto", none, on_done=lambda: None)
-    try:
-        compiler.warm(lambda: True).result(60)
-        assert not compiler._workers.pids()
-        assert "no tokenizer" in refused(compiler.get(integers(1)))
-    finally:
-        compiler.close()
-
-
-def test_a_vocabulary_is_the_same_when_another_process_reads_it() -> None:
-    bundle = TokenizerBundle.from_dir(TINY)
-    assert read_vocabulary(bundle, 4200, STOPS) == Vocabulary.of(bundle, 4200, STOPS)
-    with pytest.raises(BundleError):
-        read_vocabulary(TokenizerBundle.build("{}"), 4200, STOPS)

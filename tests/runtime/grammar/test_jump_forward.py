@@ -239,3 +239,12 @@ def test_a_tokenizer_that_changes_texts_does_not_jump() -> None:
     _, forward, _ = made(json.dumps(spec))
     assert forward.jump([], 0, "name: Name: name") is None
     assert forward.jump([], 0, "name: name: name") is not None
+
+
+def test_what_one_namespace_has_encoded_makes_nothing_faster_for_another() -> None:
+    forward = made(byte_level().to_str())[1]
+    for namespace in ("a", "b", None):
+        misses = forward._encode.cache_info().misses
+        for _ in range(2):
+            forward.jump([], 0, '{"full_name": "', namespace)
+        assert forward._encode.cache_info().misses == misses + 1

@@ -14,6 +14,7 @@ import pytest
 from support.runtime_engine import Harness
 from tokenizers import Tokenizer
 from treeline_runtime.grammar.backend import Compiled, GrammarError
+from treeline_runtime.grammar.compiler import GrammarBudgetError
 from treeline_runtime.messages import Grammar, StopReq
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -164,8 +165,8 @@ def test_who_leaves_while_its_grammar_is_compiled_is_gone(engine: Speaking) -> N
 def test_a_grammar_is_given_up_with_the_last_who_waits_for_it(engine: Speaking) -> None:
     given_up = list[Grammar]()
     compiling: dict[Grammar, Future[Compiled]] = {OBJECT: Future(), CITY: Future()}
-    engine.grammars._compiler.get = compiling.__getitem__  # type: ignore[method-assign]
-    engine.grammars._compiler.forget = given_up.append  # type: ignore[method-assign]
+    engine.grammars._compiler.get = lambda grammar, *_: compiling[grammar]  # type: ignore[method-assign]
+    engine.grammars._compiler.forget = lambda grammar, *_: given_up.append(grammar)  # type: ignore[method-assign]
     for rid, grammar in (("one", OBJECT), ("two", OBJECT), ("other", CITY)):
         engine.submit(rid, PROMPT, grammar=grammar)
     engine.step()
@@ -187,7 +188,7 @@ def test_who_waits_for_its_grammar_waits() -> None:
     now = [0.0]
     engine = Speaking(waiting_timeout=5.0, clock=lambda: now[0])
     compiling = Future[Compiled]()
-    engine.grammars._compiler.get = lambda _: compiling  # type: ignore[method-assign]
+    engine.grammars._compiler.get = lambda *_: compiling  # type: ignore[method-assign]
     engine.submit("late", PROMPT, grammar=OBJECT)
     engine.step()
     now[0] = 4.9
@@ -216,11 +217,42 @@ def test_the_queue_is_as_long_as_it_may_be_for_grammars_too(compiled_first: bool
         assert engine.text(rid) in json.loads(CITY.source)
 
 
+def test_what_one_client_waits_for_leaves_room_for_another_and_is_compiled_for_it_alone() -> None:
+    engine = Speaking(max_running_requests=1, max_queued_requests=2)
+    get, asked = engine.grammars._compiler.get, list[tuple[Any, ...]]()
+
+    def held(grammar: Grammar, *whose: str | None) -> Future[Compiled]:
+        asked.append(whose)
+        return get(grammar, *whose) if whose[1] == "bob" else Future()
+
+    engine.grammars._compiler.get = held  # type: ignore[method-assign]
+    for i in range(4):
+        engine.submit(f"ada {i}", PROMPT, grammar=CITY, max_new_tokens=16, client="ada", namespace="of ada")
+    engine.submit("bob", PROMPT, grammar=CITY, max_new_tokens=16, client="bob", namespace="of bob")
+    engine.step()
+    assert engine.refusal("ada 3")[0] == 503
+    assert asked == [("of ada", "ada")] * 3 + [("of bob", "bob")]
+    engine.grammars._compiler.get(CITY, "of bob", "bob").result(60)
+    for _ in range(40):
+        engine.step()
+    assert engine.text("bob") in json.loads(CITY.source)
+    engine.grammars.close()
+
+
+def test_a_client_without_seconds_left_is_told_429(engine: Speaking) -> None:
+    spent = Future[Compiled]()
+    spent.set_exception(GrammarBudgetError("try again in 7 s"))
+    engine.grammars._compiler.get = lambda *_: spent  # type: ignore[method-assign]
+    engine.submit("late", PROMPT, grammar=OBJECT)
+    engine.run()
+    assert engine.refusal("late") == (429, "try again in 7 s")
+
+
 def test_who_is_free_is_not_refused_for_grammars_that_are_compiled_and_these_find_the_queue_full() -> None:
     engine = Speaking(max_running_requests=1, max_queued_requests=1)
     made = engine.grammars._compiler.get(OBJECT)
     compiling = Future[Compiled]()
-    engine.grammars._compiler.get = lambda _: compiling  # type: ignore[method-assign]
+    engine.grammars._compiler.get = lambda *_: compiling  # type: ignore[method-assign]
     for rid in ("bound", "bound too"):
         engine.submit(rid, PROMPT, grammar=OBJECT)
     engine.step()

@@ -342,7 +342,7 @@ def test_a_long_word_is_not_looked_at_with_each_of_its_tokens(monkeypatch: pytes
     assert forward is not None
     jump = forward.jump
 
-    def looking(tokens: list[int], fixed: int, forced: str) -> Any:
+    def looking(tokens: list[int], fixed: int, forced: str, *_: str | None) -> Any:
         looked.append(len(forced))
         return jump(tokens, fixed, forced)
 

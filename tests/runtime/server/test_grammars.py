@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.messages import Grammar
+from treeline_runtime.messages import FinishReason, GenerateReq, Grammar, SamplingParams
 from treeline_runtime.server.grammars import (
     FIELDS,
     MAX_CHOICES,
@@ -20,7 +21,11 @@ from treeline_runtime.server.grammars import (
     check_copies,
     read_constraint,
 )
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.http import ApiError, Request
+from treeline_runtime.server.jobs import GenerationJob, PromptSpec
+from treeline_runtime.server.limits import ByteBudget
+from treeline_runtime.server.service import Service, State
+from treeline_wire import headers
 
 SCHEMA = {"type": "object", "properties": {"z": {"type": "integer"}, "a": {"const": 1.0}}, "required": ["z"]}
 AS_JSON = Grammar("json", '{"type":"object","properties":{"z":{"type":"integer"},"a":{"const":1.0}},"required":["z"]}')
@@ -252,3 +257,25 @@ def test_a_schema_keeps_its_members_and_their_order(properties: dict[str, Any]) 
         found = read({"json_schema": value})
         assert found is not None
         assert list(json.loads(found.grammar.source)["properties"].items()) == list(properties.items())
+
+
+@pytest.mark.parametrize("isolation", [headers.PER_KEY, headers.SHARED])
+async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_not(isolation: str) -> None:
+    sent = list[GenerateReq]()
+
+    async def keep(requests: list[GenerateReq], **_: object) -> None:
+        sent.extend(requests)
+
+    service = mock.Mock(Service, budget=ByteBudget(1 << 20), manager=mock.Mock(open=keep), state=State(ready=True))
+    told = [(headers.CLIENT.encode(), b"ada"), (headers.ISOLATION.encode(), isolation.encode())]
+    job = GenerationJob("r", [PromptSpec([1], SamplingParams())])
+    for scope in ({"headers": told}, {"headers": told[1:]}):
+        await Service.open(service, job, Request(scope, None, None))  # type: ignore[arg-type]
+    assert [request.client for request in sent] == ["ada", None]
+
+
+def test_a_client_that_has_used_up_its_seconds_is_told_when_to_come_back() -> None:
+    with pytest.raises(ApiError) as refused:
+        Service.check_finish(mock.Mock(Service), FinishReason("error", message="wait", status=429))
+    assert (refused.value.status, refused.value.body["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert dict(refused.value.headers)[b"retry-after"]

@@ -101,3 +101,43 @@ async def test_a_body_that_computes_until_the_deadline_is_too_costly(
         with pytest.raises(ApiError) as refused:
             await read(pool, "the quick brown fox " * 1_500_000)
     assert (refused.value.status, refused.value.body["error"]["code"]) == (413, "request_too_large")
+
+
+async def test_clients_take_turns_and_the_one_with_most_waiting_is_refused_first(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_pool, "MAX_WAITING", 5)
+    pool = ReaderPool(ReaderSpec(str(model), "m", SamplingDefaults(), "warning"))  # it is not started
+    budget = ByteBudget(1 << 30)
+
+    def send(client: str | None, size: int = 1 << 14) -> asyncio.Task[object]:
+        room = Reservation(budget)
+        room.grow(size)
+        return asyncio.create_task(pool.read("tokenize", [], size, None, Caller(), room, client))
+
+    giant = reader_pool.ORDINARY_BYTES + 1
+    reads = [send("a", giant), send("a", giant), *(send("a") for _ in range(3)), send("b")]
+    await asyncio.sleep(0)
+    with pytest.raises(ApiError) as refused:
+        await reads[4]
+    assert refused.value.status == 503
+    anything, ordinary = pool._lanes
+    taken = [await lane._next() for lane in (anything, ordinary, anything, ordinary)]
+    assert [(body.client, body.size == giant) for body in taken if body] == [
+        ("a", True),
+        ("b", False),
+        ("a", True),
+        ("a", False),
+    ]
+    reads[3].cancel()
+    await asyncio.gather(reads[3], return_exceptions=True)
+    reads.append(send("c"))
+    await asyncio.sleep(0)
+    left = await ordinary._next()
+    assert left is not None
+    assert left.client == "c", "nobody waits for the other one any more"
+    for body in (*taken, left):
+        assert body is not None
+        reader_pool._finish(body, ApiError(503, "over"))
+    await asyncio.gather(*reads, return_exceptions=True)
+    assert budget.used == 0

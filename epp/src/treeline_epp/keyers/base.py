@@ -43,11 +43,12 @@ class Keyer(Protocol):
     @property
     def renderer(self) -> Renderer | None: ...
 
-    def affordable(self, prompt: Prompt) -> Prompt:
-        """The prompt, or as much of its beginning as has a key in short time."""
+    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
+        """The prompt, or as much of its beginning as has a key in short time. What other namespaces have sent does not
+        matter to that."""
         ...
 
-    def key(self, prompt: Prompt) -> bytes | None:
+    def key(self, prompt: Prompt, namespace: str | None = None) -> bytes | None:
         """The key of a prompt; `None` where it has none here."""
         ...
 

@@ -34,11 +34,11 @@ class HistoryKeyer(TokenLengths):
         super().__init__()
         self.renderer = HistoryRenderer()
 
-    def affordable(self, prompt: Prompt) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
         """All of it."""
         return prompt
 
-    def key(self, prompt: Prompt) -> bytes:
+    def key(self, prompt: Prompt, namespace: str | None = None) -> bytes:
         """The text itself; an id is an escape."""
         if prompt.ids is not None:
             return b"".join(map(escape, prompt.ids))

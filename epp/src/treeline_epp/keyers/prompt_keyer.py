@@ -59,15 +59,17 @@ class PromptKeyer(TokenLengths):
             self.bytes_per_token = float(len(escape(0)))
             self.keys = keys
 
-    def affordable(self, prompt: Prompt) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
         """The prompt, or as much of its beginning as has a key in short time."""
-        return self.keys.affordable(prompt) if isinstance(self.keys, TokenKeys) else prompt
+        return self.keys.affordable(prompt, namespace) if isinstance(self.keys, TokenKeys) else prompt
 
     @property
     def by_tokens(self) -> bool:
         """Whether keys are made of token ids."""
         return isinstance(self.keys, TokenKeys)
 
-    def key(self, prompt: Prompt) -> bytes | None:
+    def key(self, prompt: Prompt, namespace: str | None = None) -> bytes | None:
         """The key of a prompt; `None` without keys."""
+        if isinstance(self.keys, TokenKeys) and prompt.ids is None:
+            return self.keys.prompt_key(prompt.text or "", prompt.add_special_tokens, namespace)
         return None if self.keys is None else self.keys.prompt_key_of(prompt)

@@ -48,6 +48,8 @@ MOST_IDS: Final = 1 << 20
 WAITING: Final = 64
 """Texts that wait for the thread; more are not read on."""
 _SHORT_WORDS: Final = " ".join([*string.ascii_letters, *string.digits, "é", "word", "工", "я"])
+Stretch = tuple[str | None, str]
+"""A namespace, and a text that it has sent."""
 _BLANK: Final = re.compile(r"(?<=\w) (?=\w)")
 """A space between words. A stretch begins with it, so that tokenizers that put a space before a text put none there."""
 
@@ -81,16 +83,16 @@ class TokenKeys(PrefixKeys):
     def from_bundle(cls, bundle: TokenizerBundle) -> TokenKeys:
         return cls(bundle.tokenizer_json)
 
-    def prompt_key(self, text: str, add_special_tokens: bool) -> bytes:
-        """The key of a text, of which every stretch is tokenized that is not remembered."""
-        key = b"".join(self._stretches.keys(text))
+    def prompt_key(self, text: str, add_special_tokens: bool, namespace: str | None = None) -> bytes:
+        """The key of a text, of which every stretch is tokenized that is not remembered of the namespace."""
+        key = b"".join(self._stretches.keys(text, namespace))
         return self._head + key + self._tail if add_special_tokens else key
 
-    def affordable(self, prompt: Prompt) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
         """The prompt, or as much of its beginning as has a key in short time; the rest has one later."""
         if prompt.text is None:
             return prompt
-        end = self._stretches.affordable(prompt.text)
+        end = self._stretches.affordable(prompt.text, namespace)
         return prompt if end == len(prompt.text) else Prompt(prompt.text[:end], None, prompt.add_special_tokens)
 
     def self_test(self) -> None:
@@ -119,41 +121,42 @@ class TokenKeys(PrefixKeys):
 
 
 class Stretches:
-    """The keys of stretches of text: those remembered, and the thread that reads on."""
+    """The keys of stretches of text: those remembered, and the thread that reads on. What one namespace has sent makes
+    nothing faster for another."""
 
     def __init__(self, keys: TokenKeys, chars: int) -> None:
         self._keys = keys
         self._chars = chars
-        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._known: OrderedDict[Stretch, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._waiting: queue.Queue[str] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[Stretch] = queue.Queue(WAITING)
         self._reader: threading.Thread | None = None
 
-    def keys(self, text: str) -> Iterator[bytes]:
+    def keys(self, text: str, namespace: str | None) -> Iterator[bytes]:
         """The keys of a text's stretches, in order, up to what the tokenizer fails at."""
         for stretch in self._cut(text):
-            key = self._remembered(stretch)
+            key = self._remembered((namespace, stretch))
             if key is None:
                 try:
                     key = self._keys.stretch_key(stretch)
                 except ValueError:
                     return
-                self._remember(stretch, key)
+                self._remember((namespace, stretch), key)
             yield key
 
-    def affordable(self, text: str) -> int:
+    def affordable(self, text: str, namespace: str | None) -> int:
         """How many characters have a key in short time: what is remembered, and `NEW_CHARS` that are tokenized now. The
         rest is left to the thread."""
         end, new = 0, 0
         for stretch in self._cut(text):
-            if self._remembered(stretch) is None:
+            if self._remembered((namespace, stretch)) is None:
                 new += len(stretch)
                 if new > NEW_CHARS and end:
-                    self._read_on(text)
+                    self._read_on((namespace, text))
                     break
                 try:
-                    self._remember(stretch, self._keys.stretch_key(stretch))
+                    self._remember((namespace, stretch), self._keys.stretch_key(stretch))
                 except ValueError:
                     break
             end += len(stretch)
@@ -173,14 +176,14 @@ class Stretches:
             yield text[start:end]
             start = end
 
-    def _remembered(self, stretch: str) -> bytes | None:
+    def _remembered(self, stretch: Stretch) -> bytes | None:
         with self._lock:
             key = self._known.get(stretch)
             if key is not None:
                 self._known.move_to_end(stretch)
             return key
 
-    def _remember(self, stretch: str, key: bytes) -> None:
+    def _remember(self, stretch: Stretch, key: bytes) -> None:
         with self._lock:
             if stretch not in self._known:
                 self._bytes += _size(stretch, key)
@@ -188,7 +191,7 @@ class Stretches:
             while len(self._known) > REMEMBERED or self._bytes > REMEMBERED_BYTES:
                 self._bytes -= _size(*self._known.popitem(last=False))
 
-    def _read_on(self, text: str) -> None:
+    def _read_on(self, text: Stretch) -> None:
         with contextlib.suppress(queue.Full):  # so busy that the next request may as well ask again
             self._waiting.put_nowait(text)
         with self._lock:
@@ -201,12 +204,12 @@ class Stretches:
         while True:
             with self._lock:
                 try:
-                    text = self._waiting.get_nowait()
+                    namespace, text = self._waiting.get_nowait()
                 except queue.Empty:
                     self._reader = None
                     return
             try:
-                for _ in self.keys(text):
+                for _ in self.keys(text, namespace):
                     pass
             except Exception:
                 log.exception("a prompt could not be read on")
@@ -214,8 +217,8 @@ class Stretches:
                 self._waiting.task_done()
 
 
-def _size(stretch: str, key: bytes) -> int:
-    return sys.getsizeof(stretch) + sys.getsizeof(key)
+def _size(stretch: Stretch, key: bytes) -> int:
+    return sys.getsizeof(stretch[1]) + sys.getsizeof(key)
 
 
 def _template(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:

@@ -46,7 +46,7 @@ _READ: Final = frozenset(
 _MEDIA: Final = ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "video", "file")
 
 
-def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str) -> KeyedPrompt:
+def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, namespace: str | None) -> KeyedPrompt:
     """The prompt of a chat for this type of engine. Raises `TooDeep`; other faults mean no key."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None or keyer.renderer is None or summary.left_out & _READ or not _few(summary.members):
@@ -60,7 +60,7 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str) -> Keye
     if found is None:
         return rough
     prompt, whole = found
-    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size))
+    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size), namespace)
 
 
 class _Chat:

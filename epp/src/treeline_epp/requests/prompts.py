@@ -34,7 +34,7 @@ class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
     key_tokens: int | None = None
 
 
-def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
+def completion(summary: Summary, keyer: Keyer | None, namespace: str | None) -> KeyedPrompt:
     """The prompt of a completion (of the native API too); the key is that of the first, where there are several."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None:
@@ -51,13 +51,13 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
         tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
-    return keyed(prompts[0], keyer, tokens)
+    return keyed(prompts[0], keyer, tokens, namespace)
 
 
-def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
+def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, namespace: str | None) -> KeyedPrompt:
     """The key of a prompt, or of its beginning. `tokens` of the whole request, where the prompt is not all of it."""
-    bounded = keyer.affordable(_bounded(prompt))
-    key = keyer.key(bounded)
+    bounded = keyer.affordable(_bounded(prompt), namespace)
+    key = keyer.key(bounded, namespace)
     if key is None:
         return KeyedPrompt(None, tokens or _tokens(prompt, keyer))
     in_key = len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(key))

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -64,21 +65,34 @@ class ConfinedProcess:
         """It has not ended by itself."""
         return self._process.poll() is None
 
-    def ask(self, request: bytes) -> bytearray:
-        """Send a request and wait for its answer. Raises `Killed` when none comes in time."""
-        return self._ask(request, self._seconds)
+    def ask(self, request: bytes, *, late_s: float = 0.0, on_late: Callable[[], None] | None = None) -> bytearray:
+        """Send a request and wait for its answer. Raises `Killed` when none comes in time.
 
-    def _ask(self, request: bytes, seconds: float) -> bytearray:
+        on_late: called where none has come after `late_s`; if it raises, nothing may be asked any more."""
+        return self._ask(request, self._seconds, late_s, on_late)
+
+    def _ask(
+        self, request: bytes, seconds: float, late_s: float = 0.0, on_late: Callable[[], None] | None = None
+    ) -> bytearray:
         deadline = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
             send_frame(self._socket, request)
+            if on_late is not None and not self._answers_within(late_s):
+                on_late()
             reply = read_frame(self._socket, deadline)
         except OSError as error:
             raise self._why(type(error).__name__) from error
         if reply is None:
             raise self._why("it died")
         return reply
+
+    def _answers_within(self, seconds: float) -> bool:
+        self._socket.settimeout(seconds)
+        with contextlib.suppress(TimeoutError):
+            self._socket.recv(1, socket.MSG_PEEK)
+            return True
+        return False
 
     def _why(self, seen: str) -> Killed:
         """Limits end a process by other signals than SIGKILL, or leave that to us."""

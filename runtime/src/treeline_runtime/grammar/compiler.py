@@ -1,14 +1,22 @@
-"""Compiled grammars by content: each is compiled once, in a confined process, while whoever asks does other things."""
+"""Compiled grammars by namespace and content: each is compiled once, in a confined process, in the background.
+
+Clients take turns. A grammar that takes longer than a first try goes on only where a worker may be given to it for
+long; there is one worker less for these than there are, so that others never wait for more than a first try. Until then
+it waits before the others of its client. The seconds of those that take long are counted: a client that has used too
+many is refused until some have passed, whatever new texts it sends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +32,7 @@ from treeline_runtime.grammar.trim import READING, Trimmer
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.worker import Answer, Order
 from treeline_runtime.messages import Grammar
+from treeline_runtime.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +47,27 @@ _ENTRY_BYTES = 3072
 """What a grammar takes of the cache besides its source and what it was compiled to, also where it was refused."""
 
 
+Key = tuple[str | None, Grammar]
+"""A namespace and a grammar: what one namespace has sent makes nothing faster for another."""
+
+
 class GrammarBusyError(Exception):
-    """Too many grammars are being compiled; the text is for the client."""
+    """Too many grammars wait to be compiled; the text is for the client."""
+
+
+class GrammarBudgetError(GrammarBusyError):
+    """The client has used up its seconds; the text is for it."""
 
 
 class CompileLimits(NamedTuple):
-    """`seconds` and `memory_bytes` are of one compilation; `waiting` grammars wait, or are compiled, at most."""
+    """`seconds` and `memory_bytes` are of one compilation; `waiting` grammars wait at most."""
 
     seconds: float = 10.0
+    first_try_seconds: float = 0.5
+    client_seconds: float = 30.0
+    """What the grammars of a client that outlast a first try may take until it is refused,"""
+    client_seconds_back: float = 0.25
+    """and what it gets back of that in each second."""
     memory_bytes: int = 2 << 30
     workers: int = 2
     waiting: int = 512
@@ -75,58 +97,73 @@ class GrammarCompiler:
         self._prepare = prepare
         self._on_done = on_done
         self._clock = clock
-        self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._known: OrderedDict[Key, Future[Compiled]] = OrderedDict()
         """Those that are wanted most recently last."""
-        self._sizes: dict[Grammar, int] = {}
+        self._sizes: dict[Key, int] = {}
         """Of those that are done."""
         self._num_bytes = 0
         """Of them all: what is kept can be a hundred thousand refusals."""
-        self._tried: dict[Grammar, tuple[float, str]] = {}
+        self._tried: dict[Key, tuple[float, str]] = {}
         """When those did that passed the limits, and how."""
-        self._outgrown: dict[Grammar, str] = {}
+        self._outgrown: dict[Key, str] = {}
         """Those of which an output came to a step that took too much work, and what was said of it."""
-        self._done: deque[tuple[Grammar, Future[Compiled]]] = deque()
+        self._done: deque[tuple[Key, Future[Compiled]]] = deque()
         self._workers = ConfinedPool(partial(_Worker, backend, self.limits))
         self._threads: ThreadPoolExecutor | None = None
-        self._queue: OrderedDict[Grammar, tuple[Future[Compiled], str]] = OrderedDict()
-        """Those that no thread has taken yet, and how an output outgrew them."""
-        self._lock = threading.Lock()
-        """Of the queue."""
+        self._queued: dict[Key, _Job] = {}
+        self._turns: Turns[_Job] = Turns(self.limits.waiting)
+        """The same, in the order in which threads take them."""
+        self._slow: Counter[str | None] = Counter()
+        """Of clients: the grammars among these that have outlasted their first try."""
+        self._num_long = 0
+        """Grammars that are being compiled and may take all their time."""
+        self._most_long = max(self.limits.workers - 1, 1)
+        self._used: dict[str | None, tuple[float, float]] = {}
+        """Of clients: seconds of long compilations, and when they were counted."""
+        self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
         self._is_prepared = False
         self._trimmer = Trimmer()
 
-    def get(self, grammar: Grammar) -> Future[Compiled]:
+    def get(self, grammar: Grammar, namespace: str | None = None, client: str | None = None) -> Future[Compiled]:
         """What the grammar compiles to, or GrammarError, or GrammarBusyError. `after` does not matter."""
-        if grammar.after:
-            grammar = Grammar(grammar.kind, grammar.source)
+        key = _key(grammar, namespace)
         self._settle()
-        if grammar in self._tried:
-            when, reason = self._tried[grammar]
+        if key in self._tried:
+            when, reason = self._tried[key]
             if self._clock() - when < self.limits.retry_seconds:
                 return _failed(GrammarError(reason))
-            del self._tried[grammar]
-        known = self._known.get(grammar)
+            del self._tried[key]
+        known = self._known.get(key)
         if known is not None:
-            self._known.move_to_end(grammar)
+            self._known.move_to_end(key)
             return known
-        if len(self._known) - len(self._sizes) >= self.limits.waiting:
-            return _failed(GrammarBusyError("too many grammars are being compiled; try again later"))
-        future = self._known[grammar] = Future[Compiled]()
+        job = _Job(key, client, self._outgrown.get(key, ""))
         with self._lock:
-            self._queue[grammar] = future, self._outgrown.get(grammar, "")
+            if self._owed(client) > self.limits.client_seconds:
+                return _failed(self._spent(client))
+            self._known[key] = job.future
+            self._queued[key] = job
+            dropped = self._turns.put(client, job)
+            if dropped is not None:
+                self._leave_queue(dropped)
+        if dropped is not None:
+            self._finish(dropped, GrammarBusyError("too many grammars are being compiled; try again later"))
         self._pool().submit(self._next)
-        return future
+        return job.future
 
-    def forget(self, grammar: Grammar) -> None:
+    def forget(self, grammar: Grammar, namespace: str | None = None) -> None:
         """Nobody waits for it any more: where it is not being compiled, it will not be."""
-        grammar = Grammar(grammar.kind, grammar.source)
+        key = _key(grammar, namespace)
         with self._lock:
-            queued = self._queue.pop(grammar, None)
-        if queued is not None:
-            queued[0].cancel()
-            del self._known[grammar]
+            job = self._queued.get(key)
+            if job is None:
+                return
+            self._turns.remove(job.client, job)
+            self._leave_queue(job)
+        job.future.cancel()
+        del self._known[key]
 
     def warm(self, may_hold: Callable[[], bool]) -> Future[None]:
         """Do in the background what the first grammar would wait for.
@@ -158,34 +195,35 @@ class GrammarCompiler:
             min_tokens=min_tokens,
         )
 
-    def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str) -> None:
+    def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str, namespace: str | None = None) -> None:
         """A step of an output took too much work for what the grammar was compiled to. The next time it is compiled
         otherwise, by another backend; where there is none, or its steps are too much as well, it is refused for a
         while.
 
         reason: for the client.
         """
-        if grammar.after:
-            grammar = Grammar(grammar.kind, grammar.source)
+        key = _key(grammar, namespace)
         self._settle()
-        known = self._known.get(grammar)
-        if grammar not in self._sizes or known is None or known.exception() or known.result() is not compiled:
+        known = self._known.get(key)
+        if key not in self._sizes or known is None or known.exception() or known.result() is not compiled:
             return  # another output has said so
-        self._forget(grammar)
-        if self._outgrown.pop(grammar, ""):
-            self._refuse_for_a_while(grammar, reason)
+        self._forget(key)
+        if self._outgrown.pop(key, ""):
+            self._refuse_for_a_while(key, reason)
         else:
-            _put(self._outgrown, grammar, reason, self.limits.waiting)
+            _put(self._outgrown, key, reason, self.limits.waiting)
 
     def close(self) -> None:
         """End the processes, whatever they do. Nothing may be asked for afterwards."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            left = [*self._queue.values()]
-            self._queue.clear()
-        for future, _ in left:
-            future.cancel()
+            left = [*self._queued.values()]
+            for job in left:
+                self._turns.remove(job.client, job)
+            self._queued.clear()
+        for job in left:
+            job.future.cancel()
         self._workers.close()
 
     @property
@@ -196,73 +234,136 @@ class GrammarCompiler:
     def _settle(self) -> None:
         """Take the sizes of what has become ready, and forget what was not wanted for longest."""
         while self._done:
-            grammar, future = self._done.popleft()
+            key, future = self._done.popleft()
             error = future.exception()
             if error is not None and not isinstance(error, GrammarError):
-                del self._known[grammar]  # a fault of ours, or of the machine: the next one tries again
+                del self._known[key]  # a fault of ours, or of the machine: the next one tries again
             elif isinstance(error, _TooMuchError):
-                del self._known[grammar]
-                self._outgrown.pop(grammar, None)
-                self._refuse_for_a_while(grammar, str(error))
+                del self._known[key]
+                self._outgrown.pop(key, None)
+                self._refuse_for_a_while(key, str(error))
             else:
-                size = 0
-                if error is None:
-                    size = future.result().num_bytes
-                else:
-                    error.__traceback__ = None  # it would keep all that the frames it came through had
-                self._sizes[grammar] = size + len(grammar.source) + _ENTRY_BYTES
-                self._num_bytes += self._sizes[grammar]
-        for grammar in self._unwanted():
-            self._forget(grammar)
+                size = future.result().num_bytes if error is None else 0
+                self._sizes[key] = size + len(key[1].source) + _ENTRY_BYTES
+                self._num_bytes += self._sizes[key]
+        for key in self._unwanted():
+            self._forget(key)
 
-    def _forget(self, grammar: Grammar) -> None:
-        size = self._sizes.pop(grammar)
+    def _forget(self, key: Key) -> None:
+        size = self._sizes.pop(key)
         self._num_bytes -= size
-        del self._known[grammar]
+        del self._known[key]
         if self._trimmer.let_go(size) and self._threads is not None:
             self._threads.submit(self._trimmer.trim)
 
-    def _refuse_for_a_while(self, grammar: Grammar, reason: str) -> None:
-        _put(self._tried, grammar, (self._clock(), reason), self.limits.waiting)
+    def _refuse_for_a_while(self, key: Key, reason: str) -> None:
+        _put(self._tried, key, (self._clock(), reason), self.limits.waiting)
 
-    def _unwanted(self) -> list[Grammar]:
+    def _unwanted(self) -> list[Key]:
         """What the bound leaves no room for."""
-        found, left = list[Grammar](), self._num_bytes
-        for grammar in self._known:
+        found, left = list[Key](), self._num_bytes
+        for key in self._known:
             if left <= self.limits.cache_bytes:
                 break
-            if grammar in self._sizes:
-                left -= self._sizes[grammar]
-                found.append(grammar)
+            if key in self._sizes:
+                left -= self._sizes[key]
+                found.append(key)
         return found
 
     # ---- in threads of the pool -----------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Compile who has waited for longest; there may be nobody left."""
+        """Compile the grammar whose turn it is, if there is one that may be compiled now."""
         with self._lock:
-            if not self._queue:
+            has_time = self._num_long < self._most_long
+            job = self._turns.take(lambda job: has_time or not self._slow[job.client])
+            if job is None:
                 return
-            grammar, (future, outgrown) = self._queue.popitem(last=False)
+            self._leave_queue(job)
+            job.is_long = job.is_slow
+            self._num_long += job.is_slow
+        began = self._clock()
         try:
-            future.set_result(self._compile(grammar, outgrown))
+            self._finish(job, self._compile(job))
+        except _OutOfTurnError:
+            self._put_back(job)
         except BaseException as error:
-            future.set_exception(error)
-        self._done.append((grammar, future))
-        del future  # a fault's traceback would have it, and so the fault itself
+            self._finish(job, error)
+        if job.is_long:
+            self._charge(job.client, self._clock() - began)
+        with contextlib.suppress(RuntimeError):  # it is closed
+            for _ in range(self.limits.workers):  # what others might not take before may be free for them now
+                self._pool().submit(self._next)
+
+    def _go_on(self, job: _Job) -> None:
+        """Its first try is over. Raises _OutOfTurnError if it has to wait."""
+        with self._lock:
+            if job.is_long:
+                return
+            job.is_slow = True
+            if self._num_long >= self._most_long:
+                raise _OutOfTurnError
+            self._num_long += 1
+            job.is_long = True
+
+    def _put_back(self, job: _Job) -> None:
+        with self._lock:
+            self._queued[job.key] = job
+            self._slow[job.client] += 1
+            self._turns.put_back(job.client, job)
+        with contextlib.suppress(Killed, OSError):  # another process in place of the one that was ended
+            self._ask(Order(_WARMING[0]), self._load())
+
+    def _leave_queue(self, job: _Job) -> None:
+        """With the lock. It is not among `_turns` any more."""
+        del self._queued[job.key]
+        if job.is_slow:
+            self._slow[job.client] -= 1
+
+    def _charge(self, client: str | None, seconds: float) -> None:
+        """A long compilation is over. Where its client has used up its seconds, what else it waits for is refused."""
+        with self._lock:
+            self._num_long -= 1
+            now = self._clock()
+            self._used = {each: used for each, used in self._used.items() if self._owed(each) > 0}
+            self._used[client] = self._owed(client) + seconds, now
+            refused = self._turns.drop(client) if self._owed(client) > self.limits.client_seconds else []
+            for job in refused:
+                self._leave_queue(job)
+        for job in refused:
+            self._finish(job, self._spent(client))
+
+    def _owed(self, client: str | None) -> float:
+        seconds, when = self._used.get(client, (0.0, 0.0))
+        return max(seconds - self.limits.client_seconds_back * (self._clock() - when), 0.0)
+
+    def _spent(self, client: str | None) -> GrammarBudgetError:
+        wait_s = (self._owed(client) - self.limits.client_seconds) / self.limits.client_seconds_back
+        return GrammarBudgetError(
+            f"your grammars have taken too long to compile: try again in {math.ceil(max(wait_s, 1))} s, or use simpler "
+            "ones; those that are compiled already can be used meanwhile"
+        )
+
+    def _finish(self, job: _Job, result: Compiled | BaseException) -> None:
+        if isinstance(result, BaseException):
+            result.__traceback__ = None  # it would keep all that the frames it came through had
+            job.future.set_exception(result)
+        else:
+            job.future.set_result(result)
+        self._done.append((job.key, job.future))
         self._on_done()
 
-    def _compile(self, grammar: Grammar, outgrown: str) -> Compiled:
+    def _compile(self, job: _Job) -> Compiled:
         started = time.perf_counter()
         loaded = self._load()
         try:
-            answer = self._ask(Order(grammar, bool(outgrown)), loaded)
+            answer = self._ask(Order(job.key[1], bool(job.outgrown)), loaded, partial(self._go_on, job))
         except Killed as error:
-            logger.warning("compiling a grammar (%s) was stopped: it passed its limits (%s)", grammar.kind, error)
+            logger.warning("compiling a grammar (%s) was stopped: it passed its limits (%s)", job.key[1].kind, error)
             raise self._too_much() from None
         kind, rest = answer[0], bytes(memoryview(answer)[1:])
-        if kind == Answer.REFUSED and outgrown:
-            raise _TooMuchError(outgrown)
+        if kind == Answer.REFUSED and job.outgrown:
+            raise _TooMuchError(job.outgrown)
         if kind == Answer.REFUSED:
             raise GrammarError(rest.decode(errors="replace"))
         self._prepared(loaded)
@@ -270,16 +371,16 @@ class GrammarCompiler:
         del answer, rest
         if self._trimmer.let_go(READING * compiled.num_bytes):
             self._trimmer.trim()
-        logger.info("compiled a grammar (%s) in %.0f ms", grammar.kind, 1000 * (time.perf_counter() - started))
+        logger.info("compiled a grammar (%s) in %.0f ms", job.key[1].kind, 1000 * (time.perf_counter() - started))
         return compiled
 
-    def _ask(self, order: Order, loaded: _Loaded) -> bytearray:
-        """What a process answers, another one where somebody has killed the first."""
+    def _ask(self, order: Order, loaded: _Loaded, on_late: Callable[[], None] | None = None) -> bytearray:
+        """What a process answers, another one where somebody has killed the first. on_late: see `ConfinedProcess`."""
         request = msgspec.msgpack.encode(order)
         with contextlib.suppress(Vanished), self._workers.lend() as worker:
-            return worker.compile(request, loaded.encoded)
+            return worker.compile(request, loaded.encoded, on_late)
         with self._workers.lend() as worker:
-            return worker.compile(request, loaded.encoded)
+            return worker.compile(request, loaded.encoded, on_late)
 
     def _warm(self, may_hold: Callable[[], bool]) -> None:
         started = time.perf_counter()
@@ -340,11 +441,33 @@ class _TooMuchError(GrammarError):
     pass
 
 
-def _put(kept: dict[Grammar, Any], grammar: Grammar, value: Any, most: int) -> None:
+@dataclass(eq=False)
+class _Job:
+    """A grammar that waits, or is being compiled. outgrown: how an output outgrew it."""
+
+    key: Key
+    client: str | None
+    outgrown: str
+    future: Future[Compiled] = field(default_factory=lambda: Future[Compiled]())
+    is_slow: bool = False
+    """It has outlasted its first try."""
+    is_long: bool = False
+    """It is being compiled and may take all its time."""
+
+
+class _OutOfTurnError(Exception):
+    """As many others as may take long do."""
+
+
+def _key(grammar: Grammar, namespace: str | None) -> Key:
+    return namespace, Grammar(grammar.kind, grammar.source) if grammar.after else grammar
+
+
+def _put(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
     """What was put longest ago makes room."""
     while len(kept) >= most:
         del kept[next(iter(kept))]
-    kept[grammar] = value
+    kept[key] = value
 
 
 def _failed(error: Exception) -> Future[Compiled]:
@@ -358,17 +481,20 @@ class _Worker(ConfinedProcess):
     cannot be started."""
 
     def __init__(self, backend: str, limits: CompileLimits) -> None:
-        self._has_vocabulary = False
+        self._is_ready = False
+        self._late_s = limits.first_try_seconds
         # the compiler's threads, of which one starts it, live as long as the compiler
         confined = ProcessLimits(limits.seconds, limits.memory_bytes, threads=True, ends_with_thread=True)
         super().__init__("treeline_runtime.grammar.worker", confined, backend, niceness=_NICENESS)
 
-    def compile(self, grammar: bytes, vocabulary: bytes) -> bytearray:
+    def compile(self, order: bytes, vocabulary: bytes, on_late: Callable[[], None] | None) -> bytearray:
         """Raises `Killed` when no answer comes in time."""
-        if not self._has_vocabulary:
+        if not self._is_ready:
             self.ask(vocabulary)
-            self._has_vocabulary = True
-        answer = self.ask(grammar)
+            for warming in _WARMING:  # libraries make tables then, which is no part of anybody's first try
+                self.ask(msgspec.msgpack.encode(Order(warming)))
+            self._is_ready = True
+        answer = self.ask(order, late_s=self._late_s, on_late=on_late)
         if not answer:
             raise Killed("it answered nonsense")
         return answer

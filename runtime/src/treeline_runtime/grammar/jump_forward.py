@@ -70,17 +70,17 @@ class JumpForward:
         self._words_by_space = not any(b" " in text.lstrip(b" ") for id, text in enumerate(texts) if id not in added)
         self._encode = functools.lru_cache(ENCODED_TEXTS)(self._encode_afresh)
 
-    def jump(self, tokens: Sequence[int], fixed: int, forced: str) -> Jump | None:
+    def jump(self, tokens: Sequence[int], fixed: int, forced: str, namespace: str | None = None) -> Jump | None:
         """tokens: the sequence so far, of which the first `fixed` stay. None: nothing is certain, or it cannot be said
-        in tokens."""
+        in tokens. What one namespace has encoded makes nothing faster for another."""
         if not forced:
             return None
         forced = forced[:MAX_FORCED_CHARS]
         start = self._window(tokens)
         hard = start == 0 or tokens[start - 1] in self._hard
-        found = self._retokenized(tokens[start:], max(fixed - start, 0), forced, hard=hard)
+        found = self._retokenized(tokens[start:], max(fixed - start, 0), forced, namespace, hard=hard)
         if found is None and start < fixed:  # what may not change would: the forced text begins behind it
-            found = self._retokenized(tokens[fixed:], 0, forced, hard=True)
+            found = self._retokenized(tokens[fixed:], 0, forced, namespace, hard=True)
         return found
 
     def _window(self, tokens: Sequence[int]) -> int:
@@ -93,14 +93,16 @@ class JumpForward:
             start += 1
         return start
 
-    def _retokenized(self, window: Sequence[int], fixed: int, forced: str, *, hard: bool) -> Jump | None:
+    def _retokenized(
+        self, window: Sequence[int], fixed: int, forced: str, namespace: str | None, *, hard: bool
+    ) -> Jump | None:
         """hard: what comes before the window does not matter to it."""
         known = b"".join(self._texts[id] for id in window)
         try:
             text = known.decode() + forced
         except UnicodeDecodeError:  # the sequence ends within a character
             return None
-        encoded = self._encode(text) if len(text) <= ENCODED_CHARS else self._encode_afresh(text)
+        encoded = self._encode(text, namespace) if len(text) <= ENCODED_CHARS else self._encode_afresh(text)
         made = b"".join(map(self._text, encoded.ids))
         surplus = len(made) - len(text.encode())  # the space that some tokenizers put before every text
         if made != b" " * surplus + text.encode():
@@ -138,7 +140,7 @@ class JumpForward:
         """Of a token that the model may lack."""
         return self._texts[id] if id < len(self._texts) else b"\xff"
 
-    def _encode_afresh(self, text: str) -> _Encoded:
+    def _encode_afresh(self, text: str, _namespace: str | None = None) -> _Encoded:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         words: list[int | None] = encoding.word_ids

@@ -12,7 +12,7 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.grammar.backend import Compiled, GrammarError
-from treeline_runtime.grammar.compiler import GrammarBusyError, GrammarCompiler
+from treeline_runtime.grammar.compiler import GrammarBudgetError, GrammarBusyError, GrammarCompiler
 from treeline_runtime.grammar.constraint import GrammarConstraint
 from treeline_runtime.grammar.jump_forward import JumpForward, jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
@@ -54,6 +54,8 @@ class Grammars:
         self.waiting: dict[str, tuple[Req, Future[Compiled]]] = {}
         self._wanted: Counter[Future[Compiled]] = Counter()
         """How many wait for each."""
+        self._clients: Counter[str | None] = Counter()
+        """How many wait of each."""
 
     def warm(self, is_idle: Callable[[], bool]) -> None:
         """Make ready, in the background, what the first grammar needs, if that takes long. is_idle: nobody would notice
@@ -65,14 +67,17 @@ class Grammars:
         """→ whether the request waits here now: it has a grammar. `take_ready` gives it back, perhaps at once."""
         if req.sampling.grammar is None:
             return False
-        future = self._compiler.get(req.sampling.grammar)
+        future = self._compiler.get(req.sampling.grammar, req.namespace, req.client)
         self.waiting[req.rid] = req, future
         self._wanted[future] += 1
+        self._clients[req.client] += 1
         return True
 
     def ahead(self, req: Req) -> int:
-        """So many wait here, where this one would have to wait, too."""
-        return len(self.waiting) if req.sampling.grammar is not None and req.constraint is None else 0
+        """So many wait here before this one, where it would have to wait, too: those of other clients do not."""
+        if req.sampling.grammar is None or req.constraint is not None:
+            return 0
+        return self._clients[req.client]
 
     def leave(self, req: Req) -> None:
         """It waits no longer, if it did. What nobody waits for any more is not compiled, unless that has begun."""
@@ -81,7 +86,7 @@ class Grammars:
         future = self._take(req)
         if future not in self._wanted:
             assert req.sampling.grammar is not None
-            self._compiler.forget(req.sampling.grammar)
+            self._compiler.forget(req.sampling.grammar, req.namespace)
 
     def find(self, rid: str) -> Req | None:
         return self.waiting[rid][0] if rid in self.waiting else None
@@ -101,7 +106,7 @@ class Grammars:
         if grammar is None or not isinstance(constraint, GrammarConstraint) or not (why := constraint.gave_up):
             return FinishReason("error", message=message, status=500)
         message = f"a token of this grammar takes too much work after some outputs ({why}): make it simpler"
-        self._compiler.outgrown(grammar, constraint.compiled, message)
+        self._compiler.outgrown(grammar, constraint.compiled, message, req.namespace)
         return FinishReason("error", message=message, status=400)
 
     def close(self) -> None:
@@ -110,6 +115,7 @@ class Grammars:
 
     def _take(self, req: Req) -> Future[Compiled]:
         future = self.waiting.pop(req.rid)[1]
+        self._clients[req.client] -= 1
         self._wanted[future] -= 1
         if not self._wanted[future]:
             del self._wanted[future]
@@ -133,5 +139,6 @@ class Grammars:
         if isinstance(error, GrammarError):
             return FinishReason("error", message=str(error), status=400, param=req.sampling.grammar_param)
         if isinstance(error, GrammarBusyError):
-            return FinishReason("error", message=str(error), status=503)
+            status = 429 if isinstance(error, GrammarBudgetError) else 503
+            return FinishReason("error", message=str(error), status=status)
         return FinishReason("error", message=f"internal error: {error!r}", status=500)

@@ -56,7 +56,7 @@ class Jumps:
         began = time.thread_time()
         try:
             forced = constraint.forced()
-            jump = forward.jump(req.tokens, fixed, forced)
+            jump = forward.jump(req.tokens, fixed, forced, req.namespace)
         except Exception:
             logger.exception("a jump failed: the request goes on without")
             return None

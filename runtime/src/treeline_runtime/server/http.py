@@ -166,16 +166,20 @@ class Request:
         return self.header(_EDGE) is not None and self.header(_DESTINATION) is None
 
     @property
-    def tenant(self) -> str | None:
-        """The client whose cache the request uses, and nobody else's; None is the common one.
+    def client(self) -> str | None:
+        """Who asks, and takes turns with others; None where the edge has not said.
 
-        The edge sets both headers and removes those of callers. Who reaches this port past the edge (the NetworkPolicy
-        lets nobody) can name any client, as it can send any prompt: the header separates, it proves nothing.
+        The edge sets this header and that of the isolation, and removes those of callers. Who reaches this port past
+        the edge (the NetworkPolicy lets nobody) can name any client, as it can send any prompt: the header separates,
+        it proves nothing.
         """
         client = self.header(_CLIENT)
-        if not client or self.header(_ISOLATION) != wire_headers.PER_KEY.encode():
-            return None
-        return client.decode("latin-1")
+        return client.decode("latin-1") if client else None
+
+    @property
+    def tenant(self) -> str | None:
+        """The client whose cache the request uses, and nobody else's; None is the common one."""
+        return self.client if self.header(_ISOLATION) == wire_headers.PER_KEY.encode() else None
 
     @property
     def shares_cache(self) -> bool:

@@ -65,7 +65,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
         params = sum(len(one.logit_processor.params) for one in each if one.logit_processor is not None)
         return self.n * (grammars + params)
 
-    def requests(self) -> list[GenerateReq]:
+    def requests(self, client: str | None = None) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
         single = self.generations == 1
         rids = self.rids or [self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)]
@@ -76,6 +76,7 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 input_ids=prompt.ids,
                 sampling=_for_choice(prompt.sampling, choice),
                 namespace=self.namespace,
+                client=client,
                 return_logprob=prompt.return_logprob,
                 logprob_start_len=prompt.logprob_start_len,
                 top_logprobs_num=prompt.top_logprobs_num,

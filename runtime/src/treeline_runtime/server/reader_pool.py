@@ -1,8 +1,8 @@
 """Reads large bodies in processes of their own, so that no request waits for another one's parsing and tokenizing.
 
 A reader process has no secrets in its environment, a limit of memory and a deadline for each body; one that exceeds
-them is replaced, and the body refused. Two lanes: one takes any body, the other only those of ordinary length, which
-therefore never queue behind giants.
+them is replaced, and the body refused. Clients take turns. Two lanes: one takes any body, the other only those of
+ordinary length, which therefore never queue behind giants.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import socket
 import struct
 import subprocess
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.sampling import SamplingDefaults
+from treeline_runtime.turns import Turns
 
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Kind
@@ -90,6 +90,7 @@ class _PendingBody:
     limits: Limits | None
     caller: Caller
     reservation: Reservation
+    client: str | None
     retried: bool = False
     done: asyncio.Future[Task] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
@@ -106,7 +107,7 @@ class ReaderPool:
     """`start`, then `read` any number of times, then `stop`; all in one event loop."""
 
     def __init__(self, spec: ReaderSpec) -> None:
-        self._waiting: deque[_PendingBody] = deque()
+        self._waiting = Turns[_PendingBody](MAX_WAITING)
         self._lanes = [_Lane(spec, self._waiting, most) for most in (None, ORDINARY_BYTES)]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -120,8 +121,8 @@ class ReaderPool:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        while self._waiting:
-            _finish(self._waiting.popleft(), overloaded("The server is shutting down"))
+        while (body := self._waiting.take(lambda _: True)) is not None:
+            _finish(body, overloaded("The server is shutting down"))
 
     async def read(
         self,
@@ -131,17 +132,16 @@ class ReaderPool:
         limits: Limits | None,
         caller: Caller,
         reservation: Reservation,
+        client: str | None = None,
     ) -> Task:
         """What a body asks for. Takes over `reservation`, also where it raises ApiError."""
-        body = _PendingBody(kind, parts, size, limits, caller, reservation)
-        if len(self._waiting) >= MAX_WAITING:
-            reservation.release()
-            raise overloaded("Too many large requests are waiting to be read")
-        self._waiting.append(body)
+        body = _PendingBody(kind, parts, size, limits, caller, reservation, client)
+        if (dropped := self._waiting.put(client, body)) is not None:
+            _finish(dropped, overloaded("Too many large requests are waiting to be read"))
         for lane in self._lanes:
             lane.wake.set()
         done = body.done
-        del body, parts  # an error's traceback keeps this frame, and would keep the body
+        del body, dropped, parts  # an error's traceback keeps this frame, and would keep the body
         return await done  # cancelled with its request; the lane drops it, or finishes it for nobody
 
     @property
@@ -153,7 +153,7 @@ class ReaderPool:
 class _Lane:
     """One reader process, replaced as often as need be, and the bodies that it takes."""
 
-    def __init__(self, spec: ReaderSpec, waiting: deque[_PendingBody], most: int | None) -> None:
+    def __init__(self, spec: ReaderSpec, waiting: Turns[_PendingBody], most: int | None) -> None:
         """`most`: bytes of the largest body that this lane takes; None = any."""
         self.wake = asyncio.Event()
         self._spec = spec
@@ -177,7 +177,7 @@ class _Lane:
                 if body is None or self._process is None or self._process.poll() is not None:
                     logger.warning("a reader process ended while it had nothing to do (status %s)", self._end())
                     if body is not None:
-                        self._waiting.appendleft(body)
+                        self._waiting.put_back(body.client, body)
                 else:
                     await self._answer(body)
         finally:
@@ -186,18 +186,18 @@ class _Lane:
     async def _next(self) -> _PendingBody | None:
         """A body for this lane, or None when the process has ended before there was one."""
         while True:
-            for index, body in enumerate(self._waiting):
-                if body.done.done():  # its client has gone
-                    del self._waiting[index]
-                    body.reservation.release()
-                    break
-                if self._most is None or body.size <= self._most:
-                    del self._waiting[index]
-                    return body
-            else:
+            body = self._waiting.take(self._takes)
+            if body is None:
                 self.wake.clear()
                 if await self._ended_before_wake():
                     return None
+            elif body.done.done():  # its client has gone
+                body.reservation.release()
+            else:
+                return body
+
+    def _takes(self, body: _PendingBody) -> bool:
+        return self._most is None or body.size <= self._most or body.done.done()
 
     async def _ended_before_wake(self) -> bool:
         """Waits for `wake`, or for the process to close its socket: it sends nothing while it has no body."""
@@ -225,7 +225,7 @@ class _Lane:
             # not by us, and perhaps before it took the body
             if status == -signal.SIGKILL and not body.retried:
                 body.retried = True
-                self._waiting.appendleft(body)
+                self._waiting.put_back(body.client, body)
             else:
                 _finish(body, _lost(status, body.size))
         except TimeoutError:

@@ -212,7 +212,7 @@ class Service:
         if task is None:
             assert self.pool is not None
             parts, reservation = request.hand_over()
-            reading = self.pool.read(kind, parts, request.size, self.limits, caller, reservation)
+            reading = self.pool.read(kind, parts, request.size, self.limits, caller, reservation, request.client)
             del parts
             task = await reading
         assert isinstance(task, type)
@@ -237,7 +237,7 @@ class Service:
             if span is not None:
                 span.began(job)
             return await self.manager.open(
-                job.requests(),
+                job.requests(None if request is None else request.client),
                 name=job.rid,
                 on_close=reservation.release,
                 tenant=job.tenant,
@@ -260,6 +260,8 @@ class Service:
         if status < 500 and finish.param is not None:
             said = f"Invalid value for {finish.param!r}: {message}"
             raise ApiError(status, said, param=finish.param, code="invalid_value")
+        if status == 429:
+            raise ApiError(status, message, type="rate_limit_error", code="rate_limit_exceeded", headers=RETRY)
         if status < 500:
             raise ApiError(status, message)
         raise ApiError(status, message, type="server_error")
