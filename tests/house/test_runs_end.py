@@ -12,11 +12,23 @@ from support.stack import until
 
 
 @pytest.mark.integration
+@pytest.mark.deep
+@pytest.mark.deep
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_what_a_run_started_ends_with_it(number: signal.Signals, workers: str, tmp_path: Path) -> None:
     told = tmp_path / "pids"
-    words = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", "tests/house/endless_run.py"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        workers,
+        "-p",
+        "no:cacheprovider",
+        "tests/house/endless_run.py",
+    ]
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"ENDLESS_RUN": str(told)})
     until(told.exists, "the server is ready", 90, (tmp_path / "log").read_text)

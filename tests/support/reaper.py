@@ -1,7 +1,7 @@
 """What tests start ends with the run of pytest that started it, however that run ends.
 
-Each run adds a mark of its own to the environment, which its processes inherit, also in sessions of their own, and theirs
-in turn. At its end, and by another process when it was killed, whatever has the mark is killed.
+Each run adds a mark of its own to the environment, which its processes inherit, also in sessions of their own, and
+theirs in turn. At its end, and by another process when it was killed, whatever has the mark is killed.
 """
 
 from __future__ import annotations
