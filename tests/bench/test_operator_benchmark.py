@@ -156,6 +156,7 @@ def test_writes_are_counted_without_reads_and_leases() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_four_pools_on_a_real_api_server(tmp_path: Path) -> None:
     control_plane_or_skip().stop()  # skipped here with the command that builds it
     display = Remembered()

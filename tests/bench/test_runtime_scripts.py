@@ -199,6 +199,7 @@ def test_rows_beside_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_both_engines_of_the_comparison_compute_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of vLLM what stands in for it: a package that answers as long as it is asked to."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -234,6 +235,7 @@ class LLM:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_the_engine_is_compared_with_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     rows = versus_transformers.run(Context(Remembered(), tmp_path, quick=True))
@@ -242,6 +244,7 @@ def test_the_engine_is_compared_with_transformers(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_a_server_of_a_dummy_model_answers_the_scripts_client(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,8 @@ import yaml
 from support import helm
 from support.control_plane import Missing, programs
 
+pytestmark = pytest.mark.deep
+
 ALERTS = helm.CHART / "files" / "alerts.yaml"
 NAMES = [rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 

@@ -18,6 +18,8 @@ from treeline_operator.rbac import RULES_GROUPS
 from treeline_operator.world import PROMETHEUS, Platform
 from treeline_wire import ports
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "treeline"
 GOLDEN = Path(__file__).parent / "golden"

@@ -20,6 +20,8 @@ from treeline_epp.requests.routing_ways import Way, WayReason
 from treeline_operator.api.conditions import ConditionType
 from treeline_tools import dashboards, envoy_metrics, metrics
 
+pytestmark = pytest.mark.deep
+
 FILES = helm.CHART / "files"
 METRICS = metrics.by_series() | {name: family for family in envoy_metrics.FAMILIES for name in family.series}
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted((FILES / "dashboards").glob("*.json"))}

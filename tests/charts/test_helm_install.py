@@ -9,6 +9,8 @@ import pytest
 from support import helm
 from support.control_plane import ControlPlane, control_plane_or_skip
 
+pytestmark = pytest.mark.deep
+
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 POOLS = "/apis/treeline.dev/v1alpha1/namespaces/default/inferencepools"
 COLLECTIONS = (

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "images"
 DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))

@@ -16,6 +16,8 @@ from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 SAMPLES = sorted((ROOT / "manifests" / "samples").glob("*.yaml"))
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}

@@ -15,6 +15,8 @@ from treeline_operator.api.engine import SETTINGS
 from treeline_operator.plan.engines import sglang
 from treeline_operator.plan.engines.registry import ADAPTERS
 
+pytestmark = pytest.mark.deep
+
 SOURCE: dict[str, Any] = {"uri": "hf://org/weights@v1", "name": "a-name"}
 GPUS: dict[str, Any] = {"accelerator": {"type": "nvidia", "count": 4}, "drain": {"timeoutSeconds": 77}}
 EVERYTHING: dict[str, Any] = {

@@ -16,7 +16,7 @@ from support.lossy import lossy
 from support.prompts import text
 from support.stack import Stack
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.deep]
 
 
 @pytest.fixture(scope="module")

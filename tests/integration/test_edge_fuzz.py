@@ -10,6 +10,8 @@ from .edge_fuzz import answers
 from .edge_fuzz.attacks import attack
 from .edge_fuzz.run import run
 
+pytestmark = pytest.mark.deep
+
 
 def test_attacks_get_no_5xx_leave_nothing_behind_and_do_not_touch_another_client(tmp_path: Path) -> None:
     with running_stack(tmp_path) as stack:

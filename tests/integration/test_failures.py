@@ -13,7 +13,7 @@ from support.stack import Stack, until
 from support.traffic import traffic
 from treeline_wire import headers
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.deep]
 
 
 def ask(stack: Stack, prompt: str, max_tokens: int = 2, model: str = "tiny"):

@@ -13,7 +13,7 @@ from support.prompts import text
 from support.stack import Stack, until
 from treeline_wire import headers
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 CHILDREN = 8
 QUESTIONS = [f" What is {number} + {number + 7}?" for number in range(CHILDREN)]

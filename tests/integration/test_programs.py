@@ -10,7 +10,7 @@ from support.prompts import text
 from support.stack import Stack
 from treeline_lang import ProgramState, RuntimeEndpoint, Unsupported, assistant, function, gen, select, system, user
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo"}
 

@@ -14,7 +14,7 @@ from support.stack import Stack, running_stack, until
 from treeline_wire import headers
 from treeline_wire.namespaces import join_namespace
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 KEYS = {"ada": "sk-ada", "bob": "sk-bob"}
 

@@ -9,7 +9,7 @@ from support.otlp import CollectedSpan, Collector, running_collector
 from support.stack import Stack, running_stack
 from treeline_operator.envoy import Tracing
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 CLIENT = "00f067aa0ba902b7"
 SECRET = "Versailles"

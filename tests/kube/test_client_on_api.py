@@ -22,7 +22,7 @@ from treeline_kube.errors import (
 )
 from treeline_kube.resources import Ref
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 NOBODY = "00000000-0000-0000-0000-000000000000"
 

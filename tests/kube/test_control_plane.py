@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.control_plane import BUILD, ROOT, ControlPlane, ControlPlaneFailed
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 CHILD = """
 import subprocess, sys

@@ -25,6 +25,8 @@ from treeline_operator.envoy.keys import (
 )
 from treeline_wire import headers as names
 
+pytestmark = pytest.mark.deep
+
 
 def manager(config: EnvoyConfig) -> dict[str, Any]:
     """The HTTP connection manager of the gateway's listener."""

@@ -23,7 +23,7 @@ from support.ports import free_ports
 from treeline_operator.envoy import EnvoyConfig, Tls, bootstrap, tls_json
 from treeline_operator.envoy.launcher import main, options_of
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Platform
 from treeline_tools import rbac
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 UNASKED: dict[Right, str] = {
     ("treeline.dev", "inferencepools/finalizers", "update"): (

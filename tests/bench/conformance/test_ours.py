@@ -13,6 +13,7 @@ PODS = "--endpoint a={pod0} --endpoint b={pod1} --endpoint c={pod2}"
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("source", "cases"),
     [

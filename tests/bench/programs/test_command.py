@@ -106,6 +106,7 @@ def test_a_server_that_does_not_start_is_told(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_programs_run_on_a_real_server_and_find_what_there_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

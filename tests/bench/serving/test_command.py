@@ -346,6 +346,7 @@ def test_what_cannot_be_written_is_said_before_the_load(
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_our_own_server_is_measured_with_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run.json"
     with running(MODEL, "--no-events") as server:

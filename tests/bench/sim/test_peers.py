@@ -127,6 +127,7 @@ def test_a_wrong_command_line_says_what_to_write(
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_our_picker_and_a_peer_serve_a_trace_from_engines_of_their_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

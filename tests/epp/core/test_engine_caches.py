@@ -14,7 +14,7 @@ from treeline_epp.index.pods import Pod
 from treeline_wire.events import decode_batch
 from treeline_wire.namespaces import join_namespace
 
-pytestmark = needs_engine_wheels
+pytestmark = [needs_engine_wheels, pytest.mark.deep]
 
 CACHES: dict[str, Callable[[], EngineCache]] = {
     **RELEASES,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.pods import Pod
 from treeline_wire.events import BlockRemoved, BlockStored, block_hash, hash_of
 from treeline_wire.keys import PrefixKeys
+
+pytestmark = pytest.mark.deep
 
 SCOPE = "model"
 Encode = Callable[[str], list[int]]

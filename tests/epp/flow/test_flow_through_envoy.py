@@ -18,6 +18,7 @@ async def held(plane: Plane) -> float:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("transport", "mode"),
     [("http2", "BUFFERED"), ("http2", "FULL_DUPLEX_STREAMED"), ("grpc", "BUFFERED")],
@@ -42,6 +43,7 @@ async def test_a_request_is_held_until_the_first_engine_is_up(tmp_path: Path, tr
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_request_is_held_until_there_is_an_endpoint_at_all(tmp_path: Path) -> None:
     file = tmp_path / "endpoints.yaml"
     file.write_text("endpoints: []")
@@ -62,6 +64,7 @@ async def held_is(plane: Plane, count: int) -> bool:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", ["http2", "grpc"])
 async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Path, transport: str) -> None:
     engine = FakeEngine(ready=False)
@@ -83,6 +86,7 @@ async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Pa
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_engines_get_no_more_than_they_may_and_all_are_served(tmp_path: Path) -> None:
     flags = ("--flow-control", "requests", "--flow-endpoint-requests", "2")
     async with engines(count=2, hold=asyncio.Event()) as fakes, data_plane(tmp_path, fakes, *flags) as plane:
@@ -99,6 +103,7 @@ async def test_engines_get_no_more_than_they_may_and_all_are_served(tmp_path: Pa
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {requests_per_minute: 2, tokens_per_minute: 60000}")
@@ -117,6 +122,7 @@ async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> No
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_an_output_of_any_length_counts_where_envoy_shows_it(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {tokens_per_day: 1000000}")
@@ -136,6 +142,7 @@ async def refused(plane: Plane) -> bool:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_clients_are_told_apart_by_the_header_that_the_picker_is_told(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("clients: {batch: {requests_per_minute: 1}}")
@@ -147,6 +154,7 @@ async def test_clients_are_told_apart_by_the_header_that_the_picker_is_told(tmp_
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_running_picker_tells_of_a_quota_file_that_went_bad_and_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {requests_per_minute: 2}")

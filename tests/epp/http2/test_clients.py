@@ -14,6 +14,7 @@ SHORT = ["picks", "body", "cancel", "tls", "goaway"]
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_a_client_of_another_library_finds_nothing_wrong_and_would_say_so(name: str, tmp_path: Path) -> None:
     try:

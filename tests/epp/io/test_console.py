@@ -181,6 +181,7 @@ async def test_the_page_may_load_nothing_and_be_in_no_frame() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_in_a_browser_decisions_come_live_and_what_others_say_is_only_text(tmp_path: Path) -> None:
     async with picker("--show-prompts", models=("tiny", HOSTILE)) as (running, _), browser_tab(tmp_path) as tab:
         await tab.go(f"http://127.0.0.1:{running.options.admin_port}/debug/console")
@@ -211,6 +212,7 @@ async def test_in_a_browser_decisions_come_live_and_what_others_say_is_only_text
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_in_a_browser_prompts_cannot_be_asked_for_without_the_flag_and_other_pages_learn_nothing(
     tmp_path: Path,
 ) -> None:

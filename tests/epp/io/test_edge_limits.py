@@ -18,7 +18,7 @@ from support.ports import free_ports
 from support.raw_http import http1, http2
 from treeline_operator.envoy.config import Limits
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 MB = 1024 * 1024
 SIZE = 8_000_000

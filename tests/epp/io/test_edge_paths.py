@@ -11,7 +11,7 @@ from support.epp_io import Plane, data_plane, engines, until
 from support.raw_http import Answer, http1, http2
 from treeline_wire.paths import INFERENCE
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 BODY = b'{"model": "tiny", "prompt": "x"}'
 ADMINISTRATION = (

@@ -21,7 +21,7 @@ from treeline_epp.index.index import Index
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Ticker
 from treeline_epp.kvevents.subscription import KvSubscription
 
-pytestmark = [needs_engine_wheels, pytest.mark.integration]
+pytestmark = [needs_engine_wheels, pytest.mark.integration, pytest.mark.deep]
 
 TOPIC = "kv@pod@model"
 

@@ -15,6 +15,8 @@ from epp.io.test_large_bodies import HOSTILE, TURN_S, new_router
 from treeline_epp.extproc.server import ExtProcService, server_options
 from treeline_epp.extproc.session import SessionLimits
 
+pytestmark = pytest.mark.deep
+
 CLIENT = """
 import sys, grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb

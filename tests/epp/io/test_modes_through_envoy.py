@@ -23,6 +23,7 @@ def modes(**fields: str) -> Any:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
 @pytest.mark.parametrize("left_out", ["request_header_mode", "response_header_mode"])
 async def test_headers_that_are_left_out_cost_neither_body(tmp_path: Path, mode: str, left_out: str) -> None:
@@ -45,6 +46,7 @@ async def test_headers_that_are_left_out_cost_neither_body(tmp_path: Path, mode:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED", "STREAMED"])
 @pytest.mark.parametrize("events", [True, False])
 async def test_a_response_names_the_model_as_its_client_did(tmp_path: Path, mode: str, events: bool) -> None:

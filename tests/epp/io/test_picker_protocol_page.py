@@ -133,6 +133,7 @@ def with_ports(node: Any, ports: dict[int, int]) -> Any:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_the_plain_envoy_sends_requests_where_the_picker_says(tmp_path: Path) -> None:
     (text,) = blocks("yaml", "Plain Envoy")
     listen, admin = free_ports(2)

@@ -24,7 +24,7 @@ from treeline_epp.main import main
 from treeline_operator.envoy import PickerTls, picker_tls_files
 from treeline_wire import headers as names
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 NAME = "treeline-epp.team.svc"
 _PEM = serialization.Encoding.PEM

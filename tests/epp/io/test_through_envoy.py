@@ -32,6 +32,7 @@ def log_metadata(bootstrap: dict[str, Any]) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> None:
     async with (
         engines() as fakes,
@@ -55,6 +56,7 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("transport", ["http2", "grpc"])
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(
@@ -79,6 +81,7 @@ async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         spoofed = {
@@ -102,6 +105,7 @@ async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         await enough(plane, 2)
@@ -112,6 +116,7 @@ async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_at_another(
     tmp_path: Path,
 ) -> None:
@@ -141,6 +146,7 @@ def refuse_name(engine: FakeEngine) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         assert (await plane.complete()).status_code == 200
@@ -151,6 +157,7 @@ async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> N
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         fakes[0].hold_body = asyncio.Event()
@@ -169,6 +176,7 @@ async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_pat
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         old = plane.picker.options
@@ -186,6 +194,7 @@ async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Pa
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         await enough(plane, 2)
@@ -207,6 +216,7 @@ async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> No
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         full = fakes[0]
@@ -221,6 +231,7 @@ async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"\x00 something else\r\n\r\n"])
 async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(tmp_path: Path, said: bytes) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
@@ -232,6 +243,7 @@ async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(tmp_
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode: str) -> None:
     flags = ("--max-body-bytes", "100000")
@@ -255,6 +267,7 @@ async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None:
     keys = {"ada": "sk-ada", "bob": "sk-bob"}
     async with engines() as fakes, data_plane(tmp_path, fakes, api_keys=keys) as plane:
@@ -271,6 +284,7 @@ async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) -> None:
     async with engines(2, models=("tiny", "tiny:lora")) as fakes:
         fakes[1].models = ("tiny", "other")
@@ -293,6 +307,7 @@ async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) ->
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
     async with (
         engines(1, ready=False) as fakes,
@@ -311,6 +326,7 @@ async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         hold = asyncio.Event()
@@ -333,6 +349,7 @@ async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(t
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "endpoints.yaml"
 
@@ -358,6 +375,7 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("expose", [False, True])
 async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_told(
     tmp_path: Path, expose: bool
@@ -375,6 +393,7 @@ async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_t
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].hold = asyncio.Event()
@@ -393,6 +412,7 @@ async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> No
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
     tls = self_signed(tmp_path)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, tls=tls) as plane:
@@ -406,6 +426,7 @@ async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_a_drained_envoy_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].hold = asyncio.Event()

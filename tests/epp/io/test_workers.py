@@ -41,6 +41,8 @@ from treeline_epp.workers.totals import SUMMED_GAUGES, families, merged, rendere
 from treeline_epp.xds.eds import CLUSTER, Eds
 from treeline_wire.signals import PATH, decode
 
+pytestmark = pytest.mark.deep
+
 
 async def check_pages(made: PickerOfWorkers, body: bytes) -> None:
     """Each page is that of the whole picker."""

@@ -78,6 +78,7 @@ def unpicked(answers: list[httpx.Response]) -> list[httpx.Response]:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_two_workers_share_what_a_real_envoy_asks_and_whatever_becomes_of_one_requests_go_on(
     tmp_path: Path,
 ) -> None:
@@ -124,6 +125,7 @@ async def test_two_workers_share_what_a_real_envoy_asks_and_whatever_becomes_of_
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_whichever_worker_is_asked_a_session_stays_where_it_is(tmp_path: Path) -> None:
     async with plane(tmp_path) as made:
         await until(made.both_decide, "each thread of Envoy has a connection to another worker", 30)

@@ -82,6 +82,7 @@ def test_the_picker_understands_its_flags_and_speaks_tls() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_a_file_is_taken_by_the_api_server(plane: ControlPlane, file: Path) -> None:
     apply = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", str(file))
@@ -92,6 +93,7 @@ def test_a_file_is_taken_by_the_api_server(plane: ControlPlane, file: Path) -> N
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_the_rights_are_enough_and_the_pods_are_found(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from support.kube_api import MODELS, PODS, POOLS, crd
 from treeline_kube import reflector
 from treeline_operator.rbac import PICKER
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 UPSTREAM = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 OLD = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"

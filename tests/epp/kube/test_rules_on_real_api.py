@@ -20,7 +20,7 @@ from treeline_kube.client import Client
 from treeline_operator.rbac import PICKER, RULES_GROUPS, rules_need
 from treeline_wire.gateway_rules import ModelRewrite, Objective, RewriteRule
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 CRDS = Path(__file__).parents[3] / "e2e/gateway_api/crds/inference-extension"
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.peers import Pool, spread, trace_of
+
+pytestmark = pytest.mark.deep
 
 TRACE = trace_of(600, per_s=100.0)
 

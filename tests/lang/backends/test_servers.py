@@ -21,7 +21,7 @@ from treeline_lang import (
 from treeline_lang.backends.base import Backend
 from treeline_lang.state import ProgramState
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import KEYWORD, violations
 from treeline_tools import crds
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
 

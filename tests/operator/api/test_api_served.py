@@ -15,7 +15,7 @@ from support.control_plane import ControlPlane, ControlPlaneFailed
 from treeline_operator.api.pool import InferencePool
 from treeline_tools import policies
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 BASE = "/apis/treeline.dev/v1alpha1/namespaces"
 ADMISSION = "/apis/admissionregistration.k8s.io/v1"

@@ -20,7 +20,7 @@ from treeline_operator.controller.store import Store
 from treeline_operator.world import Ref
 from treeline_wire.labels import POOL, SERVING
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 class Picker:

@@ -19,7 +19,7 @@ from treeline_kube.client import Client
 from treeline_operator.controller.handlers import follow
 from treeline_operator.controller.kinds import OWN, Watched
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 KIND = OWN[1]
 

@@ -20,7 +20,7 @@ from treeline_operator.controller.lease import Elector, identity_of
 from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Ref
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 TIMING = LeaseTiming(duration_s=2.0, renew_s=1.2, retry_s=0.2)
 

@@ -28,7 +28,7 @@ from support.operator_run import (
     versions,
 )
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 async def events(room: Room, reason: str) -> list[str]:

@@ -11,6 +11,8 @@ from support.kube_proxy import KubeProxy
 from support.operator_run import DEPLOYMENTS, POOLS, Room, condition, operator
 from treeline_operator.controller import warnings
 
+pytestmark = pytest.mark.deep
+
 EVENTS = "/api/v1/namespaces/{}/events"
 PODS = "/api/v1/namespaces/{}/pods"
 SERVICES = "/api/v1/namespaces/{}/services"

@@ -16,7 +16,7 @@ from support.kube_proxy import KubeProxy
 from support.operator_run import DEPLOYMENTS, POOLS, Room, operator, quiet, runtime, settled, versions
 from support.ports import free_ports
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 

@@ -16,7 +16,7 @@ from treeline_kube.errors import Conflict
 from treeline_operator.controller import scaler
 from treeline_operator.world import Ref
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 AUTO = {"type": "Picker", "minReplicas": 0, "maxReplicas": 3, "picker": {"scaleDownSeconds": 1}}
 SOON_S = 2.0

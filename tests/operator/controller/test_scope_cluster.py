@@ -10,7 +10,7 @@ from support.operator_run import DEPLOYMENTS, POOLS, Room, operator
 from support.rbac_audit import RBAC, Grants, rules_of
 from treeline_tools import rbac
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 DEFINITION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/inferencepools.treeline.dev"
 

@@ -134,6 +134,7 @@ def test_the_samples_quotas_are_what_the_picker_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_the_sample_is_applied_and_its_picker_is_told_everything(
     control_plane: ControlPlane, namespace: str
 ) -> None:

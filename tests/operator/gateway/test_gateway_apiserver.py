@@ -16,7 +16,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.world import GatewayWorld, Observed, Platform
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 KINDS = (
     ("v1", "ConfigMap"),

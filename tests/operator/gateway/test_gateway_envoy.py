@@ -19,6 +19,8 @@ from treeline_operator.plan import edge
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_wire import headers
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.mark.integration
 @pytest.mark.parametrize("mode", ["FailOpen", "FailClose"])

@@ -12,7 +12,7 @@ from treeline_operator.actions import Apply, CreateKeys
 from treeline_operator.controller.execute import with_keys
 from treeline_operator.controller.kinds import CHILDREN
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 RESOURCES = {watched.resource.kind: watched.resource for watched in CHILDREN}
 RESOURCES["Secret"] = Resource("v1", "Secret", "secrets")

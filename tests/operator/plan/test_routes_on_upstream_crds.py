@@ -13,7 +13,7 @@ from treeline_operator.actions import Apply
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.world import Platform
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 PLURALS = {"HTTPRoute": "httproutes", "InferencePool": "inferencepools"}
 PARENT = {"name": "front", "namespace": "infra", "sectionName": "https", "port": 443}

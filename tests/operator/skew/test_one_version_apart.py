@@ -231,6 +231,7 @@ def test_names_that_several_components_spell_are_those_of_the_last_release() -> 
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_an_envoy_of_the_last_release_works_with_this_versions_picker(tmp_path: Path) -> None:
     listen, admin, health = free_ports(3)
     (text,) = (

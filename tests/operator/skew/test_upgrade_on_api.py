@@ -18,7 +18,7 @@ from treeline_operator.controller.kinds import CHILDREN
 from treeline_operator.plan import edge, epp, pool
 from treeline_operator.world import TEMPLATE_VERSION, Images, Platform
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 NEWER = TEMPLATE_VERSION + 1
 HOME = Platform()

@@ -19,6 +19,8 @@ from support.runtime_engine import prompt
 from support.runtime_server import eventually, make_checkpoint
 from treeline_runtime import Engine, EngineDead, GenerationError, SamplingParams
 
+pytestmark = pytest.mark.deep
+
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 2048, "threads": 1}
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=900, temperature=0.0, ignore_eos=True)

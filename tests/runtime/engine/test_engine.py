@@ -186,7 +186,6 @@ def test_messages_tokens_and_settings_do_not_load_torch() -> None:
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 
 
-@pytest.mark.skipif(not (TINY_MODEL / "model.safetensors").exists(), reason="models/tiny is not trained yet")
 def test_the_tiny_model_answers_alike_cold_warm_and_in_a_batch() -> None:
     greedy = SamplingParams(max_new_tokens=24, temperature=0.0)
     template = ChatTemplate.from_bundle(TokenizerBundle.from_dir(TINY_MODEL))

@@ -19,6 +19,8 @@ from treeline_runtime.models.offload import Offloaded, size_of, tensors_of
 from treeline_runtime.ops import onednn
 from treeline_runtime.scheduler.executor import Executor
 
+pytestmark = pytest.mark.deep
+
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_total_tokens": 1024, "threads": 1}
 IDS = prompt(1, 40)

@@ -15,6 +15,8 @@ from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.messages import Grammar
 
+pytestmark = pytest.mark.deep
+
 COUNT = int(os.environ.get("TREELINE_SCHEMAS", "1000"))
 VOCABULARIES = {"synthetic": lambda: synthetic_vocabulary(700), "tiny": tiny_vocabulary}
 REASONS = [

@@ -31,7 +31,7 @@ PATTERNS = {
 SUMS = 'root ::= term (" + " term)*\nterm ::= [0-9]{1,3} | "(" root ")"'
 SUMS_AS_LARK = 'start: term (" + " term)*\nterm: /[0-9]{1,3}/ | "(" start ")"'
 
-pytestmark = pytest.mark.skipif(not (TINY / "model.safetensors").exists(), reason="models/tiny is not trained yet")
+pytestmark = pytest.mark.deep
 
 
 def said(grammars: list[Grammar], most: int) -> list[str | None]:

@@ -15,6 +15,8 @@ from treeline_runtime.grammar.trim import TRIM_BYTES, Trimmer
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
 
+pytestmark = pytest.mark.deep
+
 CACHE, SLACK = 16 << 20, 72 << 20
 GRAMMARS = 16
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from treeline_runtime.core import Context
 from treeline_runtime.models.decoder import Linear
 from treeline_runtime.models.weights import RandomWeights
 from treeline_runtime.ops.torch_ops import TorchOps
+
+pytestmark = pytest.mark.deep
 
 
 class LowRank:

@@ -31,7 +31,7 @@ compiler = pytest.importorskip("triton.compiler")
 backends = pytest.importorskip("triton.backends.nvidia")
 targets = pytest.importorskip("triton.backends.compiler")
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 """Of a thread block, by compute capability: A100, L4 and L40, H100."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 def test_the_kernel_forbids_what_the_reference_does() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 GROUPS = {
     "attention": ("compare_attention.py", "decode decode_fp8 extend extend_fp8"),

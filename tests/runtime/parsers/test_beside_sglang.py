@@ -15,7 +15,7 @@ from support.engine_wheels import load_parsers, needs_engine_parsers
 from support.outputs import read
 from treeline_runtime import parsers
 
-pytestmark = needs_engine_parsers
+pytestmark = [needs_engine_parsers, pytest.mark.deep]
 
 FUNCTIONS: dict[str, Any] = {
     "get_weather": {

@@ -15,7 +15,7 @@ import pytest
 from support.fake_scheduler import Magic
 from support.runtime_server import Stream, eventually, gone
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer", "publisher"])

@@ -22,7 +22,7 @@ from treeline_runtime import SamplingParams
 from treeline_runtime.engine import Engine
 from treeline_runtime.serve import main
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 ALL = {"http", "http-1", "http-2"}
 KEY = {"authorization": "Bearer k"}
@@ -300,7 +300,6 @@ def test_a_second_signal_ends_the_workers_streams_at_once_and_nothing_is_left(st
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 
 
-@pytest.mark.skipif(not (TINY / "model.safetensors").exists(), reason="models/tiny is not trained yet")
 def test_the_real_engine_answers_and_sleeps_the_same_for_each_and_all_end_with_a_parent_that_is_killed() -> None:
     prompts = [f"The capital of country number {number} is" for number in range(6)]
     with Engine(model=TINY, threads=1, max_total_tokens=4096) as engine:

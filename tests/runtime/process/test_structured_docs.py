@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "structured-output.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
-pytestmark = pytest.mark.skipif(
-    not (ROOT / "models" / "tiny" / "model.safetensors").exists(), reason="models/tiny is not trained yet"
-)
+pytestmark = pytest.mark.deep
 
 
 @pytest.fixture(scope="module")

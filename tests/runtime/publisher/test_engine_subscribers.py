@@ -20,7 +20,7 @@ from treeline_runtime.child import ChildSpec
 from treeline_runtime.ipc import Addresses, Heartbeat, Inbox, Outbox, Ready, decode_to_http
 from treeline_runtime.messages import CacheUpdate, Cleared, Removed, Stored
 
-pytestmark = [needs_engine_wheels, pytest.mark.integration]
+pytestmark = [needs_engine_wheels, pytest.mark.integration, pytest.mark.deep]
 
 TOPIC = "kv@10.0.0.7:8000@model"
 READERS = {

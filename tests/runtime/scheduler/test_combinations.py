@@ -11,6 +11,8 @@ import pytest
 from support.runtime_engine import Harness, prompt, write_config
 from treeline_runtime.messages import FlushReq, TokenOut
 
+pytestmark = pytest.mark.deep
+
 SETTINGS: dict[str, Any] = {
     "schedule_policy": "priority",
     "priority_preemption_threshold": 0,

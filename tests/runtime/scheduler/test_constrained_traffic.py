@@ -11,6 +11,8 @@ from support.runtime_constraints import Constrained, Rule, Toy, alternating, fol
 from support.runtime_engine import prompt
 from treeline_runtime.messages import FlushReq
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.mark.parametrize(
     "settings",

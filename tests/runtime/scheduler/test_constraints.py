@@ -106,7 +106,6 @@ def test_who_may_say_anything_says_what_it_says_free(tiny: Path, depth: int) -> 
     assert {rid: bound.tokens(rid) for rid in ASKED} == {rid: free.tokens(rid) for rid in ASKED}
 
 
-@pytest.mark.skipif(not (TINY_MODEL / "model.safetensors").exists(), reason="models/tiny is not trained yet")
 def test_the_trained_model_obeys() -> None:
     """With a vocabulary of thousands, of which most is forbidden."""
     digits = frozenset(range(300, 2300, 7))

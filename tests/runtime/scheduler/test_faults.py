@@ -14,6 +14,8 @@ from treeline_runtime.core import Batch
 from treeline_runtime.messages import TokenOut
 from treeline_runtime.scheduler.executor import Launched
 
+pytestmark = pytest.mark.deep
+
 POISON = VOCAB - 1
 """A token that the prompts of `healthy` do not have; its embedding is made infinite."""
 FAULT = "the model computed NaN or infinity"

@@ -12,6 +12,8 @@ from support.runtime_engine import Harness, prompt, write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
 from treeline_runtime.scheduler import memory
 
+pytestmark = pytest.mark.deep
+
 E4M3 = torch.float8_e4m3fn
 
 

@@ -17,6 +17,8 @@ from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import GrammarBudgetError
 from treeline_runtime.messages import Grammar, StopReq
 
+pytestmark = pytest.mark.deep
+
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
 PROMPT = TOKENIZER.encode("The capital of France is").ids

@@ -21,7 +21,7 @@ from treeline_runtime.scheduler.forward import DecodeInputs, Tokens
 from treeline_runtime.scheduler.jumps import Jumps
 from treeline_runtime.tokens import IncrementalDetokenizer
 
-pytestmark = pytest.mark.skipif(not (MODEL / "model.safetensors").exists(), reason="models/tiny is not trained yet")
+pytestmark = pytest.mark.deep
 
 VOCAB = range(300, 4000)
 

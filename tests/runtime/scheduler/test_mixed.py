@@ -11,6 +11,8 @@ from treeline_runtime.core import Batch, Phase
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.scheduler.executor import Launched
 
+pytestmark = pytest.mark.deep
+
 REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "scored": (prompt(1, 6), {"max_new_tokens": 14, "return_logprob": True, "top_logprobs_num": 2}),
     "penalised": (prompt(2, 9), {"max_new_tokens": 14, "frequency_penalty": 1.5, "repetition_penalty": 1.3}),

@@ -9,6 +9,8 @@ import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.messages import StopReq
 
+pytestmark = pytest.mark.deep
+
 REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "short": (prompt(1, 6), {"max_new_tokens": 3}),
     "long": (prompt(2, 43), {"max_new_tokens": 7}),

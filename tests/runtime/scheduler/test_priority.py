@@ -15,6 +15,8 @@ from treeline_runtime.core import Req
 from treeline_runtime.messages import LARGEST_PRIORITY, FinishReason, GenerateReq, SamplingParams
 from treeline_runtime.scheduler.preemption import candidates, fewest
 
+pytestmark = pytest.mark.deep
+
 PRIORITY: dict[str, Any] = {"schedule_policy": "priority"}
 PREEMPTING: dict[str, Any] = PRIORITY | {"priority_preemption_threshold": 10}
 

@@ -17,7 +17,7 @@ from support.runtime_server import ServerProcess, Stream, eventually, make_check
 from treeline_wire import frames
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad, decode_load
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 FLAGS = ("--enable-debug-endpoints", "--enable-return-hidden-states", "--max-bytes-in-flight=67108864")
 BODY = {"prompt": "hello world, how are you?", "max_tokens": 8, "temperature": 0}

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from support.runtime_server import ServerProcess, eventually, running
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900), pytest.mark.deep]
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 CLIENTS = 64

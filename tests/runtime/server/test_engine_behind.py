@@ -21,7 +21,7 @@ from treeline_wire import frames, headers
 from treeline_wire.events import decode_batch
 from treeline_wire.namespaces import join_namespace
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 LONG = "The quick brown fox jumps over the lazy dog. " * 12
 

@@ -19,7 +19,7 @@ from support.fake_scheduler import Magic
 from support.loop_watch import Holds
 from support.runtime_server import ServerProcess, eventually, running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 HELD_MS = 20.0
 ANSWER_HELD_MS = 60.0

@@ -12,7 +12,7 @@ from support.loop_watch import Holds
 from support.pooling_models import RERANK_TEMPLATE, add_logit_score, add_tokenizer, configured
 from support.runtime_server import ServerProcess, running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 HELD_MS = 20.0
 TRIES = 3

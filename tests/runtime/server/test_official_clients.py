@@ -14,7 +14,7 @@ import pydantic
 import pytest
 from support.runtime_server import ServerProcess, running
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 ASK: Any = [{"role": "user", "content": "hi"}]

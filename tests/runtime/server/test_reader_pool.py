@@ -18,7 +18,7 @@ from treeline_runtime.server.limits import ByteBudget, Reservation
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

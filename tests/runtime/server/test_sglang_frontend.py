@@ -16,7 +16,7 @@ from support.engine_wheels import frontend, needs_engine_frontend
 from support.runtime_server import ServerProcess, running
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
-pytestmark = [needs_engine_frontend, pytest.mark.integration]
+pytestmark = [needs_engine_frontend, pytest.mark.integration, pytest.mark.deep]
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ import pytest
 from support.runtime_server import ServerProcess, eventually, running
 from treeline_runtime.server.surfaces import ADMIN_PATHS
 
+pytestmark = pytest.mark.deep
+
 ASKED = ("/debug/radix", "/is_sleeping")
 ADMINISTRATION = [("GET" if path in ASKED else "POST", path) for path in ADMIN_PATHS]
 KEY = "correct-horse"

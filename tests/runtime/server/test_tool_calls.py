@@ -219,6 +219,7 @@ def test_a_spoilt_call_of_an_earlier_turn_is_named(http: httpx.Client, call: Any
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_the_tiny_model_is_given_the_prompt_that_a_picker_expects() -> None:
     """Its words are its own: it was not made for tools. It is shown them, the call and the result."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}

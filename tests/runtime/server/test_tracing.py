@@ -20,6 +20,8 @@ from treeline_runtime.server.jobs import GenerationJob, PromptSpec
 from treeline_runtime.server.tracing import RequestSpan
 from treeline_wire.tracing import provider
 
+pytestmark = pytest.mark.deep
+
 CALLER = "00f067aa0ba902b7"
 SECRET = "Versailles"
 CHAT = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "temperature": 0.5}

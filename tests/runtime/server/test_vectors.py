@@ -402,6 +402,7 @@ def expected(theirs: Any, ids: list[int]) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_the_openai_client_gets_what_transformers_computes(real: tuple[Any, ServerProcess]) -> None:
     theirs, server = real
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client, server.client() as http:
@@ -426,6 +427,7 @@ def test_the_openai_client_gets_what_transformers_computes(real: tuple[Any, Serv
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 def test_a_client_that_leaves_frees_everything(real: tuple[Any, ServerProcess]) -> None:
     _, server = real
     with server.client() as http, httpx.Client(base_url=server.url, timeout=0.05) as hasty:

@@ -1,0 +1,40 @@
+"""Nothing that tests start outlives the run of pytest, however that ends."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.stack import until
+
+
+@pytest.mark.integration
+@pytest.mark.deep
+@pytest.mark.deep
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_a_run_started_ends_with_it(number: signal.Signals, workers: str, tmp_path: Path) -> None:
+    told = tmp_path / "pids"
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        workers,
+        "-p",
+        "no:cacheprovider",
+        "tests/house/endless_run.py",
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        run = subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"ENDLESS_RUN": str(told)})
+    until(told.exists, "the server is ready", 90, (tmp_path / "log").read_text)
+    family = [psutil.Process(int(pid)) for pid in told.read_text().split()]
+    assert len(family) > 4
+    run.send_signal(number)
+    run.wait(60)
+    alive = psutil.wait_procs(family, 60)[1]
+    assert not alive, (tmp_path / "log").read_text()
