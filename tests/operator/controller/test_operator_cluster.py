@@ -188,12 +188,22 @@ async def test_a_child_that_somebody_deletes_comes_back(room: Room) -> None:
         await room.until(back, "the Service to be made anew")
 
 
-async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(room: Room) -> None:
+BAD = (
+    ("terminationMessagePolicy", {"containers": [{"name": "runtime", "terminationMessagePolicy": "Sometimes"}]}),
+    ("nodeSelectr", {"nodeSelectr": {"disk": "fast"}}),
+    ("containers[0].livenessProb", {"containers": [{"name": "runtime", "livenessProb": None, "livenessProbes": {}}]}),
+    ("priority", {"priority": "high"}),
+)
+
+
+@pytest.mark.parametrize(("field", "bad"), BAD, ids=[field for field, _ in BAD])
+async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(
+    room: Room, field: str, bad: dict[str, Any]
+) -> None:
     async with operator(room.plane.admin, room.namespace):
-        bad = {"spec": {"containers": [{"name": "runtime", "terminationMessagePolicy": "Sometimes"}]}}
-        await room.create_pool("a", template=bad)
+        await room.create_pool("a", template={"spec": bad})
         pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told")
-        assert "terminationMessagePolicy" in condition(pool, "Ready")["message"]
+        assert field.rpartition(".")[2] in condition(pool, "Ready")["message"]
         assert await room.get(f"{SERVICES}/a-pods"), "the other children are there"
         await room.patch(f"{POOLS}/a", {"spec": {"template": None}})
         await settled(room)
