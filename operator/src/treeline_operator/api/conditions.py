@@ -227,7 +227,7 @@ class Reason(StrEnum):
     MODEL_NOT_SERVED = _needs_you(
         "ModelNotServed",
         "The pods answer to other model names than the pool's.",
-        "Set model.name to a name that the engine serves, or tell the engine the name by engine.args.",
+        "Set model.name to a name that the engine serves; an engine custom is told the name by engine.args.",
         patience_s=15,
     )
     # The picker
@@ -385,6 +385,11 @@ class Reason(StrEnum):
         "The engine is started with arguments that the picker would have to know: prompts are not found in its caches, "
         "or it cannot be asked.",
         "Remove them from engine.args and use the fields that the message names.",
+    )
+    ARGS_OVERRIDE = _needs_you(
+        "ArgsOverride",
+        "A setting stands in a field of the engine and in engine.args; what the arguments say holds.",
+        "Remove the flags that the message names from engine.args, or the fields.",
     )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")

@@ -8,7 +8,7 @@ from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
 from treeline_wire import labels
 from typing_extensions import TypedDict
 
-from treeline_operator.api.engine import Accelerator, Engine
+from treeline_operator.api.engine import TENSOR_PARALLEL_FLAGS, Accelerator, Engine
 from treeline_operator.api.gateway import EndpointPicker, Gateway, Tracing
 from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain, Role, Rollout
 from treeline_operator.api.parts import (
@@ -78,7 +78,7 @@ _OTHER_SPLITS: Final = ("--enable-dp-attention", "--data-parallel-size-local")
 """Flags under which copies share devices, or lie elsewhere."""
 _OWN_SPLITS: Final = frozenset(
     {
-        *("--tp", "--tp-size", "-tp", "--tensor-parallel-size"),
+        *TENSOR_PARALLEL_FLAGS,
         *("--pp-size", "-pp", "--pipeline-parallel-size"),
         *("-dpl", "--data-parallel-size-local"),
     }

@@ -16,7 +16,7 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
-from treeline_operator.plan.engines.base import untold
+from treeline_operator.plan.engines.base import overridden, untold
 from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.keys import has_keys
@@ -391,6 +391,8 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
     if what := untold(adapter_of(pool).untold, pool.spec.engine.args):
         found.append((Reason.ARGS_UNTOLD, what))
+    if what := overridden(pool, adapter_of(pool).flags):
+        found.append((Reason.ARGS_OVERRIDE, what))
     if other := not_held(pool, view.shared):
         found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
