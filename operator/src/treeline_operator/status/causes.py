@@ -56,7 +56,8 @@ _NO_WEIGHTS: Final = re.compile(
 )
 """What engines say where there is no model at the path that they are given."""
 _ERROR: Final = re.compile(
-    rf"\berror:|\bValue error, |\b(ERROR|FATAL|CRITICAL)\b|^([\w.]*\.)?\w*(Error|Exception)(:|$)|^({'|'.join(_MODEL_REASONS)}): "
+    r"\berror:|\bValue error, |\b(ERROR|FATAL|CRITICAL)\b"
+    rf"|^([\w.]*\.)?\w*(Error|Exception)(:|$)|^({'|'.join(_MODEL_REASONS)}): "
 )
 """A line that names what went wrong."""
 _HINT: Final = re.compile(r"--help\b|root cause above|^\s*usage:", re.IGNORECASE)

@@ -84,6 +84,13 @@ def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
     return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
 
 
+def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
+    """What somebody should know of a pool beforehand, whatever comes of its pods."""
+    view = _PoolView(world, {}, None)
+    told = [judged[1:] for judged in (_warnings(view), _security(view)) if judged is not None]
+    return [*told, *([found] if (found := gateway_status.caution(view.shared)) else [])]
+
+
 def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
     """The status of an object whose spec does not fit our types: what was known stays, but for the conditions.
 
