@@ -168,6 +168,16 @@ REFUSED_POOLS = [
         "{model: {uri: hf://o/n, name: m}, engine: {type: vllm, adapters: [{name: m, uri: hf://o/a}]}}",
         "an adapter has the name of the model",
     ),
+    *(
+        (shape.format(template), says)
+        for shape in ("endpointPicker: {{template: {}}}", "gateway: {{standalone: {{template: {}}}}}")
+        for template, says in (
+            ("{metadata: {labels: {treeline.dev/x: y}}}", "labels of treeline.dev on pods are the operator's"),
+            ("{metadata: {annotations: {treeline.dev/kv-events-port: '1'}}}", "annotations of treeline.dev and"),
+            ("{metadata: {labels: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
+            ("{metadata: {annotations: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
+        )
+    ),
     ("engine: {args: [--port, '9000']}", "--port (engine.port)"),
     ("engine: {args: [--log-level, debug, --served-model-name=x]}", "--served-model-name (model.name)"),
     *(

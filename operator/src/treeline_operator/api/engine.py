@@ -78,7 +78,8 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
         **dict.fromkeys(("--host", "--uds", "--kv-events-config"), ""),
     },
 }
-"""Flags that an engine is always started with and that would hold if `args` said them again, each with its field. The pods would be looked for elsewhere, or would not be what the field says."""
+"""Flags that an engine is always started with and that would hold if `args` said them again, each with its field: pods
+would be looked for elsewhere, or would not be what the field says."""
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 

@@ -19,6 +19,7 @@ from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines.base import overridden, untold
 from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
+from treeline_operator.plan.gateway import template_problem
 from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
@@ -48,6 +49,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     `progress` are the downloads under way, by pod. `refused` is what the API server said to our last writes for the
     pool, see `refusal`.
     """
+    if refused is None and (problem := template_problem(world.gateway)):
+        refused = Cause(Reason.TEMPLATE_INVALID, problem)
     view = _PoolView(world, progress or {}, refused)
     pool, generation = world.pool, world.pool.metadata.generation
     found = _findings(view)
@@ -377,10 +380,13 @@ def _security(view: _PoolView) -> Judgement | None:
     if view.target.existing is None:
         return None
     pod = view.target.existing.object["spec"]["template"]["spec"]
-    found = exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)
+    found = [*exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)]
+    for deployment in (one for one in view.world.gateway.children if one.ref.kind == "Deployment"):
+        pod, name = deployment.object["spec"]["template"]["spec"], deployment.ref.name
+        found += [f"of {name}, {one}" for one in exceptions(pod, token=name == names.epp(view.shared.name))]
     if not found:
         return None
-    return "True", Reason.POD_SECURITY_EXCEPTION, f"spec.template makes pods less confined: {few(found)}"
+    return "True", Reason.POD_SECURITY_EXCEPTION, f"templates make pods less confined: {few(found)}"
 
 
 def _warnings(view: _PoolView) -> Judgement | None:
