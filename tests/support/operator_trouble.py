@@ -46,7 +46,7 @@ USAGE = (
 )
 NO_FOLDER = (
     "INFO    http        listening on http://0.0.0.0:8000\n"
-    "treeline serve: error: --model: there is no folder '/nope' (and it is no Hugging Face id, which looks like org/name)\n"
+    "treeline serve: error: --model: there is no folder '/nope' (and it is no Hugging Face id)\n"
 )
 ENGINE_CORE = (
     "(EngineCore pid=7) ERROR 11-20 11:58:00 ValueError: --block-size 7 is not supported\n"

@@ -34,8 +34,8 @@ class Cause(NamedTuple):
 
 
 class KubeError(Exception):
-    """A request that did not succeed. `code` is the HTTP status, 0 without an answer, and 422 for a wrong field that was
-    answered as an internal error."""
+    """A request that did not succeed. `code` is the HTTP status, 0 without an answer; 422 for a wrong field that the
+    server took for an error of its own."""
 
     word: ClassVar[str] = "refused"
     """The type in one word, for the label of a metric and the beginning of a message."""

@@ -25,6 +25,7 @@ from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.facts import label
+from treeline_operator.plan.gateway import template_problem as gateway_problem
 from treeline_operator.plan.runtime import template_problem
 from treeline_operator.pod_check import problems
 from treeline_operator.simulation import SimulatedStep, Simulation
@@ -206,6 +207,9 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
 
 def check_pods(simulation: Simulation) -> None:
     """Raises `BadInput` for pods that no API server would take."""
+    for world in simulation.worlds():
+        if problem := gateway_problem(world.gateway):
+            raise BadInput(problem)
     for step in _final(simulation):
         if step.after is not None and step.action.ref.kind == "Deployment":
             ref = step.action.ref

@@ -232,6 +232,11 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
         (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
         (AFTER + TEMPLATE + "{spec: {nodeSelectr: {a: b}}}", "spec.nodeSelectr: there is no such field"),
+        (
+            AFTER + "  endpointPicker: {template: {spec: {nodeSelectr: {}}}}",
+            "default/treeline-epp are invalid: spec.nodeS",
+        ),
+        (AFTER + "  endpointPicker: {template: {spec: {securityContext: []}}}", "securityContext must be a map"),
         (AFTER + TEMPLATE + "{spec: {node_selector: {a: b}}}", "spec.node_selector: there is no such field"),
         (AFTER + TEMPLATE + "{spec: {priority: high}}", "spec.priority: Input should be a valid integer"),
         (AFTER + TEMPLATE + "{spec: {restartPolicy: Never}}", "spec.restartPolicy: a Deployment's pods have Always"),

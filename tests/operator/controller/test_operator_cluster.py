@@ -210,6 +210,16 @@ async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(
         await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
 
 
+async def test_a_template_of_pickers_that_is_refused_is_told_and_keeps_nothing_else_back(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace):
+        await room.create_pool("a", endpointPicker={"template": {"spec": {"nodeSelectr": {"disk": "fast"}}}})
+        pool = await room.until(lambda: reason(room, "a", "EndpointPickerReady", "TemplateInvalid"), "the refusal")
+        assert "nodeSelectr" in condition(pool, "EndpointPickerReady")["message"]
+        await room.until(lambda: room.get(f"{DEPLOYMENTS}/treeline-edge"), "Envoy all the same")
+        await room.patch(f"{POOLS}/a", {"spec": {"endpointPicker": {"template": None}}})
+        await settled(room)
+
+
 async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(room: Room, tmp_path: Path) -> None:
     """What is made or deleted while no watch is open is noticed: by resuming, and after 410 by listing anew."""
     sent_away: Counter[str] = Counter()

@@ -187,8 +187,9 @@ class Reason(StrEnum):
     )
     TEMPLATE_INVALID = _needs_you(
         "TemplateInvalid",
-        "The pods rendered with spec.template are no valid pods.",
-        "Correct the field of spec.template that the message names.",
+        "The pods rendered with a template (spec.template, endpointPicker.template, gateway.standalone.template or the "
+        "chart's templates) are no valid pods.",
+        "Correct the field of the template that the message names.",
     )
     SCALED_TO_ZERO = _passes(
         "ScaledToZero",
@@ -390,6 +391,12 @@ class Reason(StrEnum):
         "ArgsOverride",
         "A setting stands in a field of the engine and in engine.args; what the arguments say holds.",
         "Remove the flags that the message names from engine.args, or the fields.",
+    )
+    TEMPLATE_OVERRULED = _needs_you(
+        "TemplateOverruled",
+        "spec.template says something of the pods that it cannot change: labels and ports by which they are found, or "
+        "less time than they need to drain.",
+        "Remove the fields that the message names from spec.template; drain.timeoutSeconds and engine.port set theirs.",
     )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")

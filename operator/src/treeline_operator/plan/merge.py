@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
+from treeline_operator.plan.diff import differences
 from treeline_operator.plan.objects import Object
 
 _DEEP: Final = frozenset({"containers", "initContainers"})
@@ -29,6 +30,16 @@ class TemplateInvalid(ValueError):
 def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Object:
     """The pod template `ours` with the users' fragments laid over it, one after the other, but for what they cannot
     change of the `container` that is ours and of its pods. Raises TemplateInvalid."""
+    return _kept(ours, _over(ours, fragments), container)
+
+
+def overruled(ours: Object, fragments: Iterable[Object], container: str) -> tuple[str, ...]:
+    """The paths of what users say in vain, since the operator keeps its own. Raises TemplateInvalid."""
+    asked = _over(ours, fragments)
+    return differences(asked, _kept(ours, asked, container))
+
+
+def _over(ours: Object, fragments: Iterable[Object]) -> Object:
     made = ours
     for fragment in fragments:
         if unknown := sorted(fragment.keys() - ours.keys()):
@@ -36,7 +47,7 @@ def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Obje
         made = merged(made, fragment)
         if made.keys() != ours.keys() or "containers" not in made["spec"]:
             raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
-    return _kept(ours, made, container)
+    return made
 
 
 def _kept(ours: Object, made: Object, container: str) -> Object:

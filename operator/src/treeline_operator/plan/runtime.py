@@ -15,7 +15,7 @@ from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines.base import TEMPLATE_DIR, Launch, start_seconds
 from treeline_operator.plan.engines.registry import launch
 from treeline_operator.plan.engines.treeline import KEYS_DIR
-from treeline_operator.plan.merge import TemplateInvalid, laid_over
+from treeline_operator.plan.merge import TemplateInvalid, laid_over, overruled
 from treeline_operator.plan.objects import (
     Object,
     container_port,
@@ -74,16 +74,27 @@ def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta:
 
 def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
+    return laid_over(_own_template(pool, revision, images), _fragments(pool), CONTAINER)
+
+
+def template_overruled(pool: InferencePool) -> tuple[str, ...]:
+    """The paths of the user's fragment that have no effect."""
+    if not pool.spec.template or template_problem(pool):
+        return ()
+    return overruled(_own_template(pool, "", Images()), _fragments(pool), CONTAINER)
+
+
+def _fragments(pool: InferencePool) -> tuple[Object, ...]:
+    return (pool.spec.template,) if pool.spec.template else ()
+
+
+def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
     found = files(pool)
     start = launch(pool, found, images)
     meta: Object = {"labels": _labels(pool, revision)}
     if start.annotations:
         meta["annotations"] = dict(start.annotations)
-    ours = {
-        "metadata": meta,
-        "spec": _pod_spec(pool, revision, found, start, images),
-    }
-    return laid_over(ours, [pool.spec.template] if pool.spec.template else (), CONTAINER)
+    return {"metadata": meta, "spec": _pod_spec(pool, revision, found, start, images)}
 
 
 def template_problem(pool: InferencePool) -> str:

@@ -232,8 +232,8 @@ def _findings(view: _PoolView) -> list[Finding]:
         {
             ConditionType.WORKLOADS_READY: _workloads(view),
             ConditionType.MODEL_READY: _model(view),
-            ConditionType.ENDPOINT_PICKER_READY: picker,
-            ConditionType.GATEWAY_READY: gateway_status.gateway(world, shared),
+            ConditionType.ENDPOINT_PICKER_READY: _or_refused(view, picker),
+            ConditionType.GATEWAY_READY: _or_refused(view, gateway_status.gateway(world, shared)),
             ConditionType.ROUTE_ACCEPTED: gateway_status.route(world, shared),
         }
     )
@@ -245,6 +245,12 @@ def _findings(view: _PoolView) -> list[Finding]:
         ConditionType.WARNINGS: _warnings(view),
     }
     return [*needed, *_told(others)]
+
+
+def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
+    """What is not there yet may never be."""
+    refused = view.refused
+    return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
 
 
 def _told(judged: Mapping[ConditionType, Judgement | None]) -> list[Finding]:
@@ -381,9 +387,14 @@ def _security(view: _PoolView) -> Judgement | None:
         return None
     pod = view.target.existing.object["spec"]["template"]["spec"]
     found = [*exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)]
-    for deployment in (one for one in view.world.gateway.children if one.ref.kind == "Deployment"):
-        pod, name = deployment.object["spec"]["template"]["spec"], deployment.ref.name
-        found += [f"of {name}, {one}" for one in exceptions(pod, token=name == names.epp(view.shared.name))]
+    shared, children = view.shared, view.world.gateway.children
+    for name, fragment in (
+        (names.epp(shared.name), shared.picker.template),
+        (names.edge(shared.name), shared.edge.template),
+    ):
+        if fragment and (there := find(children, "Deployment", name)) is not None:
+            spec = there.object["spec"]["template"]["spec"]
+            found += [f"of {name}, {one}" for one in exceptions(spec, token=name == names.epp(shared.name))]
     if not found:
         return None
     return "True", Reason.POD_SECURITY_EXCEPTION, f"templates make pods less confined: {few(found)}"
@@ -406,6 +417,8 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.ARGS_UNTOLD, what))
     if what := overridden(pool, adapter_of(pool).flags):
         found.append((Reason.ARGS_OVERRIDE, what))
+    if paths := runtime.template_overruled(pool):
+        found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
     if other := not_held(pool, view.shared):
         found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
