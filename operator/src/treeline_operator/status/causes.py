@@ -50,7 +50,7 @@ _ABSENT: Final = re.compile(r'(secret|configmap) "([^"]+)" not found')
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
 _DEVICE_MEMORY: Final = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 _NO_WEIGHTS: Final = re.compile(
-    r"there is no folder|has no (config|tokenizer)\.json"  # engine treeline
+    r"there is no folder|is a file; give the folder|has no (config|tokenizer)\.json|has no \*\.safetensors"
     r"|Repo id must be in the form|Invalid repository ID or local directory"  # vLLM and SGLang, for an absent folder
     r"|Can't load the configuration of|does not appear to have a file named|Cannot find any model weights"
 )
