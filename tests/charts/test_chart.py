@@ -179,6 +179,14 @@ def test_who_reads_metrics_is_said_once_for_the_operator_and_for_what_it_makes()
     assert arguments_of(items).metrics_from == tuple(chosen)
 
 
+def test_fragments_for_the_pods_of_all_pickers_and_envoys_reach_the_operator():
+    assert (arguments_of(helm.render()).epp_template, arguments_of(helm.render()).edge_template) == (None, None)
+    fragment = {"spec": {"nodeSelector": {"a/b": "c d"}, "priorityClassName": "high"}}
+    for name in ("epp", "edge"):
+        items = helm.render("--set-json", f"templates.{name}={json.dumps(fragment)}")
+        assert getattr(arguments_of(items), f"{name}_template") == fragment
+
+
 def test_an_empty_list_of_readers_admits_nobody():
     items = helm.render("--set-json", "networkPolicy.metricsFrom=[]")
     assert metrics_rules(items) == [], "a rule with an empty list would admit everybody"

@@ -40,6 +40,18 @@ RUNNING = {"running": {"startedAt": "2026-11-20T11:58:00Z"}}
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 NOT_FOUND = "failed to pull and unpack image: registry.example/runtime:1: not found"
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 3\nValueError: bad \x1b[31mpage\x1b[0m size\n\n'
+USAGE = (
+    "usage: treeline serve --model PATH_OR_HF_ID [FLAG …]\n"
+    "treeline serve: error: unrecognized arguments: --prt 9000\nTry 'treeline serve --help'.\n"
+)
+NO_FOLDER = (
+    "INFO    http        listening on http://0.0.0.0:8000\n"
+    "treeline serve: error: --model: there is no folder '/nope' (and it is no Hugging Face id)\n"
+)
+ENGINE_CORE = (
+    "(EngineCore pid=7) ERROR 11-20 11:58:00 ValueError: --block-size 7 is not supported\n"
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+)
 PULL = f'Failed to pull image "registry.example/runtime:1": {NOT_FOUND}'
 
 TROUBLES: dict[str, tuple[dict[str, Any], list[Any], Reason, str]] = {
@@ -154,6 +166,57 @@ TROUBLES: dict[str, tuple[dict[str, Any], list[Any], Reason, str]] = {
         [event(POD, "Unhealthy", "Liveness probe failed: HTTP probe failed with statuscode: 500")],
         Reason.PROBE_FAILING,
         "container runtime was restarted (2 restarts): Liveness probe failed: HTTP probe failed with statuscode: 500",
+    ),
+    "another port, ended when asked to": (
+        runtime(RUNNING, restartCount=3, started=False, lastState=ended(0, "Completed", "bye")),
+        [event(POD, "Unhealthy", "Startup probe failed: dial tcp 10.0.0.5:8000: connect: connection refused")],
+        Reason.PROBE_FAILING,
+        "container runtime was restarted (3 restarts): Startup probe failed: dial tcp 10.0.0.5:8000",
+    ),
+    "another port, in back-off": (
+        runtime(BACK_OFF, restartCount=3, lastState=ended(0, "Completed")),
+        [event(POD, "Unhealthy", "Startup probe failed: connection refused")],
+        Reason.PROBE_FAILING,
+        "Startup probe failed: connection refused",
+    ),
+    "ends well again and again": (
+        runtime(RUNNING, restartCount=2, started=False, lastState=ended(0, "Completed")),
+        [],
+        Reason.CRASH_LOOPING,
+        "ended with exit code 0 (2 restarts)",
+    ),
+    "a flag that there is not": (
+        runtime(BACK_OFF, restartCount=3, lastState=ended(2, message=USAGE)),
+        [],
+        Reason.CRASH_LOOPING,
+        "its last words: treeline serve: error: unrecognized arguments: --prt 9000",
+    ),
+    "an error that points back": (
+        runtime(BACK_OFF, restartCount=3, lastState=ended(1, message=ENGINE_CORE)),
+        [],
+        Reason.CRASH_LOOPING,
+        "ValueError: --block-size 7 is not supported",
+    ),
+    "no folder of weights": (
+        runtime(BACK_OFF, restartCount=3, lastState=ended(1, message=NO_FOLDER)),
+        [],
+        Reason.WEIGHTS_MISSING,
+        "there is no folder '/nope'",
+    ),
+    "no folder of weights, vLLM": (
+        runtime(
+            BACK_OFF,
+            restartCount=3,
+            lastState=ended(
+                1,
+                message="pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+                "  Value error, Invalid repository ID or local directory specified: '/nope'.\n"
+                "    For further information visit https://errors.pydantic.dev/2.12/v/value_error\n",
+            ),
+        ),
+        [],
+        Reason.WEIGHTS_MISSING,
+        "Invalid repository ID or local directory specified: '/nope'",
     ),
     "readiness": (
         runtime(RUNNING, started=True),

@@ -79,11 +79,11 @@ def _selinux(context: str) -> str:
 
 def _confinement() -> dict[str, str]:
     """What a pod at level baseline keeps to: what is wrong where it does not → CEL."""
-    each = "variables.containers.all(c, "
+    each = "(pod.?containers.orValue([]) + pod.?initContainers.orValue([])).all(c, "
     context = "c.?securityContext"
     profiles = " && ".join(
         f"{where}.?{profile}.?type.orValue('') != 'Unconfined'"
-        for where in ("variables.pod.?securityContext",)
+        for where in ("pod.?securityContext",)
         for profile in ("seccompProfile", "appArmorProfile")
     )
     own = " && ".join(
@@ -93,26 +93,34 @@ def _confinement() -> dict[str, str]:
     host_process = "{}.?windowsOptions.?hostProcess.orValue(false)"
     return {
         "hostNetwork, hostPID and hostIPC open the node to the pod": " && ".join(
-            f"!variables.pod.?{field}.orValue(false)" for field in ("hostNetwork", "hostPID", "hostIPC")
+            f"!pod.?{field}.orValue(false)" for field in ("hostNetwork", "hostPID", "hostIPC")
         ),
-        "hostPath volumes open the node's disk to the pod": "variables.volumes.all(v, !has(v.hostPath))",
+        "hostPath volumes open the node's disk to the pod": "pod.?volumes.orValue([]).all(v, !has(v.hostPath))",
         "privileged containers own the node": f"{each}!{context}.?privileged.orValue(false))",
         "added capabilities reach beyond the pod": (
             f"{each}{capabilities}.all(k, k in {list(_HARMLESS_CAPABILITIES)}))"
         ),
         "host ports listen on the node": f"{each}c.?ports.orValue([]).all(p, p.?hostPort.orValue(0) == 0))",
         "SELinux types of their own, users and roles step out of the container": (
-            f"{_selinux('variables.pod.?securityContext')} && {each}{_selinux(context)})"
+            f"{_selinux('pod.?securityContext')} && {each}{_selinux(context)})"
         ),
         "unsafe sysctls change the node's kernel": (
-            f"variables.pod.?securityContext.?sysctls.orValue([]).all(s, s.?name.orValue('') in {list(SAFE_SYSCTLS)})"
+            f"pod.?securityContext.?sysctls.orValue([]).all(s, s.?name.orValue('') in {list(SAFE_SYSCTLS)})"
         ),
         "host processes of Windows own the node": (
-            f"!{host_process.format('variables.pod.?securityContext')} && {each}!{host_process.format(context)})"
+            f"!{host_process.format('pod.?securityContext')} && {each}!{host_process.format(context)})"
         ),
         "procMount Unmasked shows the node's kernel": f"{each}{context}.?procMount.orValue('Default') == 'Default')",
         "Unconfined profiles switch the kernel's filters off": f"{profiles} && {each}{own})",
     }
+
+
+_TEMPLATES: Final = ("template", "endpointPicker.?template", "gateway.?standalone.?template")
+
+
+def _of(pool: str, place: str) -> str:
+    """CEL: the optional template at a place of a pool's spec."""
+    return f"{pool}.spec.?{place}"
 
 
 def _privileged() -> list[dict[str, Any]]:
@@ -121,8 +129,8 @@ def _privileged() -> list[dict[str, Any]]:
         "inferencepools",
         [
             {
-                "expression": cel,
-                "message": f"{what}: remove them from spec.template, {_EXCEPTION}",
+                "expression": f"variables.pods.all(pod, {cel})",
+                "message": f"{what}: remove them from the template, {_EXCEPTION}",
                 "reason": "Forbidden",
             }
             for what, cel in _confinement().items()
@@ -130,15 +138,15 @@ def _privileged() -> list[dict[str, Any]]:
         why="Who may make pools may make pods; without this also pods that own the node, where Pod Security is off.",
         failure="Fail",
         variables={
-            "pod": "object.spec.template.spec",
-            "containers": "variables.pod.?containers.orValue([]) + variables.pod.?initContainers.orValue([])",
-            "volumes": "variables.pod.?volumes.orValue([])",
+            "pods": " + ".join(
+                f"({_of('object', place)}.?spec.hasValue() ? [dyn({_of('object', place)}.?spec.value())] : [])"
+                for place in _TEMPLATES
+            )
         },
         conditions={
-            "has-a-template": "has(object.spec.template) && has(object.spec.template.spec)",
             # A pool that is there already may be labelled, scaled and deleted still.
-            "template-is-new": "oldObject == null || !has(oldObject.spec.template)"
-            " || object.spec.template != oldObject.spec.template",
+            "template-is-new": "oldObject == null || "
+            + " || ".join(f"{_of('object', place)} != {_of('oldObject', place)}" for place in _TEMPLATES),
         },
     )
     unless_allowed = {

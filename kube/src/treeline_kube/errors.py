@@ -34,7 +34,8 @@ class Cause(NamedTuple):
 
 
 class KubeError(Exception):
-    """A request that did not succeed. `code` is the HTTP status, 0 without an answer."""
+    """A request that did not succeed. `code` is the HTTP status, 0 without an answer; 422 for a wrong field that the
+    server took for an error of its own."""
 
     word: ClassVar[str] = "refused"
     """The type in one word, for the label of a metric and the beginning of a message."""
@@ -181,7 +182,7 @@ def error_of(code: int, body: bytes, retry_after: str | None, what: str) -> Kube
     elif status.reason == "Expired":
         kind = Gone
     elif untyped := _UNTYPED.search(status.message):
-        kind = Invalid
+        kind, code = Invalid, 422
         unknown = _UNKNOWN_FIELD.finditer(untyped["details"])
         causes = tuple(Cause(u["field"].removeprefix("."), "FieldValueUnknown", u["fault"]) for u in unknown)
     elif any(cause.field == "metadata.uid" for cause in causes):

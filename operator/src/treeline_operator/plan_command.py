@@ -26,9 +26,13 @@ from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.facts import label
+from treeline_operator.plan.gateway import template_problem as gateway_problem
 from treeline_operator.plan.runtime import template_problem
+from treeline_operator.pod_check import problems
 from treeline_operator.simulation import SimulatedStep, Simulation
+from treeline_operator.status.conditions import with_fix
 from treeline_operator.status.models import model_statuses
+from treeline_operator.status.pool import cautions
 from treeline_operator.world import Images, Platform, Ref
 
 Object = dict[str, Any]
@@ -74,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         help="what is in the cluster: files of `kubectl get … -o yaml`",
     )
     p.add_argument("-o", "--output", choices=("diff", "yaml", "json"), default="diff", help="default: %(default)s")
-    p.add_argument("--explain", action="store_true", help="also say why, and what waits or is left alone")
+    p.add_argument("--explain", action="store_true", help="also say why, what waits or is left alone, and warnings")
     p.add_argument("--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)")
     p.add_argument(
         "--api",
@@ -98,6 +102,7 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
         simulation = Simulation(platform, now or datetime.now(UTC))
         load(simulation, given.filename, given.observed, given.namespace)
         ended = simulation.run()
+        check_pods(simulation)
     except BadInput as exc:
         print(f"treeline operate plan: {exc}", file=sys.stderr)  # noqa: T201
         return 2
@@ -108,8 +113,7 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
         case "diff":
             _print(out, _diffs(simulation, given.explain))
         case "yaml":
-            objects = [_unowned(step.after) for step in _final(simulation) if step.after is not None]
-            out.write(yaml.safe_dump_all(objects, sort_keys=False))
+            _print(out, _documents_of(simulation, given.explain))
         case "json":
             out.write(msgspec.json.format(msgspec.json.encode(_report(simulation))).decode() + "\n")
     return 0
@@ -126,6 +130,7 @@ def load(simulation: Simulation, files: Sequence[str], observed: Path | None, na
         for path in sorted(path for path in observed.rglob("*") if path.suffix in (".yaml", ".yml", ".json")):
             for where, obj in _documents(str(path), _read(str(path))):
                 _take_observed(simulation, where, obj)
+        simulation.recall()
     asked = 0
     for name in files:
         for where, obj in _documents(name, _read(name)):
@@ -202,6 +207,18 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
     simulation.put(obj)
 
 
+def check_pods(simulation: Simulation) -> None:
+    """Raises `BadInput` for pods that no API server would take."""
+    for world in simulation.worlds():
+        if problem := gateway_problem(world.gateway):
+            raise BadInput(problem)
+    for step in _final(simulation):
+        if step.after is not None and step.action.ref.kind == "Deployment":
+            ref = step.action.ref
+            if found := list(problems(_template(step.after))):
+                raise BadInput(f"the pods of Deployment {ref.namespace}/{ref.name} are invalid: {'; '.join(found)}")
+
+
 # ---- out ----------------------------------------------------------------------------------------------------------
 
 
@@ -221,9 +238,7 @@ def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
     if not steps:
         yield "# nothing to do: the cluster is as the files ask"
     if explaining:
-        for key, notes in sorted(simulation.notes.items()):
-            yield from (f"# {key.kind} {key.namespace}/{key.name}: {note}" for note in notes)
-        yield from _model_notes(simulation)
+        yield from _notes(simulation)
     yield from _newer_template(simulation)
     if steps:
         counts = {verb: sum(step.verb == verb for step in steps) for verb in ("create", "change", "scale", "delete")}
@@ -231,12 +246,27 @@ def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
 
 
 def _diff(step: SimulatedStep, explaining: bool) -> Iterator[str]:
+    yield from _why(step, explaining)
     ref = step.action.ref
-    name = f"{ref.kind} {ref.namespace}/{ref.name}"
-    yield f"# {step.verb} {name}: {step.action.why}"
+    yield from _lines(_clean(step.before), _clean(step.after), f"{ref.kind} {ref.namespace}/{ref.name}")
+
+
+def _why(step: SimulatedStep, explaining: bool) -> Iterator[str]:
+    ref = step.action.ref
+    yield f"# {step.verb} {ref.kind} {ref.namespace}/{ref.name}: {step.action.why}"
     if explaining and isinstance(step.action, Apply) and step.action.drift:
         yield f"#   changed by somebody else: {', '.join(step.action.drift)}"
-    yield from _lines(_clean(step.before), _clean(step.after), name)
+
+
+def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:
+    """What would be there, as YAML; what explains it stands in comments."""
+    for step in _final(simulation):
+        if explaining:
+            yield from _why(step, explaining)
+        if step.after is not None:
+            yield from ("---", yaml.safe_dump(_unowned(step.after), sort_keys=False).rstrip())
+    if explaining:
+        yield from _notes(simulation)
 
 
 def _newer_template(simulation: Simulation) -> Iterator[str]:
@@ -277,8 +307,23 @@ def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[s
     yield from difflib.unified_diff(old, new, *heads, lineterm="")
 
 
+def _notes(simulation: Simulation) -> Iterator[str]:
+    """What led to no action, what somebody should know, and how the models fare."""
+    yield from (f"# {about}: {note}" for about, notes in sorted(_told(simulation).items()) for note in notes)
+    yield from _model_notes(simulation)
+
+
+def _told(simulation: Simulation) -> dict[str, list[str]]:
+    told = {f"{key.kind} {key.namespace}/{key.name}": list(notes) for key, notes in simulation.notes.items() if notes}
+    for world in simulation.worlds():
+        warnings = [f"warning {reason}: {with_fix(reason, text)}" for reason, text in cautions(world)]
+        if warnings:
+            told.setdefault(f"pool {world.pool.namespace}/{world.pool.name}", []).extend(warnings)
+    return told
+
+
 def _model_notes(simulation: Simulation) -> Iterator[str]:
-    pools = list(simulation.pools())
+    pools = [world.pool for world in simulation.worlds()]
     for namespace in sorted({pool.namespace for pool in pools}):
         found = simulation.objects(API_VERSION, MODEL, namespace)
         models = [InferenceModel.from_object(observed.object) for observed in found]
@@ -302,8 +347,7 @@ def _report(simulation: Simulation) -> Object:
         }
         for step in _final(simulation)
     ]
-    notes = {f"{key.kind} {key.namespace}/{key.name}": notes for key, notes in simulation.notes.items() if notes}
-    return {"steps": steps, "notes": notes}
+    return {"steps": steps, "notes": _told(simulation)}
 
 
 def _clean(obj: Object | None) -> Object | None:

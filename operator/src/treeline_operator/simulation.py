@@ -14,9 +14,10 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.store import Store
+from treeline_operator.plan.diff import merge_key, merge_keys
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.world import Key, Observed, Platform, Ref
+from treeline_operator.world import Key, Observed, Platform, PoolWorld, Ref
 
 Object = dict[str, Any]
 
@@ -57,6 +58,8 @@ class Simulation:
     steps: list[SimulatedStep] = field(default_factory=list)
     notes: dict[Key, tuple[str, ...]] = field(default_factory=dict)
     _store: Store = field(default_factory=Store)
+    _applied: dict[Ref, Object] = field(default_factory=dict)
+    """What the operator has applied last."""
     _version: int = 1
 
     def put(self, obj: Object) -> None:
@@ -79,6 +82,14 @@ class Simulation:
         observed = self._store.get(ref)
         return None if observed is None else observed.object
 
+    def recall(self) -> None:
+        """Take for what the operator has applied so far what it would apply for the pools as they are."""
+        past = Simulation(self.platform, self.now)
+        for ref, _ in sorted(self._store.pools()):
+            past.put(self.get(ref) or {})
+        past.run()
+        self._applied = past._applied
+
     def run(self) -> bool:
         """Plan and do until there is nothing to do; False if that does not come to an end, which is a defect."""
         observer = Observer(self._store, self.platform)
@@ -96,17 +107,17 @@ class Simulation:
                 return True
         return False
 
-    def pools(self) -> Iterator[InferencePool]:
-        """The pools, typed."""
+    def worlds(self) -> Iterator[PoolWorld]:
+        """The pools, each with what is there for it."""
         observer = Observer(self._store, self.platform)
         for ref, _ in sorted(self._store.pools()):
             pool = observer.pool(ref.namespace, ref.name)
             if isinstance(pool, InferencePool):
-                yield pool
+                yield observer.pool_world(pool, self.now)
 
     def with_template_version(self, version: int) -> Simulation:
         """A copy in which every pool asks for at least this version of the pod template."""
-        other = replace(self, steps=[], notes={}, _store=copy.deepcopy(self._store))
+        other = replace(self, steps=[], notes={}, _store=copy.deepcopy(self._store), _applied=dict(self._applied))
         for ref, _ in sorted(self._store.pools()):
             obj = self.get(ref)
             assert obj is not None
@@ -128,7 +139,8 @@ class Simulation:
         after: Object | None = None
         match action:
             case Apply():
-                after = action.object if before is None else merged(before, action.object)
+                after = merged(before, self._applied.get(action.ref), action.object)
+                self._applied[action.ref] = action.object
             case CreateKeys():
                 after = action.object
             case Scale() if before is not None:
@@ -146,19 +158,28 @@ class Simulation:
         return self._version
 
 
-def merged(there: Any, applied: Any) -> Any:
-    """What server-side apply makes of an object: our fields as we say, the others as they are.
-
-    Lists of named things are merged by name, others replaced. What we stop to apply is not removed here.
+def merged(there: Any, before: Any, applied: Any, keys: tuple[str, ...] = ()) -> Any:
+    """What server-side apply makes of an object: our fields as we say, those of others as they are, and without what we
+    applied `before` and leave out now. `keys` are the names of the fields on the way to this one.
     """
-    if isinstance(there, dict) and isinstance(applied, dict):
-        return {**there, **{name: merged(there.get(name), value) for name, value in applied.items()}}
-    if _is_named(there) and _is_named(applied):
-        ours = {item["name"]: item for item in applied}
-        kept = [item for item in there if item["name"] not in ours]
-        before = {item["name"]: item for item in there}
-        return [merged(before.get(name), item) for name, item in ours.items()] + kept
-    return applied
+    if isinstance(applied, dict):
+        have, had = (one if isinstance(one, dict) else {} for one in (there, before))
+        made = {}
+        for name, value in have.items():
+            if name in applied:
+                made[name] = merged(value, had.get(name), applied[name], (*keys, name))
+            elif name not in had:
+                made[name] = value
+            elif isinstance(value, dict | list) and (left := merged(value, had[name], type(value)(), (*keys, name))):
+                made[name] = left
+        return made | {name: value for name, value in applied.items() if name not in have}
+    merge_by = merge_keys(keys, applied) if isinstance(applied, list) else None
+    if merge_by is None or not isinstance(there, list):
+        return applied
+    have, had = ({merge_key(item, merge_by): item for item in one or ()} for one in (there, before))
+    ours = {merge_key(item, merge_by): item for item in applied}
+    changed = [merged(have.get(key), had.get(key), item, keys) for key, item in ours.items()]
+    return changed + [item for key, item in have.items() if key not in ours and key not in had]
 
 
 def marked(pod: Object, mark: Mark) -> Object:
@@ -171,7 +192,3 @@ def marked(pod: Object, mark: Mark) -> Object:
         "annotations": {**kept, **mark.annotations},
     }
     return {**pod, "metadata": {**meta, **marks}}
-
-
-def _is_named(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "name" in item for item in value)

@@ -113,6 +113,17 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
+def _fragment(text: str) -> dict[str, Any]:
+    """A fragment of a PodTemplate, or argparse's complaint."""
+    try:
+        found = json.loads(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
+        raise argparse.ArgumentTypeError("not a fragment of a PodTemplate, which has metadata and spec")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
@@ -153,6 +164,15 @@ class Platform:
         either=True,
         help="let those also to the API ports of vllm, sglang and custom engines, which serve metrics there and all "
         "else with them (default: no)",
+    )
+    epp_template: dict[str, Any] | None = setting(
+        None,
+        metavar="JSON",
+        parse=_fragment,
+        help="fragment of a PodTemplate for the pods of all pickers, over which pools lay their own (default: none)",
+    )
+    edge_template: dict[str, Any] | None = setting(
+        None, metavar="JSON", parse=_fragment, help="the same for the pods of all Envoys (default: none)"
     )
     picker_probe: bool = setting(
         True,

@@ -168,6 +168,28 @@ REFUSED_POOLS = [
         "{model: {uri: hf://o/n, name: m}, engine: {type: vllm, adapters: [{name: m, uri: hf://o/a}]}}",
         "an adapter has the name of the model",
     ),
+    *(
+        (shape.format(template), says)
+        for shape in ("endpointPicker: {{template: {}}}", "gateway: {{standalone: {{template: {}}}}}")
+        for template, says in (
+            ("{metadata: {labels: {treeline.dev/x: y}}}", "labels of treeline.dev on pods are the operator's"),
+            ("{metadata: {annotations: {treeline.dev/kv-events-port: '1'}}}", "annotations of treeline.dev and"),
+            ("{metadata: {labels: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
+            ("{metadata: {annotations: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
+        )
+    ),
+    ("engine: {args: [--port, '9000']}", "--port (engine.port)"),
+    ("engine: {args: [--log-level, debug, --served-model-name=x]}", "--served-model-name (model.name)"),
+    *(
+        (f"{{model: {{uri: hf://o/n}}, engine: {{type: {engine}, {more}}}}}", says)
+        for engine, more, says in (
+            ("vllm", "args: [--port=1]", "the operator says these flags to engine vllm"),
+            ("vllm", "args: [--served_model_name, x]", "--served-model-name (model.name)"),
+            ("sglang", "args: [--model-path=/x]", "the operator says these flags to engine sglang"),
+            ("vllm", "tensorParallel: 1, args: [-tp, '2']", "so does tensorParallel: remove one of them"),
+            ("sglang", "args: [--lora-paths, x=/x], adapters: [{name: a, uri: hf://o/a}]", "name all of them there"),
+        )
+    ),
     ("gateway: {standalone: {}, parentRefs: [{name: g}]}", "remove standalone, or remove parentRefs"),
     ("gateway: {hostnames: [a.example]}", "remove hostnames, or set parentRefs"),
     ("gateway: {parentRefs: [{name: g}, {name: g}]}", "a parent is named twice"),
@@ -357,6 +379,8 @@ HOSTILE_STRINGS = [
 """Every string of a user's that stands in a command line, a path, a label, a header or an environment."""
 ACCEPTED_POOLS = [
     "",
+    "engine: {args: [--ports, --log-level, debug, --admin-host=0.0.0.0, --served]}",
+    "{model: {uri: hf://o/n}, engine: {type: vllm, args: [-tp, '2', --max-model-len=9], contextLength: 8}}",
     "model: {uri: pvc://claim}",
     "model: {uri: pvc://claim/a/b.c}",
     "model: {uri: 'hf://Qwen/Qwen3@refs/pr/1', tokenSecretRef: {name: hf, key: t}, size: 2Gi, cache: {size: 2Gi}}",

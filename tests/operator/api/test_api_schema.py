@@ -78,9 +78,13 @@ def test_every_field_is_structural_typed_and_explained(schema):
 
 def test_unknown_fields_are_kept_in_foreign_fragments_only():
     kept = [path for path, node in nodes(POOL) if node.get("x-kubernetes-preserve-unknown-fields")]
+    inner = ("", *(f".{name}[]" for name in ("containers", "initContainers", "volumes")))
     assert kept == [
-        ".spec.template.spec",
-        *(f".spec.template.spec.{name}[]" for name in ("containers", "initContainers", "volumes")),
+        *(
+            f".spec.{pods}template.spec{name}"
+            for pods in ("", "endpointPicker.", "gateway.standalone.")
+            for name in inner
+        ),
         ".spec.autoscaling.hpa.metrics[]",
         ".spec.autoscaling.hpa.behavior",
         ".spec.autoscaling.keda.triggers[]",

@@ -234,10 +234,12 @@ PRIVILEGED = [
 
 @pytest.mark.parametrize(("fragment", "message"), PRIVILEGED)
 def test_pods_that_own_the_node_need_the_namespace_s_leave(control_plane, judged, namespace, fragment, message):
-    obj = pool("privileged", json.dumps({"template": {"spec": yaml.safe_load(fragment)}}))
-    said = until_said(control_plane, judged, obj, message)
-    assert "remove them from spec.template, or label the namespace treeline.dev/allow-privileged=true" in said
-    assert attempt(control_plane, namespace, obj).is_success, "elsewhere the policy does not hold"
+    template = {"template": {"spec": yaml.safe_load(fragment)}}
+    for spec in (template, {"endpointPicker": template}, {"gateway": {"standalone": template}}):
+        obj = pool("privileged", json.dumps(spec))
+        said = until_said(control_plane, judged, obj, message)
+        assert "remove them from the template, or label the namespace treeline.dev/allow-privileged=true" in said
+        assert attempt(control_plane, namespace, obj).is_success, "elsewhere the policy does not hold"
 
 
 def test_a_harmless_template_is_let_through(control_plane, judged):

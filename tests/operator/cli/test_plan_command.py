@@ -106,6 +106,38 @@ def test_an_edit_is_shown_as_a_change_of_few_lines(tmp_path: Path) -> None:
     assert "3 replicas wanted" in text
 
 
+SECURED = """
+  gateway:
+    standalone:
+      serviceType: LoadBalancer
+      apiKeysSecretRef: {name: clients}
+      tls: {secretRef: {name: certificate}}
+      pickerTls: {secretRef: {name: of-the-picker}}
+      annotations: {cloud.example/type: nlb}
+  tracing: {endpoint: "http://collector:4317"}
+  endpointPicker: {replicas: 2, failureMode: FailClose}
+  engine: {port: 9000}
+"""
+
+
+@pytest.mark.parametrize("off", ["tls: {secretRef: {name: certificate}}", "apiKeysSecretRef: {name: clients}", ""])
+def test_what_is_taken_out_of_a_pool_is_gone_from_what_would_be(off: str, tmp_path: Path) -> None:
+    """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
+    whole = AFTER + SECURED
+    less = whole.replace(f"{off}\n", "\n") if off else AFTER
+    assert less != whole
+    observed = as_cluster(tmp_path, whole)
+    file = write(tmp_path / "p.yaml", less)
+    fresh = {(o["kind"], o["metadata"]["name"]): o for o in yaml.safe_load_all(plan("-f", file, "-o", "yaml"))}
+    changed = list(yaml.safe_load_all(plan("-f", file, "--observed", str(observed), "-o", "yaml")))
+    assert changed
+    for obj in changed:
+        alone = fresh[obj["kind"], obj["metadata"]["name"]]
+        for part in obj.keys() - {"metadata"}:
+            assert obj[part] == alone[part], (obj["kind"], obj["metadata"]["name"])
+        assert obj["metadata"].get("annotations") == alone["metadata"].get("annotations")
+
+
 def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
     two = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 2')
     observed = as_cluster(tmp_path, two)
@@ -199,6 +231,23 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         (AFTER + TEMPLATE + "{metadata: []}", "spec.template: metadata must be a map"),
         (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
         (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
+        (AFTER + TEMPLATE + "{spec: {nodeSelectr: {a: b}}}", "spec.nodeSelectr: there is no such field"),
+        (
+            AFTER + "  endpointPicker: {template: {spec: {nodeSelectr: {}}}}",
+            "default/treeline-epp are invalid: spec.nodeS",
+        ),
+        (AFTER + "  endpointPicker: {template: {spec: {securityContext: []}}}", "securityContext must be a map"),
+        (AFTER + TEMPLATE + "{spec: {node_selector: {a: b}}}", "spec.node_selector: there is no such field"),
+        (AFTER + TEMPLATE + "{spec: {priority: high}}", "spec.priority: Input should be a valid integer"),
+        (AFTER + TEMPLATE + "{spec: {restartPolicy: Never}}", "spec.restartPolicy: a Deployment's pods have Always"),
+        (AFTER + RUNTIME + "livenessProbe: {periodSecs: 3}}]}}", "livenessProbe.periodSecs: there is no such field"),
+        (
+            AFTER + RUNTIME + "resources: {limits: {memory: 1Mi}}}]}}",
+            "512Mi of memory are requested and limited to 1Mi",
+        ),
+        (AFTER + RUNTIME + "resources: {limits: {memory: 1GB}}}]}}", "'1GB' is no quantity"),
+        (AFTER + RUNTIME + "volumeMounts: [{name: x, mountPath: /x}]}]}}", "there is no volume x"),
+        (AFTER + TEMPLATE + "{spec: {containers: [{name: runtme}]}}", "spec.containers[runtme]: image is required"),
         (
             POOL.replace("spec: {", "spec: {engine: {tensorParallel: 2}, "),
             "p.yaml: spec.engine.tensorParallel: ",
@@ -212,6 +261,23 @@ def test_bad_input_is_refused_with_file_document_and_field(
     said = capsys.readouterr().err
     assert complaint in said
     assert "Traceback" not in said
+
+
+def test_what_explains_a_plan_stands_in_the_yaml_as_comments_with_warnings(tmp_path: Path) -> None:
+    loud = (
+        AFTER
+        + "  gateway: {standalone: {serviceType: LoadBalancer}}\n"
+        + RUNTIME
+        + "resources: {limits: {cpu: 0.5}}}]}}\n"
+    )
+    file = write(tmp_path / "p.yaml", loud)
+    text = plan("-f", file, "--explain", "-o", "yaml")
+    assert list(yaml.safe_load_all(text)) == list(yaml.safe_load_all(plan("-f", file, "-o", "yaml")))
+    assert "# create Deployment default/a-" in text
+    warning = "pool default/a: warning GatewayOpen: gateway treeline is ready; its load balancer has no"
+    assert f"# {warning}" in text
+    assert f"# {warning}" in plan("-f", file, "--explain")
+    assert json.loads(plan("-f", file, "-o", "json"))["notes"]["pool default/a"][0].startswith("warning GatewayOpen")
 
 
 def test_files_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,14 +305,34 @@ def test_secrets_are_not_looked_at(tmp_path: Path) -> None:
     assert "aHVzaA" not in text
 
 
-def test_merging_keeps_what_is_not_ours() -> None:
-    there = {"a": 1, "list": [{"name": "x", "v": 1, "w": 2}, {"name": "mesh"}], "plain": [1, 2]}
-    ours = {"b": 2, "list": [{"name": "x", "v": 3}], "plain": [3]}
-    assert merged(there, ours) == {
+def test_lists_are_merged_by_the_keys_of_kubernetes() -> None:
+    there = {
+        "a": 1,
+        "labels": {"ours": "1", "theirs": "2"},
+        "containers": [{"name": "x", "image": "1", "tty": True}, {"name": "mesh"}, {"name": "gone"}],
+        "ports": [{"name": "old", "containerPort": 1, "protocol": "TCP"}, {"containerPort": 2}],
+        "tolerations": [{"key": "a"}],
+        "args": [1, 2],
+    }
+    before = {
+        "labels": {"ours": "1"},
+        "containers": [{"name": "x"}, {"name": "gone"}],
+        "args": [1, 2],
+        "tolerations": [],
+    }
+    ours = {
+        "b": 2,
+        "containers": [{"name": "x", "image": "3"}],
+        "ports": [{"name": "new", "containerPort": 1}],
+        "tolerations": [{"key": "b"}],
+    }
+    assert merged(there, before, ours) == {
         "a": 1,
         "b": 2,
-        "list": [{"name": "x", "v": 3, "w": 2}, {"name": "mesh"}],
-        "plain": [3],
+        "labels": {"theirs": "2"},
+        "containers": [{"name": "x", "image": "3", "tty": True}, {"name": "mesh"}],
+        "ports": [{"name": "new", "containerPort": 1, "protocol": "TCP"}, {"containerPort": 2}],
+        "tolerations": [{"key": "b"}],
     }
 
 

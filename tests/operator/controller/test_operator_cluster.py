@@ -188,16 +188,36 @@ async def test_a_child_that_somebody_deletes_comes_back(room: Room) -> None:
         await room.until(back, "the Service to be made anew")
 
 
-async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(room: Room) -> None:
+BAD = (
+    ("terminationMessagePolicy", {"containers": [{"name": "runtime", "terminationMessagePolicy": "Sometimes"}]}),
+    ("nodeSelectr", {"nodeSelectr": {"disk": "fast"}}),
+    ("containers[0].livenessProb", {"containers": [{"name": "runtime", "livenessProb": None, "livenessProbes": {}}]}),
+    ("priority", {"priority": "high"}),
+)
+
+
+@pytest.mark.parametrize(("field", "bad"), BAD, ids=[field for field, _ in BAD])
+async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(
+    room: Room, field: str, bad: dict[str, Any]
+) -> None:
     async with operator(room.plane.admin, room.namespace):
-        bad = {"spec": {"containers": [{"name": "runtime", "terminationMessagePolicy": "Sometimes"}]}}
-        await room.create_pool("a", template=bad)
+        await room.create_pool("a", template={"spec": bad})
         pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told")
-        assert "terminationMessagePolicy" in condition(pool, "Ready")["message"]
+        assert field.rpartition(".")[2] in condition(pool, "Ready")["message"]
         assert await room.get(f"{SERVICES}/a-pods"), "the other children are there"
         await room.patch(f"{POOLS}/a", {"spec": {"template": None}})
         await settled(room)
         await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
+
+
+async def test_a_template_of_pickers_that_is_refused_is_told_and_keeps_nothing_else_back(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace):
+        await room.create_pool("a", endpointPicker={"template": {"spec": {"nodeSelectr": {"disk": "fast"}}}})
+        pool = await room.until(lambda: reason(room, "a", "EndpointPickerReady", "TemplateInvalid"), "the refusal")
+        assert "nodeSelectr" in condition(pool, "EndpointPickerReady")["message"]
+        await room.until(lambda: room.get(f"{DEPLOYMENTS}/treeline-edge"), "Envoy all the same")
+        await room.patch(f"{POOLS}/a", {"spec": {"endpointPicker": {"template": None}}})
+        await settled(room)
 
 
 async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(room: Room, tmp_path: Path) -> None:

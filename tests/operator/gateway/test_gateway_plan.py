@@ -326,3 +326,89 @@ def test_prometheus_is_told_of_the_picker_where_it_can_be_and_the_monitor_outliv
     ).items()
     for platform in (able, Platform()):
         assert plan_gateway(cluster.world(*pools, platform=platform)).actions == ()
+
+
+# ---- fragments of templates -----------------------------------------------------------------------------------
+
+FRAGMENT: dict[str, Any] = {
+    "metadata": {"labels": {"team": "search", "app.kubernetes.io/managed-by": "me"}, "annotations": {"a": "b"}},
+    "spec": {
+        "nodeSelector": {"disk": "fast"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "priorityClassName": "high",
+        "terminationGracePeriodSeconds": 1,
+    },
+}
+
+
+def with_templates(**main: Any) -> dict[str, Any]:
+    """A spec with the fragment for pickers and Envoys, and `main` for their containers."""
+
+    def fragment(name: str) -> dict[str, Any]:
+        return {**FRAGMENT, "spec": {**FRAGMENT["spec"], "containers": [{"name": name, **main}]}}
+
+    return {
+        "endpointPicker": {"template": fragment("epp")},
+        "gateway": {"standalone": {"template": fragment("edge")}},
+    }
+
+
+@pytest.mark.parametrize("name", ["treeline-epp", "treeline-edge"])
+def test_pickers_and_envoys_take_fragments_as_runtimes_do(name: str) -> None:
+    plain = converged(pool("a")).get("Deployment", name)
+    cluster = converged(pool("a", **with_templates(env=[{"name": "MORE", "value": "1"}])))
+    made = cluster.get("Deployment", name)["spec"]["template"]
+    ours = plain["spec"]["template"]
+    assert made["metadata"]["annotations"] == {"a": "b"}
+    assert made["metadata"]["labels"] == {"team": "search", **made["metadata"]["labels"]}
+    assert made["metadata"]["labels"]["app.kubernetes.io/managed-by"] == names.MANAGER
+    spec = made["spec"]
+    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"disk": "fast"}, "high")
+    assert spec["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert spec["terminationGracePeriodSeconds"] == ours["spec"]["terminationGracePeriodSeconds"]
+    (main,) = spec["containers"]
+    (before,) = ours["spec"]["containers"]
+    assert main["env"] == [*before.get("env", []), {"name": "MORE", "value": "1"}]
+    assert main["ports"] == before["ports"]
+
+
+def test_the_operators_own_fragment_is_laid_under_the_pools() -> None:
+    default = {"spec": {"nodeSelector": {"disk": "slow", "zone": "a"}}}
+    roomy = {"spec": {"containers": [{"name": "edge", "resources": {"limits": {"memory": "3Gi", "cpu": "3"}}}]}}
+    platform = Platform(epp_template=default, edge_template=roomy)
+
+    def made(name: str, **spec: Any) -> dict[str, Any]:
+        cluster = Cluster()
+        cluster.converge(pool("a", **spec), platform=platform)
+        found: dict[str, Any] = cluster.get("Deployment", name)["spec"]["template"]["spec"]
+        return found
+
+    assert made("treeline-epp")["nodeSelector"] == {"disk": "slow", "zone": "a"}
+    assert made("treeline-epp", **with_templates())["nodeSelector"] == {"disk": "fast", "zone": "a"}
+    (envoy,) = made("treeline-edge")["containers"]
+    assert envoy["resources"]["limits"] == {"memory": "3Gi", "cpu": "3"}
+    assert "--concurrency=3" in envoy["args"], "Envoy counts on what it is given in the end"
+    asked = {"gateway": {"standalone": {"resources": {"limits": {"memory": "2Gi"}}}}}
+    (envoy,) = made("treeline-edge", **asked)["containers"]
+    assert envoy["resources"]["limits"] == {"memory": "2Gi"}, "what a pool's field says wins"
+
+
+@pytest.mark.parametrize("name", ["treeline-epp", "treeline-edge"])
+def test_a_fragment_that_changes_rolls_the_pods_and_one_that_makes_no_sense_does_not(name: str) -> None:
+    cluster = converged(pool("a"))
+    before = cluster.get("Deployment", name)["spec"]["template"]
+    bad = pool("a", **with_templates(ports=[{"name": "x"}]))
+    plan = plan_gateway(cluster.world(bad))
+    assert not [action for action in plan.actions if action.ref.name == name]
+    assert any(f"Deployment {name} stays as it is: template: every item of ports" in note for note in plan.notes)
+    cluster.converge(bad)
+    assert cluster.get("Deployment", name)["spec"]["template"] == before
+    cluster.converge(pool("a", **with_templates()))
+    assert cluster.get("Deployment", name)["spec"]["template"] != before
+
+
+def test_of_two_pools_fragments_the_one_that_does_not_hold_is_told() -> None:
+    shared = share([pool("a", **with_templates()), pool("b", created=3)])["treeline"]
+    told = shared.conflicts["b"]
+    assert "endpointPicker.template.spec.nodeSelector.disk is unset here, fast in pool a (older)" in told
+    assert any(text.startswith("gateway.standalone.template.spec.tolerations is unset here") for text in told)

@@ -23,6 +23,7 @@ from treeline_operator.api.conditions import Reason
 from treeline_operator.status import causes as causes_module
 from treeline_operator.status.causes import diagnose, percent, size
 from treeline_operator.status.pool import refusal
+from treeline_runtime.download import ModelNotFound, resolve_model
 
 POOL = pool()
 
@@ -83,6 +84,22 @@ def test_the_same_trouble_in_other_words_is_told_in_those_of_most_pods():
         for n, text in enumerate(words)
     ]
     assert "last words: two" in diagnose(pods)[0].detail
+
+
+def test_what_our_runtime_says_where_there_is_no_model_is_known(tmp_path):
+    """Of no folder, of an empty one, of a file, and of one without weights."""
+    (file := tmp_path / "file").touch()
+    (empty := tmp_path / "empty").mkdir()
+    (half := tmp_path / "half").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (half / name).write_text("{}")
+    for path in (tmp_path / "nope", empty, file, half):
+        with pytest.raises(ModelNotFound) as said:
+            resolve_model(str(path))
+        words = f"INFO    http        listening\ntreeline serve: error: {said.value}\n"
+        status = runtime(BACK_OFF, restartCount=1, lastState=ended(1, message=words))
+        (cause,) = diagnose([pod(POOL, POD, **status).object])
+        assert cause.reason is Reason.WEIGHTS_MISSING, words
 
 
 def test_a_long_last_line_is_cut():

@@ -187,8 +187,9 @@ class Reason(StrEnum):
     )
     TEMPLATE_INVALID = _needs_you(
         "TemplateInvalid",
-        "The pods rendered with spec.template are no valid pods.",
-        "Correct the field of spec.template that the message names.",
+        "The pods rendered with a template (spec.template, endpointPicker.template, gateway.standalone.template or the "
+        "chart's templates) are no valid pods.",
+        "Correct the field of the template that the message names.",
     )
     SCALED_TO_ZERO = _passes(
         "ScaledToZero",
@@ -227,7 +228,7 @@ class Reason(StrEnum):
     MODEL_NOT_SERVED = _needs_you(
         "ModelNotServed",
         "The pods answer to other model names than the pool's.",
-        "Set model.name to a name that the engine serves, or tell the engine the name by engine.args.",
+        "Set model.name to a name that the engine serves; an engine custom is told the name by engine.args.",
         patience_s=15,
     )
     # The picker
@@ -385,6 +386,17 @@ class Reason(StrEnum):
         "The engine is started with arguments that the picker would have to know: prompts are not found in its caches, "
         "or it cannot be asked.",
         "Remove them from engine.args and use the fields that the message names.",
+    )
+    ARGS_OVERRIDE = _needs_you(
+        "ArgsOverride",
+        "A setting stands in a field of the engine and in engine.args; what the arguments say holds.",
+        "Remove the flags that the message names from engine.args, or the fields.",
+    )
+    TEMPLATE_OVERRULED = _needs_you(
+        "TemplateOverruled",
+        "spec.template says something of the pods that it cannot change: labels and ports by which they are found, or "
+        "less time than they need to drain.",
+        "Remove the fields that the message names from spec.template; drain.timeoutSeconds and engine.port set theirs.",
     )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")

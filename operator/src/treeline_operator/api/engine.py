@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, StringConstraints
@@ -54,6 +54,36 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 what they refuse."""
 
 
+OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
+    "treeline": {
+        "--model": "model.uri",
+        "--served-model-name": "model.name",
+        "--port": "engine.port",
+        "--drain-timeout": "drain.timeoutSeconds",
+        "--device": "accelerator.type",
+        **dict.fromkeys(("--host", "--metrics-host", "--metrics-port", "--curve-dir", "--pre-stop"), ""),
+    },
+    "sglang": {
+        "--model-path": "model.uri",
+        "--model": "model.uri",
+        "--served-model-name": "model.name",
+        "--port": "engine.port",
+        **dict.fromkeys(("--host", "--kv-events-config", "--load-publish-endpoint", "--admin-api-key"), ""),
+    },
+    "vllm": {
+        "--model": "model.uri",
+        "--served-model-name": "model.name",
+        "--port": "engine.port",
+        "--shutdown-timeout": "drain.timeoutSeconds",
+        **dict.fromkeys(("--host", "--uds", "--kv-events-config"), ""),
+    },
+}
+"""Flags that an engine is always started with and that would hold if `args` said them again, each with its field: pods
+would be looked for elsewhere, or would not be what the field says."""
+ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
+TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
+
+
 KV_PORTS: Final = frozenset({ports.EVENTS, ports.REPLAY, ports.LOAD})
 
 
@@ -75,6 +105,21 @@ def _word_rule(setting: str, words: tuple[str, ...]) -> Rule:
         f"self.type != 'treeline' || !has(self.{setting}) || self.{setting} in {list(words)}",
         f"engine treeline takes {_listed(words, 'or')} as {setting}: choose one of them, or remove it",
         field=f".{setting}",
+    )
+
+
+def _args_say(flags: Iterable[str]) -> str:
+    """CEL: whether `args` has one of these flags. vLLM takes `_` for `-` in them."""
+    names = "|".join(flag[:2] + flag[2:].replace("-", "[-_]") for flag in flags)
+    return f"has(self.args) && self.args.exists(a, a.matches('^({names})(=|$)'))"
+
+
+def _own_flags_rule(engine: EngineType, flags: Mapping[str, str]) -> Rule:
+    listed = ", ".join(f"{flag} ({field})" if field else flag for flag, field in flags.items())
+    return forbidden(
+        f"self.type != '{engine}' || !({_args_say(flags)})",
+        f"the operator says these flags to engine {engine}: {listed}: remove them from args, and set the fields",
+        field=".args",
     )
 
 
@@ -144,6 +189,17 @@ class Engine(Part):
     RULES = (
         *(_setting_rule(setting, engines) for setting, engines in SETTINGS.items()),
         *(_word_rule(setting, words) for setting, words in WORDS.items()),
+        *(_own_flags_rule(engine, flags) for engine, flags in OWN_FLAGS.items()),
+        forbidden(
+            f"!has(self.tensorParallel) || !({_args_say(TENSOR_PARALLEL_FLAGS)})",
+            "args say over how many devices a layer is split, and so does tensorParallel: remove one of them",
+            field=".args",
+        ),
+        forbidden(
+            f"!has(self.adapters) || self.adapters.size() == 0 || !({_args_say(ADAPTER_FLAGS)})",
+            "args name adapters, and those of the field adapters would not be loaded: name all of them there",
+            field=".args",
+        ),
         Rule(
             "self.type != 'custom' || has(self.image)",
             "engine custom has no image of its own: set engine.image",

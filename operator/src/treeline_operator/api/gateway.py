@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints, WithJsonSchema
 from treeline_wire import tracing_env
 
 from treeline_operator.api.engine import Image, Text
@@ -25,6 +25,7 @@ from treeline_operator.api.parts import (
 )
 from treeline_operator.api.picker_policy import HEEDING, Policy, PolicyParameters, parameter_rules
 from treeline_operator.api.rules import Rule, forbidden
+from treeline_operator.api.template import template_rules, template_schema
 from treeline_operator.names import MAX_NAME
 
 
@@ -44,7 +45,7 @@ class PickerParameters(Part):
 class EndpointPicker(Part):
     """The picker, which chooses the pod for every request. Shared by the pools of a gateway."""
 
-    RULES = parameter_rules()
+    RULES = (*parameter_rules(), *template_rules())
 
     policy: Policy = "treeline"
     """How a pod of this pool is chosen. predicted_ttft, of which treeline is another name: by cached prefix and load.
@@ -64,6 +65,8 @@ class EndpointPicker(Part):
     """Resources of the picker's container."""
     image: Image | None = None
     """Image of the picker; absent means the operator's default."""
+    template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`epp` is the picker"))] | None = None
+    """Fragment of a PodTemplate, merged into the picker's pods: containers by name, the picker's is `epp`."""
 
     @property
     def chosen(self) -> str:
@@ -113,6 +116,7 @@ class Standalone(Part):
     """The Envoy that the operator runs. Shared by the pools of a gateway."""
 
     RULES = (
+        *template_rules(),
         forbidden(
             "!has(self.annotations)"
             " || self.annotations.all(k, !k.startsWith('treeline.dev/') && !k.startsWith('kubectl.kubernetes.io/'))",
@@ -137,6 +141,8 @@ class Standalone(Part):
     """Resources of Envoy's container."""
     image: Image | None = None
     """Image of Envoy; absent means the operator's default."""
+    template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`edge` is Envoy"))] | None = None
+    """Fragment of a PodTemplate, merged into Envoy's pods: containers by name, Envoy's is `edge`."""
     annotations: Annotated[dict[str, Text], Field(max_length=32)] = Field(default_factory=dict)
     """Annotations of the Service, for the cloud's load balancer."""
     api_keys_secret_ref: NamedRef | None = None

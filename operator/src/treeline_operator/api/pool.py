@@ -8,16 +8,13 @@ from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
 from treeline_wire import labels
 from typing_extensions import TypedDict
 
-from treeline_operator.api.engine import Accelerator, Engine
+from treeline_operator.api.engine import TENSOR_PARALLEL_FLAGS, Accelerator, Engine
 from treeline_operator.api.gateway import EndpointPicker, Gateway, Tracing
 from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain, Role, Rollout
 from treeline_operator.api.parts import (
     BY_TYPE,
     DOCUMENTED,
-    FOREIGN,
     LIST_MAP,
-    NO_QUALIFIED_NAME,
-    QUALIFIED_NAME_PATTERN,
     SHORT_NAME_PATTERN,
     Condition,
     ObjectMeta,
@@ -26,59 +23,22 @@ from treeline_operator.api.parts import (
 )
 from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.api.source import ModelSource
-from treeline_operator.names import DELETION_COST, MAX_NAME
+from treeline_operator.api.template import template_rules, template_schema
+from treeline_operator.names import MAX_NAME
 
 KIND: Final = "InferencePool"
 
-_NAMED: Final[dict[str, Any]] = {
-    "type": "array",
-    "maxItems": 64,
-    **LIST_MAP,
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string", "description": "Its name, by which it is merged.", "maxLength": 63}},
-        **FOREIGN,
-    },
-}
-_STRINGS: Final = {"type": "object", "maxProperties": 64, "additionalProperties": {"type": "string"}}
-_TEMPLATE: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {
-        "metadata": {
-            "type": "object",
-            "description": "Labels and annotations of the pods.",
-            "properties": {
-                "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
-                "annotations": {
-                    **_STRINGS,
-                    "description": "Annotations; those of treeline.dev are the operator's, but for those by which "
-                    "the pods of a custom engine tell where they publish KV events (docs/engines.md).",
-                },
-            },
-        },
-        "spec": {
-            "type": "object",
-            "description": "Fragment of a PodSpec.",
-            "properties": {
-                "containers": {
-                    **_NAMED,
-                    "description": "Containers; `runtime` is the engine's, others are added.",
-                },
-                "initContainers": {**_NAMED, "description": "Containers that run first."},
-                "volumes": {**_NAMED, "description": "Volumes."},
-            },
-            **FOREIGN,
-        },
-    },
-}
+_TEMPLATE: Final = template_schema(
+    "`runtime` is the engine's",
+    ", but for those by which the pods of a custom engine tell where they publish KV events (docs/engines.md)",
+)
 
 
 _OTHER_SPLITS: Final = ("--enable-dp-attention", "--data-parallel-size-local")
 """Flags under which copies share devices, or lie elsewhere."""
 _OWN_SPLITS: Final = frozenset(
     {
-        *("--tp", "--tp-size", "-tp", "--tensor-parallel-size"),
+        *TENSOR_PARALLEL_FLAGS,
         *("--pp-size", "-pp", "--pipeline-parallel-size"),
         *("-dpl", "--data-parallel-size-local"),
     }
@@ -88,15 +48,6 @@ _OWN_SPLITS: Final = frozenset(
 
 _TOLD_BY_CUSTOM: Final = [labels.KV_EVENTS_PORT, labels.KV_REPLAY_PORT, labels.KV_EVENTS_TOPIC]
 """Annotations by which the pods of a custom engine tell the picker where they publish what their caches hold."""
-
-
-def _keys_rule(which: Literal["labels", "annotations"]) -> Rule:
-    return Rule(
-        f"!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.{which})"
-        f" || self.template.metadata.{which}.all(k, k.matches('{QUALIFIED_NAME_PATTERN}'))",
-        NO_QUALIFIED_NAME,
-        field=f".template.metadata.{which}",
-    )
 
 
 class PoolSpec(Part):
@@ -156,21 +107,7 @@ class PoolSpec(Part):
             "every copy of the model needs its devices: set accelerator.count to tensorParallel times dataParallel",
             field=".accelerator.count",
         ),
-        forbidden(
-            "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.labels)"
-            " || self.template.metadata.labels.all(k, !k.startsWith('treeline.dev/'))",
-            "labels of treeline.dev on pods are the operator's: remove them from template.metadata.labels",
-            field=".template.metadata.labels",
-        ),
-        forbidden(
-            "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
-            " || self.template.metadata.annotations.all(k, k != "
-            f"'{DELETION_COST}' && (!k.startsWith('treeline.dev/')"
-            f" || (self.engine.type == 'custom' && k in {_TOLD_BY_CUSTOM})))",
-            f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
-            " remove them from template.metadata.annotations",
-            field=".template.metadata.annotations",
-        ),
+        *template_rules(f"self.engine.type == 'custom' && k in {_TOLD_BY_CUSTOM}"),
         forbidden(
             "!has(self.endpointPicker) || !has(self.endpointPicker.flowControl)"
             " || !has(self.endpointPicker.flowControl.fairnessHeader) || !has(self.gateway)"
@@ -178,8 +115,6 @@ class PoolSpec(Part):
             "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
             field=".endpointPicker.flowControl.fairnessHeader",
         ),
-        _keys_rule("labels"),
-        _keys_rule("annotations"),
         Rule(
             "self.engine.type != 'sglang' || !has(self.model.name) || !self.model.name.contains(':')",
             "engine sglang takes what follows ':' in a model's name for an adapter: choose a model.name without ':'",

@@ -66,7 +66,7 @@ def _differing(keys: tuple[str, ...], path: str, want: Any, have: Any) -> Iterat
         if not isinstance(have, list):
             yield path
             return
-        merge_by = _merge_keys(keys, want)
+        merge_by = merge_keys(keys, want)
         if merge_by is not None:
             yield from _differing_map(keys, path, want, have, merge_by)
         elif len(want) != len(have):
@@ -87,9 +87,9 @@ def _trimmed(keys: tuple[str, ...], value: Any) -> Any:
 def _differing_map(
     keys: tuple[str, ...], path: str, want: Any, have: list[Any], merge_by: tuple[str, ...]
 ) -> Iterator[str]:
-    found = {_key(item, merge_by): item for item in have if isinstance(item, dict)}
+    found = {merge_key(item, merge_by): item for item in have if isinstance(item, dict)}
     for item in want:
-        key = _key(item, merge_by)
+        key = merge_key(item, merge_by)
         shown = f"{path}[{','.join(str(part) for part in key)}]"
         if key in found:
             yield from _differing(keys, shown, item, found[key])
@@ -97,7 +97,8 @@ def _differing_map(
             yield shown
 
 
-def _merge_keys(keys: tuple[str, ...], items: Any) -> tuple[str, ...] | None:
+def merge_keys(keys: tuple[str, ...], items: Any) -> tuple[str, ...] | None:
+    """By which fields the API server merges a list at this path of keys; None for one that is replaced as a whole."""
     name = keys[-1] if keys else ""
     if name == "ports" and items and all(isinstance(item, dict) for item in items):
         if all("containerPort" in item for item in items):
@@ -106,7 +107,8 @@ def _merge_keys(keys: tuple[str, ...], items: Any) -> tuple[str, ...] | None:
     return _KEYS.get(name)
 
 
-def _key(item: dict[str, Any], merge_by: tuple[str, ...]) -> tuple[Any, ...]:
+def merge_key(item: dict[str, Any], merge_by: tuple[str, ...]) -> tuple[Any, ...]:
+    """What tells an item of such a list apart."""
     return tuple(item.get(name, _KEY_DEFAULTS.get(name)) for name in merge_by)
 
 

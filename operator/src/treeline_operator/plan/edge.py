@@ -7,10 +7,8 @@ import math
 from typing import Final
 
 from treeline_operator import envoy, names
-from treeline_operator.api.gateway import Standalone
-from treeline_operator.api.parts import Resources
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.gateway_common import GatewayContext, deployment, resources
+from treeline_operator.plan.gateway_common import GatewayContext, container_resources, deployment, resources
 from treeline_operator.plan.objects import (
     Object,
     container_port,
@@ -54,7 +52,7 @@ def inputs(context: GatewayContext) -> str:
         exclude_defaults=True,
         exclude_none=True,
         # Those are the Service's, the Deployment's and the picker's, and no part of a pod.
-        exclude={"service_type": True, "port": True, "annotations": True, "replicas": True}
+        exclude={"service_type": True, "port": True, "annotations": True, "replicas": True, "template": True}
         | {"limits": {"unanswered_requests"}},
     )
     picker = context.shared.picker
@@ -66,6 +64,7 @@ def inputs(context: GatewayContext) -> str:
         "maxBodyBytes": picker.parameters.max_body_bytes,
         "drain": context.drain_s,
         "domain": context.platform.cluster_domain,
+        **context.fragments_hash("edge"),
     }
     if context.shared.has_clients and not context.shared.kept_apart:
         made_from["isolation"] = "Shared"
@@ -193,7 +192,7 @@ def arguments(context: GatewayContext) -> list[str]:
         f"--config={CONFIG_DIR}/envoy.json",
         f"--drain-timeout={context.drain_s}",
         f"--linger={_LINGER_S}",
-        f"--concurrency={_workers(settings)}",
+        f"--concurrency={_workers(context)}",
     ]
     if settings.api_keys_secret_ref is not None:
         words += [f"--keys-dir={KEYS_DIR}", f"--keys-file={KEYS_FILE}"]
@@ -209,11 +208,11 @@ def _resources(context: GatewayContext) -> Object:
 
 def _memory_limit(context: GatewayContext) -> int:
     """Bytes of the container's memory limit: the one given, else enough for some bodies at once."""
-    asked = context.shared.edge.resources or Resources()
-    given = quantity(asked.limits.get("memory"))
+    asked = container_resources(context, "edge", context.shared.edge.resources)
+    given = quantity(asked["limits"].get("memory"))
     if given is not None:
         return int(given)
-    requested = quantity(asked.requests.get("memory")) or 0
+    requested = quantity(asked["requests"].get("memory")) or 0
     return max(_MEMORY_LIMIT, _BODIES * _body_limit(context), int(requested))
 
 
@@ -231,8 +230,8 @@ def _engines(context: GatewayContext) -> tuple[str, ...]:
     return tuple(sorted({pool.spec.engine.type for pool in context.pools}))
 
 
-def _workers(settings: Standalone) -> int:
+def _workers(context: GatewayContext) -> int:
     """Envoy's threads: as many as its CPUs. It would take the node's number, not the container's."""
-    asked = settings.resources or Resources()
-    number = quantity(asked.limits.get("cpu") or asked.requests.get("cpu"))
+    asked = container_resources(context, "edge", context.shared.edge.resources)
+    number = quantity(asked["limits"].get("cpu") or asked["requests"].get("cpu"))
     return _WORKERS if number is None else max(1, math.ceil(number))

@@ -48,13 +48,14 @@ def inputs(context: GatewayContext) -> str:
         exclude_defaults=True,
         exclude_none=True,
         # Envoy decides what happens without a picker, and replicas are no part of a pod.
-        exclude={"failure_mode", "replicas"},
+        exclude={"failure_mode", "replicas", "template"},
     )
     made_from: Object = {
         "gateway": context.gateway,
         "picker": picker,
         "mode": context.shared.mode,
         "drain": context.drain_s,
+        **context.fragments_hash("epp"),
     }
     if context.shared.salts:
         # Clients are kept apart by the picker alone then: one of a former version, which cannot, is not left as it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from treeline_operator import names
@@ -12,6 +12,7 @@ from treeline_operator.plan import edge, epp
 from treeline_operator.plan.diff import applying, prune
 from treeline_operator.plan.facts import annotation, find, is_observed, label
 from treeline_operator.plan.gateway_common import (
+    Component,
     GatewayContext,
     ImageDecision,
     decide_image,
@@ -19,6 +20,7 @@ from treeline_operator.plan.gateway_common import (
     service_account,
 )
 from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
+from treeline_operator.plan.merge import TemplateInvalid
 from treeline_operator.plan.network import gateway_policies
 from treeline_operator.plan.objects import POD_MONITOR, manifest, pod_monitor
 from treeline_operator.plan.shared_gateway import SharedGateway, share
@@ -220,7 +222,7 @@ class _Planning:
         images, settings = context.platform.images, context.shared.picker
         decided = decide_image(context, observed, epp.inputs(context), settings.image, images.epp)
         if not self._kept(decided, settings.replicas, "the picker"):
-            self._apply(epp.workload(context, decided.image), "the picker")
+            self._apply_pods("epp", lambda: [(epp.workload(context, decided.image), "the picker")])
         self._apply(disruption_budget(context, "epp"), "evictions of pickers one at a time")
 
     def _monitor(self) -> None:
@@ -242,11 +244,21 @@ class _Planning:
             # Its configuration is gone, and this version cannot write that of another.
             decided = ImageDecision(settings.image or images.edge)
         if not self._kept(decided, settings.replicas, "Envoy"):
-            config = edge.config_map(context)
-            self._apply(config, "Envoy's configuration")
-            self._apply(edge.workload(context, decided.image, config), "Envoy")
+            self._apply_pods("edge", lambda: _envoy_of(context, decided.image))
         self._apply(disruption_budget(context, "edge"), "evictions of Envoys one at a time")
         self._keep_mounted(observed)
+
+    def _apply_pods(self, component: Component, make: Callable[[], Iterable[tuple[dict[str, Any], str]]]) -> None:
+        """A fragment of a template that makes no sense leaves the component's pods as they are."""
+        name = self._context.name_of(component)
+        try:
+            made = list(make())
+        except TemplateInvalid as problem:
+            self.notes.append(f"Deployment {name} stays as it is: {problem}")
+            self._wanted.append(Ref("apps/v1", "Deployment", self._world.namespace, name))
+            return
+        for obj, why in made:
+            self._apply(obj, why)
 
     def _kept(self, decided: ImageDecision, replicas: int, what: str) -> bool:
         """Whether the Deployment is left as another version made it; only its number of pods is followed."""
@@ -274,6 +286,26 @@ class _Planning:
                 revision = label(child.object, names.REVISION)
                 if revision and (not rolled_out or revision in used or child.ref.name == _mounted(deployment)):
                     self._wanted.append(child.ref)
+
+
+def _envoy_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any], str]]:
+    config = edge.config_map(context)
+    return [(config, "Envoy's configuration"), (edge.workload(context, image, config), "Envoy")]
+
+
+def template_problem(world: GatewayWorld) -> str:
+    """What is wrong with the fragments for pickers and Envoys, as far as can be told without the API server."""
+    context = context_of(world)
+    if context is None:
+        return ""
+    try:
+        if context.fragments("epp"):
+            epp.workload(context, "")
+        if context.shared.mode == "standalone" and context.fragments("edge"):
+            _envoy_of(context, "")
+    except TemplateInvalid as problem:
+        return f"of gateway {world.name}, {problem}"
+    return ""
 
 
 def _mounted(deployment: Observed) -> str:

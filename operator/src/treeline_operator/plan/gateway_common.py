@@ -11,7 +11,9 @@ from treeline_operator import names
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
+from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.facts import annotation, template_version
+from treeline_operator.plan.merge import laid_over, merged
 from treeline_operator.plan.objects import Object
 from treeline_operator.plan.shared_gateway import SharedGateway
 from treeline_operator.world import GatewayWorld, Observed, Platform
@@ -82,6 +84,20 @@ class GatewayContext:
         """Metadata of an object that has the component's own name."""
         return self.meta(self.name_of(component), component, annotations)
 
+    def fragments(self, component: Component) -> tuple[Object, ...]:
+        """What is laid over a component's pods: the operator's own fragment, then what the pools ask for."""
+        shared, platform = self.shared, self.platform
+        settings = shared.picker if component == "epp" else shared.edge
+        default = platform.epp_template if component == "epp" else platform.edge_template
+        if default and settings.resources is not None:
+            default = _without_resources(default, component)
+        return tuple(fragment for fragment in (default, settings.template) if fragment)
+
+    def fragments_hash(self, component: Component) -> dict[str, str]:
+        """Of inputs, what stands for the fragments; nothing where there are none. (A null in them says something.)"""
+        found = [canonical(fragment, keep_unset=True) for fragment in self.fragments(component)]
+        return {"templates": names.digest(found)} if found else {}
+
     @property
     def drain_s(self) -> int:
         """How long open requests may take to end: the longest of the pools, in whole minutes, so that a pool which
@@ -141,7 +157,8 @@ def deployment(
     pod: Object,
     labels: Mapping[str, str] | None = None,
 ) -> Object:
-    """A Deployment of one restricted container; `container` and `pod` say what is particular to it."""
+    """A Deployment of one restricted container; `container` and `pod` say what is particular to it. Raises
+    TemplateInvalid."""
     version = str(context.platform.template_version)
     annotations = {names.INPUTS: inputs, names.TEMPLATE_VERSION: version, IMAGE: image}
     others = {
@@ -170,7 +187,8 @@ def deployment(
             }
         ],
     }
-    template = {"metadata": {"labels": {**context.labels(component), **(labels or {})}}, "spec": spec}
+    ours = {"metadata": {"labels": {**context.labels(component), **(labels or {})}}, "spec": spec}
+    template = laid_over(ours, context.fragments(component), component)
     meta = context.meta_of(component, annotations)
     return objects.deployment(meta, context.pods(component), template, replicas, revisionHistoryLimit=2)
 
@@ -185,6 +203,26 @@ def service_account(context: GatewayContext, component: Component) -> Object:
     gives it."""
     meta = context.meta_of(component)
     return objects.manifest("v1", "ServiceAccount", meta, automountServiceAccountToken=False)
+
+
+def _without_resources(fragment: Object, component: Component) -> Object:
+    """The operator's own fragment for pools that name resources in their field."""
+    spec = fragment.get("spec") or {}
+    containers = [
+        {k: v for k, v in c.items() if k != "resources"} if c.get("name") == component else c
+        for c in spec.get("containers") or ()
+    ]
+    return {**fragment, "spec": {**spec, "containers": containers}} if containers else fragment
+
+
+def container_resources(context: GatewayContext, component: Component, asked: Resources | None) -> Object:
+    """Requests and limits of a component's container as they are in the end. Raises TemplateInvalid."""
+    found: Object = {"requests": {}, "limits": {}, **resources(asked, {})}
+    for fragment in context.fragments(component):
+        for container in (fragment.get("spec") or {}).get("containers") or ():
+            if container.get("name") == component:
+                found = merged(found, container.get("resources") or {}, "resources")
+    return found
 
 
 def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:

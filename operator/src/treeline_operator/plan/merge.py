@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
+
+from treeline_operator.plan.diff import differences
+from treeline_operator.plan.objects import Object
 
 _DEEP: Final = frozenset({"containers", "initContainers"})
 _BY_KEY: Final = {
@@ -21,6 +25,55 @@ _HANDLED: Final = frozenset({"startupProbe", "readinessProbe", "livenessProbe", 
 
 class TemplateInvalid(ValueError):
     """The user's fragment does not have the shape of a pod template; the message says where."""
+
+
+def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Object:
+    """The pod template `ours` with the users' fragments laid over it, one after the other, but for what they cannot
+    change of the `container` that is ours and of its pods. Raises TemplateInvalid."""
+    return _kept(ours, _over(ours, fragments), container)
+
+
+def overruled(ours: Object, fragments: Iterable[Object], container: str) -> tuple[str, ...]:
+    """The paths of what users say in vain, since the operator keeps its own. Raises TemplateInvalid."""
+    asked = _over(ours, fragments)
+    return differences(asked, _kept(ours, asked, container))
+
+
+def _over(ours: Object, fragments: Iterable[Object]) -> Object:
+    made = ours
+    for fragment in fragments:
+        if unknown := sorted(fragment.keys() - ours.keys()):
+            raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template; it has metadata and spec")
+        made = merged(made, fragment)
+        if made.keys() != ours.keys() or "containers" not in made["spec"]:
+            raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
+    return made
+
+
+def _kept(ours: Object, made: Object, container: str) -> Object:
+    """What a fragment cannot change: our labels, the ports by which pods are reached, and time enough to drain."""
+    metadata = {
+        **made["metadata"],
+        "labels": {**made["metadata"].get("labels", {}), **ours["metadata"]["labels"]},
+    }
+    spec = {**made["spec"]}
+    grace = ours["spec"]["terminationGracePeriodSeconds"]
+    asked = spec.get("terminationGracePeriodSeconds")
+    spec["terminationGracePeriodSeconds"] = max(grace, asked) if isinstance(asked, int) else grace
+    main = next(c for c in ours["spec"]["containers"] if c["name"] == container)
+    spec["containers"] = [
+        {**c, "ports": _ports(main["ports"], c.get("ports", ()))} if c["name"] == container else c
+        for c in spec["containers"]
+    ]
+    return {**made, "metadata": metadata, "spec": spec}
+
+
+def _ports(ours: list[Object], theirs: Any) -> list[Object]:
+    names_, numbers = {port["name"] for port in ours}, {port["containerPort"] for port in ours}
+    added = [port for port in theirs if port.get("name") not in names_]
+    if not all(isinstance(port.get("containerPort"), int) for port in added):
+        raise TemplateInvalid("template: every item of ports needs a containerPort")
+    return [*ours, *(port for port in added if port["containerPort"] not in numbers)]
 
 
 def merged(ours: Any, theirs: Any, name: str = "") -> Any:

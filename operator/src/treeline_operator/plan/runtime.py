@@ -15,7 +15,7 @@ from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines.base import TEMPLATE_DIR, Launch, start_seconds
 from treeline_operator.plan.engines.registry import launch
 from treeline_operator.plan.engines.treeline import KEYS_DIR
-from treeline_operator.plan.merge import TemplateInvalid, merged
+from treeline_operator.plan.merge import TemplateInvalid, laid_over, overruled
 from treeline_operator.plan.objects import (
     Object,
     container_port,
@@ -74,23 +74,27 @@ def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta:
 
 def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
+    return laid_over(_own_template(pool, revision, images), _fragments(pool), CONTAINER)
+
+
+def template_overruled(pool: InferencePool) -> tuple[str, ...]:
+    """The paths of the user's fragment that have no effect."""
+    if not pool.spec.template or template_problem(pool):
+        return ()
+    return overruled(_own_template(pool, "", Images()), _fragments(pool), CONTAINER)
+
+
+def _fragments(pool: InferencePool) -> tuple[Object, ...]:
+    return (pool.spec.template,) if pool.spec.template else ()
+
+
+def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
     found = files(pool)
     start = launch(pool, found, images)
     meta: Object = {"labels": _labels(pool, revision)}
     if start.annotations:
         meta["annotations"] = dict(start.annotations)
-    ours = {
-        "metadata": meta,
-        "spec": _pod_spec(pool, revision, found, start, images),
-    }
-    fragment = pool.spec.template or {}
-    unknown = sorted(fragment.keys() - ours.keys())
-    if unknown:
-        raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template; it has metadata and spec")
-    made = merged(ours, fragment)
-    if made.keys() != ours.keys() or "containers" not in made["spec"]:
-        raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
-    return _kept(ours, made)
+    return {"metadata": meta, "spec": _pod_spec(pool, revision, found, start, images)}
 
 
 def template_problem(pool: InferencePool) -> str:
@@ -258,29 +262,3 @@ def _container_security(pool: InferencePool) -> Object:
     # nvidia-cdi-hook makes links and runs ldconfig in the container's root before it starts; where that is read-only
     # the container is not made at all. The hook may be called for every container of a GPU image.
     return container_security(read_only=not pool.spec.accelerator.is_gpu)
-
-
-def _kept(ours: Object, made: Object) -> Object:
-    """What a fragment cannot change: our labels, the ports by which pods are reached, and time enough to drain."""
-    metadata = {
-        **made["metadata"],
-        "labels": {**made["metadata"].get("labels", {}), **ours["metadata"]["labels"]},
-    }
-    spec = {**made["spec"]}
-    grace = ours["spec"]["terminationGracePeriodSeconds"]
-    asked = spec.get("terminationGracePeriodSeconds")
-    spec["terminationGracePeriodSeconds"] = max(grace, asked) if isinstance(asked, int) else grace
-    main = _container(ours["spec"]["containers"], CONTAINER)
-    spec["containers"] = [
-        {**c, "ports": _ports(main["ports"], c.get("ports", ()))} if c["name"] == CONTAINER else c
-        for c in spec["containers"]
-    ]
-    return {**made, "metadata": metadata, "spec": spec}
-
-
-def _ports(ours: list[Object], theirs: Any) -> list[Object]:
-    names_, numbers = {port["name"] for port in ours}, {port["containerPort"] for port in ours}
-    added = [port for port in theirs if port.get("name") not in names_]
-    if not all(isinstance(port.get("containerPort"), int) for port in added):
-        raise TemplateInvalid("template: every item of ports needs a containerPort")
-    return [*ours, *(port for port in added if port["containerPort"] not in numbers)]

@@ -30,19 +30,19 @@ _VOLUME_TYPES: Final = frozenset(
 _SECCOMP: Final = ("RuntimeDefault", "Localhost")
 
 
-def exceptions(pod_spec: dict[str, Any], *, gpu: bool = False) -> tuple[str, ...]:
+def exceptions(pod_spec: dict[str, Any], *, gpu: bool = False, token: bool = False) -> tuple[str, ...]:
     """Every way in which pods of this spec are less confined than the operator makes them, in a fixed order.
 
-    Pods with a `gpu` are made with a writable root filesystem.
+    Pods with a `gpu` are made with a writable root filesystem, those of pickers with a `token` of the API server.
     """
-    return (*_of_pod(pod_spec), *_of_volumes(pod_spec), *_of_containers(pod_spec, gpu))
+    return (*_of_pod(pod_spec, token), *_of_volumes(pod_spec), *_of_containers(pod_spec, gpu))
 
 
-def _of_pod(spec: dict[str, Any]) -> Iterator[str]:
+def _of_pod(spec: dict[str, Any], token: bool) -> Iterator[str]:
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if spec.get(field):
             yield f"{field} is on"
-    if spec.get("automountServiceAccountToken") is not False:
+    if spec.get("automountServiceAccountToken") is not False and not token:
         yield "the service account's token is mounted"
     for sysctl in (spec.get("securityContext") or {}).get("sysctls", ()):
         if sysctl["name"] not in SAFE_SYSCTLS:

@@ -49,8 +49,22 @@ _REFUSED_POD: Final = re.compile(r'^(error creating: )?pods? "[^"]*" is (forbidd
 _ABSENT: Final = re.compile(r'(secret|configmap) "([^"]+)" not found')
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x1f\x7f]")
 _DEVICE_MEMORY: Final = re.compile(r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_NO_WEIGHTS: Final = re.compile(
+    r"there is no folder|is a file; give the folder|has no (config|tokenizer)\.json|has no \*\.safetensors"
+    r"|Repo id must be in the form|Invalid repository ID or local directory"  # vLLM and SGLang, for an absent folder
+    r"|Can't load the configuration of|does not appear to have a file named|Cannot find any model weights"
+)
+"""What engines say where there is no model at the path that they are given."""
+_ERROR: Final = re.compile(
+    r"\berror:|\bValue error, |\b(ERROR|FATAL|CRITICAL)\b"
+    rf"|^([\w.]*\.)?\w*(Error|Exception)(:|$)|^({'|'.join(_MODEL_REASONS)}): "
+)
+"""A line that names what went wrong."""
+_HINT: Final = re.compile(r"--help\b|root cause above|^\s*usage:", re.IGNORECASE)
+"""A line that says where to read more, though it may look like an error."""
 _MAX_LINE: Final = 300
-_KILLED: Final = (137, 143)
+_ASKED_TO_END: Final = (0, 137, 143)
+"""Exit codes of containers that the kubelet stopped: by themselves, killed, or by the signal."""
 
 
 class Cause(NamedTuple):
@@ -210,17 +224,17 @@ def _of_container(
     elif why in CONFIG_REASONS:
         message = waiting.get("message", why)
         yield _absent(message) or Reason.CONFIG_ERROR, f"container {name}: {_line(message)}"
-    ended = _ending(container)
+    ended = _ending(container, init)
     if ended is not None:
-        yield _after(name, container, ended, events)
+        yield _after(container, ended, events)
     elif running is not None and init:
         yield _downloading(name, progress)
     elif running is not None and not container.get("ready"):
         yield _not_ready(name, container, events)
 
 
-def _ending(container: Json) -> Json | None:
-    """How the container ended last, where that is why it does not run well."""
+def _ending(container: Json, init: bool) -> Json | None:
+    """How the container ended last, where that is why it does not run well. Init containers may end well, no other."""
     state = container.get("state") or {}
     last: Json | None = (container.get("lastState") or {}).get("terminated")
     now: Json | None = state.get("terminated")
@@ -230,12 +244,12 @@ def _ending(container: Json) -> Json | None:
         return last or {}
     # Between two ends it runs for a while; one restart may be bad luck.
     again = container.get("restartCount", 0) >= 2 and not container.get("ready")
-    return last if last is not None and again and last.get("exitCode") != 0 else None
+    return last if last is not None and again and not (init and last.get("exitCode") == 0) else None
 
 
-def _after(name: str, container: Json, ended: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
-    code, restarts = ended.get("exitCode", "?"), container.get("restartCount", 0)
-    line = _last_line(ended.get("message", ""))
+def _after(container: Json, ended: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
+    name, code, restarts = container["name"], ended.get("exitCode", "?"), container.get("restartCount", 0)
+    line = _telling_line(ended.get("message", ""))
     head, _, rest = line.partition(": ")
     if head in _MODEL_REASONS:
         return _MODEL_REASONS[head], f"container {name}: {rest}"
@@ -246,10 +260,12 @@ def _after(name: str, container: Json, ended: Json, events: Sequence[tuple[str, 
             f"container {name} was killed: it used more memory than its limit ({times})",
         )
     probe = next((text for why, text in events if why == "Unhealthy" and not text.startswith("Readiness")), None)
-    if code in _KILLED and probe is not None:
+    if code in _ASKED_TO_END and probe is not None:
         return Reason.PROBE_FAILING, f"container {name} was restarted ({times}): {_line(probe)}"
     words = f"; its last words: {line}" if line else "; it said nothing"
     text = f"container {name} ended with exit code {code} ({times}){words}"
+    if _NO_WEIGHTS.search(line):
+        return Reason.WEIGHTS_MISSING, text
     return (Reason.MODEL_TOO_LARGE if _DEVICE_MEMORY.search(line) else Reason.CRASH_LOOPING), text
 
 
@@ -334,9 +350,12 @@ def size(count: int) -> str:
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if _line(line)]
-    return _line(lines[-1]) if lines else ""
+def _telling_line(text: str) -> str:
+    """The last line that names an error, rather than what follows it; without one, the last that says anything."""
+    lines = [flat for line in text.splitlines() if (flat := _line(line))]
+    said = [line for line in lines if not _HINT.search(line)] or lines
+    errors = [line for line in said if _ERROR.search(line)]
+    return (errors or said or [""])[-1]
 
 
 def _line(text: str) -> str:

@@ -79,8 +79,8 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     if conflicts:
         text = f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
         return "True", Reason.GATEWAY_CONFLICT, text
-    if (caution := _caution(shared)) is not None:
-        return "True", *caution
+    if (found := caution(shared)) is not None:
+        return "True", *found
     if shared.mode == "standalone":
         text = f"gateway {shared.name} is ready"
     else:
@@ -88,7 +88,7 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     return "True", Reason.GATEWAY_SERVING, text
 
 
-def _caution(shared: SharedGateway) -> tuple[Reason, str] | None:
+def caution(shared: SharedGateway) -> tuple[Reason, str] | None:
     """What somebody should know of a gateway that serves."""
     if shared.mode != "standalone":
         return None

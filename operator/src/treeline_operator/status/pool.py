@@ -16,9 +16,10 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
-from treeline_operator.plan.engines.base import untold
+from treeline_operator.plan.engines.base import overridden, untold
 from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
+from treeline_operator.plan.gateway import template_problem
 from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
@@ -48,6 +49,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     `progress` are the downloads under way, by pod. `refused` is what the API server said to our last writes for the
     pool, see `refusal`.
     """
+    if refused is None and (problem := template_problem(world.gateway)):
+        refused = Cause(Reason.TEMPLATE_INVALID, problem)
     view = _PoolView(world, progress or {}, refused)
     pool, generation = world.pool, world.pool.metadata.generation
     found = _findings(view)
@@ -82,6 +85,13 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
 def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
     """The Gateways that a pool is attached to, whose own status says whether they listen; none without Gateway API."""
     return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
+
+
+def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
+    """What somebody should know of a pool beforehand, whatever comes of its pods."""
+    view = _PoolView(world, {}, None)
+    told = [judged[1:] for judged in (_warnings(view), _security(view)) if judged is not None]
+    return [*told, *([found] if (found := gateway_status.caution(view.shared)) else [])]
 
 
 def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
@@ -222,8 +232,8 @@ def _findings(view: _PoolView) -> list[Finding]:
         {
             ConditionType.WORKLOADS_READY: _workloads(view),
             ConditionType.MODEL_READY: _model(view),
-            ConditionType.ENDPOINT_PICKER_READY: picker,
-            ConditionType.GATEWAY_READY: gateway_status.gateway(world, shared),
+            ConditionType.ENDPOINT_PICKER_READY: _or_refused(view, picker),
+            ConditionType.GATEWAY_READY: _or_refused(view, gateway_status.gateway(world, shared)),
             ConditionType.ROUTE_ACCEPTED: gateway_status.route(world, shared),
         }
     )
@@ -235,6 +245,12 @@ def _findings(view: _PoolView) -> list[Finding]:
         ConditionType.WARNINGS: _warnings(view),
     }
     return [*needed, *_told(others)]
+
+
+def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
+    """What is not there yet may never be."""
+    refused = view.refused
+    return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
 
 
 def _told(judged: Mapping[ConditionType, Judgement | None]) -> list[Finding]:
@@ -370,10 +386,18 @@ def _security(view: _PoolView) -> Judgement | None:
     if view.target.existing is None:
         return None
     pod = view.target.existing.object["spec"]["template"]["spec"]
-    found = exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)
+    found = [*exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)]
+    shared, children = view.shared, view.world.gateway.children
+    for name, fragment in (
+        (names.epp(shared.name), shared.picker.template),
+        (names.edge(shared.name), shared.edge.template),
+    ):
+        if fragment and (there := find(children, "Deployment", name)) is not None:
+            spec = there.object["spec"]["template"]["spec"]
+            found += [f"of {name}, {one}" for one in exceptions(spec, token=name == names.epp(shared.name))]
     if not found:
         return None
-    return "True", Reason.POD_SECURITY_EXCEPTION, f"spec.template makes pods less confined: {few(found)}"
+    return "True", Reason.POD_SECURITY_EXCEPTION, f"templates make pods less confined: {few(found)}"
 
 
 def _warnings(view: _PoolView) -> Judgement | None:
@@ -391,6 +415,10 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
     if what := untold(adapter_of(pool).untold, pool.spec.engine.args):
         found.append((Reason.ARGS_UNTOLD, what))
+    if what := overridden(pool, adapter_of(pool).flags):
+        found.append((Reason.ARGS_OVERRIDE, what))
+    if paths := runtime.template_overruled(pool):
+        found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
     if other := not_held(pool, view.shared):
         found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:

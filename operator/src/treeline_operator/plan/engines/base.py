@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from pydantic.alias_generators import to_camel
 from treeline_wire import labels
 from treeline_wire import ports as wire
 
@@ -112,6 +113,18 @@ def settings(pool: InferencePool, flags: Mapping[str, str]) -> list[str]:
 def traces(pool: InferencePool, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
     """The environment of an engine that goes by OpenTelemetry's variables; empty where nothing is traced."""
     return () if pool.spec.tracing is None else (*pool.spec.tracing.environment, *more)
+
+
+def overridden(pool: InferencePool, flags: Mapping[str, str]) -> str:
+    """The settings that `engine.args` say again: they come last, and hold. Empty if there are none."""
+    engine = pool.spec.engine
+    given = {arg.partition("=")[0].replace("_", "-") for arg in engine.args}
+    found = [
+        f"{flag} (engine.{to_camel(setting)})"
+        for setting, flag in flags.items()
+        if flag in given and getattr(engine, setting) != type(engine).model_fields[setting].default
+    ]
+    return f"engine.args say {', '.join(found)}: the fields have no effect" if found else ""
 
 
 def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
