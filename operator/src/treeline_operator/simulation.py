@@ -14,6 +14,7 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.store import Store
+from treeline_operator.plan.diff import whole_spec
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.world import Key, Observed, Platform, Ref
@@ -128,7 +129,10 @@ class Simulation:
         after: Object | None = None
         match action:
             case Apply():
-                after = action.object if before is None else merged(before, action.object)
+                there = before
+                if before is not None and action.clears and (spec := whole_spec(action.object, before)) is not None:
+                    there = {**before, "spec": spec}
+                after = action.object if there is None else merged(there, action.object)
             case CreateKeys():
                 after = action.object
             case Scale() if before is not None:

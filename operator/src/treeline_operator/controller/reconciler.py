@@ -29,9 +29,10 @@ from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
 from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.plan.gateway import shared as shared_by
 from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.plan.shared_gateway import SharedGateway, share
+from treeline_operator.plan.shared_gateway import SharedGateway
 from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.conditions import few, same_status
@@ -182,7 +183,7 @@ class Reconciler:
         before = self._refused.get(key)
         await _load_envoy()
         plan = self._planned(key, lambda: plan_gateway(world))
-        shared = share(world.pools)[key.name] if world.pools else None
+        shared = shared_by(world)
         done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
         known = self._acknowledged.pop(key, _NOTHING_ACKNOWLEDGED)
         acknowledged = known if done.stale else _acknowledge(shared)
@@ -309,13 +310,13 @@ def _acknowledge(shared: SharedGateway | None) -> _Acknowledged:
     if shared is None:
         return _NOTHING_ACKNOWLEDGED
     owner = shared.owner
-    common = (owner.metadata.uid, owner.deleting, _gateway_settings(owner), shared.salts)
+    common = (owner.metadata.uid, owner.deleting, _gateway_settings(owner), shared.salts, shared.protections)
     return _Acknowledged({pool.metadata.uid: _gateway_settings(pool) for pool in shared.members}, common)
 
 
 def _gateway_settings(pool: InferencePool) -> object:
     """What of a pool's spec its clients meet at the gateway."""
-    return pool.spec.gateway, pool.spec.endpoint_picker
+    return pool.spec.gateway, pool.spec.endpoint_picker, pool.spec.tracing
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:

@@ -18,7 +18,7 @@ from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.facts import annotation, find
-from treeline_operator.plan.gateway import context_of
+from treeline_operator.plan.gateway import context_of, shared
 from treeline_operator.plan.keys import (
     STUCK_S,
     admin_key,
@@ -318,7 +318,8 @@ class _Planner:
             self.notes.extend(missing)
             self._leave(ROUTE, UPSTREAM)
             return
-        pool, failure_mode = self.pool, owner.spec.endpoint_picker.failure_mode
+        pool, gateway = self.pool, shared(self.world.gateway)
+        failure_mode = gateway.failure_mode if gateway is not None else owner.spec.endpoint_picker.failure_mode
         mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
         yield from self._apply(mirror, "the pool as Gateways know it")
         hostnames = pool.spec.gateway.hostnames or owner.spec.gateway.hostnames
