@@ -18,6 +18,7 @@ from treeline_operator import names
 from treeline_operator.rbac import RULES_GROUPS
 
 if TYPE_CHECKING:
+    from treeline_operator.api.model import InferenceModel
     from treeline_operator.api.pool import InferencePool
 
 TEMPLATE_VERSION = 2
@@ -256,7 +257,8 @@ class GatewayWorld:
     """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
 
     `children` carry the gateway's label and no pool's; `pods` are those of the picker and of Envoy. `unreadable`
-    are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it.
+    are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it. `models`
+    are the namespace's InferenceModels.
     """
 
     namespace: str
@@ -267,6 +269,7 @@ class GatewayWorld:
     platform: Platform
     now: datetime
     unreadable: tuple[Observed, ...] = ()
+    models: tuple[InferenceModel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -403,8 +403,8 @@ class Reason(StrEnum):
     )
     MODEL_NAME_IN_USE = _needs_you(
         "ModelNameInUse",
-        "An older InferenceModel has the name.",
-        "Choose another modelName, or delete the older one: this one is then promoted.",
+        "An older InferencePool or InferenceModel has the name.",
+        "Choose another modelName (of a pool model.name), or delete the older one: this one is then promoted.",
     )
     WEIGHTS_INVALID = _needs_you(
         "WeightsInvalid",

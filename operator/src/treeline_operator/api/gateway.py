@@ -208,8 +208,8 @@ class Gateway(Part):
 
     name: Annotated[str, StringConstraints(pattern=SHORT_NAME_PATTERN, min_length=1, max_length=MAX_NAME)] = "treeline"
     """Pools of a namespace with the same gateway name share a picker and a URL. Where their settings conflict, those of
-    the oldest pool hold; of API keys, TLS, isolation and failureMode the strictest. A pool that is given another name leaves its former URL at once: move its clients first (a
-    second pool behind the new gateway), where that matters."""
+    the oldest pool hold; of API keys, TLS, isolation and failureMode the strictest. A pool that is given another name
+    leaves its former URL at once: move its clients first (a second pool behind the new gateway), where that matters."""
     standalone: Standalone | None = None
     """Settings of our own Envoy. Not with parentRefs."""
     parent_refs: Annotated[tuple[ParentRef, ...], Field(max_length=16)] = ()

@@ -53,8 +53,8 @@ def stated(pool: InferencePool) -> dict[str, str]:
     gateway, edge = pool.spec.gateway, pool.spec.gateway.edge
     secrets = {
         "ApiKeys": edge.api_keys_secret_ref,
-        "Tls": edge.tls and edge.tls.secret_ref,
-        "PickerTls": edge.picker_tls and edge.picker_tls.secret_ref,
+        "Tls": None if edge.tls is None else edge.tls.secret_ref,
+        "PickerTls": None if edge.picker_tls is None else edge.picker_tls.secret_ref,
     }
     found = {name: ref.name for name, ref in secrets.items() if ref is not None}
     holds = {"Isolation": gateway.kept_apart, "FailClose": pool.spec.endpoint_picker.failure_mode == "FailClose"}

@@ -6,8 +6,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import msgspec
@@ -161,9 +161,10 @@ def _held(shared: SharedGateway) -> Mapping[str, Any]:
     if shared.mode == "standalone":
         for name in ("ApiKeys", "Tls", "PickerTls"):
             held.pop(FIELDS[name], None)
-            held |= {FIELDS[name]: one.secret for one in [shared.protections.get(name)] if one is not None}
-        isolation = {"PerKey"} if shared.kept_apart else {"Shared"} if shared.has_clients else set()
-        held |= {FIELDS["Isolation"]: value for value in isolation}
+            if (one := shared.protections.get(name)) is not None:
+                held[FIELDS[name]] = one.secret
+        if shared.has_clients:
+            held[FIELDS["Isolation"]] = "PerKey" if shared.kept_apart else "Shared"
     return held
 
 

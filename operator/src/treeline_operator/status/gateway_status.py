@@ -12,6 +12,7 @@ from treeline_operator.api.gateway import ParentRef
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.facts import condition_of, find, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
+from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
@@ -76,14 +77,16 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
-    conflicts = shared.conflicts.get(world.pool.name, ())
+    otherwise: list[tuple[Reason, str]] = []
     if shared.retained:
-        kept = ", ".join(shared.retained)
-        text = f"the gateway serves, and keeps what a pool that is gone stated: {kept}; gateway.unprotected drops it"
-        return "True", Reason.PROTECTION_RETAINED, text
-    if conflicts:
-        text = f"the gateway serves, but not as this pool says: {'; '.join(conflicts)}"
-        return "True", Reason.GATEWAY_CONFLICT, text
+        text = f"it keeps what a pool that is gone stated: {', '.join(shared.retained)}; gateway.unprotected drops it"
+        otherwise.append((Reason.PROTECTION_RETAINED, text))
+    otherwise += ((Reason.GATEWAY_CONFLICT, text) for text in shared.conflicts.get(world.pool.name, ()))
+    lost = lost_names(world.pool, names_of(world.gateway.models, world.gateway.pools))
+    otherwise += ((Reason.MODEL_NAME_IN_USE, text) for text in lost)
+    if otherwise:
+        told = "; ".join(text for _, text in otherwise)
+        return "True", otherwise[0][0], f"the gateway serves, but not as this pool says: {told}"
     if (caution := _caution(shared)) is not None:
         return "True", *caution
     if shared.mode == "standalone":
