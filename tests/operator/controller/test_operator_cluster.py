@@ -199,7 +199,8 @@ async def test_what_others_add_to_selectors_ports_and_templates_is_removed(room:
             await room.patch(path, {"spec": spec}, kind=kind)
 
         async def mended() -> bool:
-            return all([(await room.get(path))["spec"] == obj["spec"] for path, obj in before.items()])
+            now = {path: (await room.get(path))["spec"] for path in before}
+            return now == {path: obj["spec"] for path, obj in before.items()}
 
         await room.until(mended, "everything to be as before, the port of the nodes, too")
         # A change of the pool's own still finds its way through what the repair wrote.

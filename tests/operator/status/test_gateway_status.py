@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import pytest
 from support.operator_gateway_states import (
@@ -77,16 +76,6 @@ def test_a_service_without_its_port_is_no_ready_gateway():
     found = conditions_of(world(gateway_parts=(picker, envoy, moved, slices)))[T.GATEWAY_READY]
     assert (found["status"], found["reason"]) == ("False", Reason.GATEWAY_NOT_READY)
     assert "has no port 80" in found["message"]
-
-
-def test_what_no_pool_states_any_more_is_kept_and_told_in_the_column_reason():
-    record = {"ApiKeys": {"secret": "clients", "pools": ["uid-of-one-that-is-gone"]}}
-    anchor = observed("ConfigMap", names.anchor("treeline"), data={"protections": json.dumps(record)})
-    found = conditions_of(world(gateway_parts=(*gateway_children(), anchor)))
-    told = found[T.GATEWAY_READY]
-    assert (told["status"], told["reason"]) == ("True", Reason.PROTECTION_RETAINED)
-    assert "ApiKeys; gateway.unprotected drops it" in told["message"]
-    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.PROTECTION_RETAINED)
 
 
 def front_parts(revision, *, overdue=False):

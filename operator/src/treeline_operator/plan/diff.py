@@ -46,6 +46,10 @@ _NODE_PORT: Final = "nodePort"
 _LEFT: Final = frozenset({f"f:{_RESTARTED}", f"f:{_NODE_PORT}"})
 """What stays although others added it: `kubectl rollout restart`, and the port that clients outside know."""
 
+_SELECTORS: Final = frozenset({"f:selector", "f:podSelector", "f:nodeSelector"})
+"""Maps that have one owner as a whole, who has not said what he added."""
+_NOTHING: Final = object()
+
 KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
 """What pruning leaves: downloaded models outlive a change of mind, and go with the pool."""
 
@@ -136,30 +140,32 @@ def _equal(keys: tuple[str, ...], want: Any, have: Any) -> bool:
 def additions(desired: dict[str, Any], observed: Observed) -> tuple[str, ...]:
     """The paths of what others added to the fields that are ours as a whole."""
     fields = _WHOLE.get(desired["kind"])
+    mine = (path for path in observed.foreign if fields is None or path[1].removeprefix("f:") in fields)
+    there = observed.object if observed.foreign else {}
     return tuple(
         ".".join(step.partition(":")[2] for step in path)
-        for path in observed.foreign
-        if path[-1] not in _LEFT
-        and (fields is None or path[1].removeprefix("f:") in fields)
-        and not _states(desired, path)
+        for path in mine
+        if path[-1] not in _LEFT and _is_added(path, _at(desired, path), there)
     )
 
 
-def _states(want: Any, path: tuple[str, ...]) -> bool:
-    """Whether `want` has the field that `managedFields` spell so."""
+def _is_added(path: tuple[str, ...], wanted: Any, there: dict[str, Any]) -> bool:
+    return wanted is _NOTHING or (path[-1] in _SELECTORS and canonical(wanted) != canonical(_at(there, path)))
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Any:
+    """The field that `managedFields` spell so, or _NOTHING."""
     for step in path:
         form, _, key = step.partition(":")
-        if form == "f" and isinstance(want, dict) and key in want:
-            want = want[key]
-        elif form == "k" and isinstance(want, list):
+        if form == "f" and isinstance(value, dict):
+            value = value.get(key, _NOTHING)
+        elif form == "k" and isinstance(value, list):
             wanted = msgspec.json.decode(key)
-            found = [item for item in want if _key(item, tuple(wanted)) == tuple(wanted.values())]
-            if not found:
-                return False
-            want = found[0]
+            items = (item for item in value if _key(item, tuple(wanted)) == tuple(wanted.values()))
+            value = next(items, _NOTHING)
         else:
-            return False
-    return True
+            return _NOTHING
+    return value
 
 
 def whole_spec(desired: dict[str, Any], there: dict[str, Any]) -> dict[str, Any] | None:
