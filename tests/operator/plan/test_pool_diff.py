@@ -255,11 +255,8 @@ def _edited(kind: str, spec: dict[str, Any], owned: dict[str, Any], **entry: Any
     return Observed.of({"apiVersion": "v1", "kind": kind, "metadata": meta, "spec": spec})
 
 
-ENV = {
-    "f:template": {
-        "f:spec": {"f:containers": {'k:{"name":"c"}': {"f:env": {'k:{"name":"X"}': {".": {}, "f:name": {}}}}}}
-    }
-}
+ADDED = {"f:env": {'k:{"name":"X"}': {".": {}, "f:name": {}}}}
+ENV = {"f:template": {"f:spec": {"f:containers": {'k:{"name":"c"}': ADDED}}}}
 RESTART = {"f:template": {"f:metadata": {"f:annotations": {".": {}, "f:kubectl.kubernetes.io/restartedAt": {}}}}}
 PORT = {"f:ports": {'k:{"port":81,"protocol":"TCP"}': {".": {}, "f:port": {}}}}
 
