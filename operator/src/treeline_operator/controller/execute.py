@@ -133,16 +133,16 @@ class Executor:
     async def _apply(self, action: Apply) -> Object:
         """Apply, and where that leaves things of others in what is ours as a whole, or is refused because of them (a
         second port of the same name), first set that right."""
+        there = self.store.get(action.ref)
+        spec = None if there is None else whole_spec(action.object, there.object)
         refused: Invalid | None = None
-        if not action.clears:
+        if not action.clears or there is None or spec is None:
             try:
                 return await self.writer.apply(action.object)
             except Invalid as exc:
+                if there is None or spec is None:
+                    raise
                 refused = exc
-        there = self.store.get(action.ref)
-        spec = None if there is None else whole_spec(action.object, there.object)
-        if there is None or spec is None:
-            raise refused or LookupError(f"{action.ref} is not there")
         try:
             await self.writer.replace_spec(action.ref, there.resource_version, spec)
         except Invalid as exc:
