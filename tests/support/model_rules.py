@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 
-POOLS = {"a": "east", "b": "east", "c": "west"}
+POOLS = {"a": PoolClaim("east"), "b": PoolClaim("east"), "c": PoolClaim("west")}
 
 
 def rule(name, model_name="chat", pool="a", created="2026-11-01T00:00:00Z", **more):

@@ -88,6 +88,7 @@ BALANCER = {"serviceType": "LoadBalancer"}
 KEYED = {"apiKeysSecretRef": {"name": "keys"}}
 ADDRESS = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
 SALTED = pool(model={"uri": "hf://o/n"}, engine={"type": "vllm"}, gateway={"standalone": KEYED})
+RECORD = {"protections": '{"ApiKeys":{"secret":"clients","pools":["uid-of-one-that-is-gone"]}}'}
 BALANCED = pool(gateway={"standalone": {"serviceType": "LoadBalancer", "port": 8080}})
 LATE = pool("late", created="2026-11-02T00:00:00Z", endpointPicker={"replicas": 2})
 UNHEALTHY = {"phase": "Running", "containerStatuses": [container("c", RUNNING, started=True)]}
@@ -214,7 +215,14 @@ GATEWAY_STATES = {
         T.GATEWAY_READY,
         "True",
         Reason.GATEWAY_CONFLICT,
-        "with the settings of pool older: endpointPicker.replicas is 2 here, 1 in pool older (older)",
+        "but not as this pool says: endpointPicker.replicas is 2 here, 1 in pool older (older)",
+    ),
+    "keys of a pool that is gone": (
+        world(gateway_parts=(*gateway_children(), observed("ConfigMap", "treeline-gateway", data=RECORD))),
+        T.GATEWAY_READY,
+        "True",
+        Reason.PROTECTION_RETAINED,
+        "it keeps what a pool that is gone stated: ApiKeys; gateway.unprotected drops it",
     ),
     "open to the world": (
         world(BALANCED, gateway_parts=gateway_children(service=ADDRESS)),

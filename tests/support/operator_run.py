@@ -104,6 +104,24 @@ async def ready(room: Room, pod: Any) -> None:
         ],
     }
     await room.patch(f"{PODS}/{name}/status", {"status": status_}, kind="strategic-merge", manager="kubelet")
+    if pod["metadata"]["labels"].get("treeline.dev/component") == "edge":
+        await _lead_to(room, name)
+
+
+async def _lead_to(room: Room, pod: str) -> None:
+    """An EndpointSlice of the gateway's Service. Its controller makes none for pods that are on no node."""
+    service = (await room.get(f"{SERVICES}/treeline-gateway"))["metadata"]
+    owner = {"apiVersion": "v1", "kind": "Service", "name": service["name"], "uid": service["uid"]}
+    labels = {**service["labels"], "kubernetes.io/service-name": service["name"]}
+    body = {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {"name": pod, "labels": labels, "ownerReferences": [owner]},
+        "addressType": "IPv4",
+        "endpoints": [{"addresses": ["10.0.0.1"], "conditions": {"ready": True}}],
+        "ports": [{"name": "http", "port": 8080}],
+    }
+    await room.request("POST", f"/apis/discovery.k8s.io/v1/namespaces/{room.namespace}/endpointslices", body)
 
 
 @asynccontextmanager

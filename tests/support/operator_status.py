@@ -163,8 +163,13 @@ def gateway_children(
     name: str = "treeline", *, epp: int = 1, edge: int = 1, service: Any = None
 ) -> tuple[Observed, ...]:
     """Picker and Envoy with so many ready pods, and the Service in front."""
-    front = observed("Service", names.url_service(name), status=service or {})
-    return (deployment(names.epp(name), 1, epp), deployment(names.edge(name), 1, edge), front)
+    url = names.url_service(name)
+    ports = [{"name": "http", "port": 80}, {"name": "https", "port": 443}, {"name": "other", "port": 8080}]
+    front = observed("Service", url, status=service or {}, spec={"ports": ports})
+    ready = [{"addresses": [f"10.1.0.{n}"], "conditions": {"ready": True}} for n in range(edge)]
+    meta = {"labels": {"kubernetes.io/service-name": url}}
+    slices = observed("EndpointSlice", f"{url}-x", meta=meta, endpoints=ready, ports=[{"name": "http", "port": 8080}])
+    return (deployment(names.epp(name), 1, epp), deployment(names.edge(name), 1, edge), front, slices)
 
 
 def view(of: InferencePool, *pods: str, models: tuple[str, ...] = ("tiny",), synced: bool = True) -> PickerView:

@@ -63,6 +63,7 @@ WATCHED: Final = (
             ),
             Need("", ("pods/log",), ("get",), "the last line of a crash, the progress of a download"),
             Need("", ("services",), CHILD, "one URL a gateway, and the picker's address"),
+            Need("discovery.k8s.io", ("endpointslices",), WATCH, "whether anything answers at a gateway's URL"),
             Need("", ("serviceaccounts",), CHILD, "an identity for each picker and Envoy"),
             Need("", ("configmaps",), CHILD, "Envoy's configuration, the gateway's anchor"),
             Need(

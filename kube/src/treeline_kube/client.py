@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from treeline_kube.connection import APPLY, MERGE, ONCE, Call, Connection, Retry
+from treeline_kube.connection import APPLY, JSON_PATCH, MERGE, ONCE, Call, Connection, Retry
 from treeline_kube.errors import NotFound
 from treeline_kube.resources import KNOWN, Ref, Resource
 
@@ -130,6 +130,16 @@ class Client(Connection):
         """Replace the object whole: Conflict unless it still has the resourceVersion given."""
         resource, path = await self._address(Ref.of(obj))
         return await self._object(Call("update", resource, path, body=obj, guarded=guarded, retry=retry))
+
+    async def replace_spec(self, ref: Ref, resource_version: str, spec: Object) -> Object:
+        """Replace the `spec` as a whole: Conflict unless the object still has this version."""
+        resource, path = await self._address(ref)
+        body = [
+            {"op": "replace", "path": "/metadata/resourceVersion", "value": resource_version},
+            {"op": "replace", "path": "/spec", "value": spec},
+        ]
+        query = [("fieldManager", self.field_manager)]
+        return await self._object(Call("patch", resource, path, query, body, JSON_PATCH))
 
     async def patch_merge(self, ref: Ref, body: Object) -> Object:
         """JSON merge patch."""

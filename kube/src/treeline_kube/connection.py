@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 JSON: Final = "application/json"
 APPLY: Final = "application/apply-patch+yaml"
 MERGE: Final = "application/merge-patch+json"
+JSON_PATCH: Final = "application/json-patch+json"
 MAX_CONNECTIONS: Final = 32
 """For requests; a watch has a connection of its own, of which there may be any number."""
 MAX_REMEMBERED_WARNINGS: Final = 1000

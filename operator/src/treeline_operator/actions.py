@@ -12,12 +12,14 @@ from treeline_operator.world import Ref
 class Apply:
     """Server-side apply of `object` with our field manager, forced. Only fields that we own are in it.
 
-    `drift` are the paths that somebody else changed under us, empty where the intent itself is new.
+    `drift` are the paths that somebody else changed under us, empty where the intent itself is new. `clears`: somebody
+    added something to what is ours as a whole; an apply alone would leave it there.
     """
 
     object: dict[str, Any]
     why: str
     drift: tuple[str, ...] = ()
+    clears: bool = False
 
     @property
     def ref(self) -> Ref:

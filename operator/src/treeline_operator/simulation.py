@@ -14,7 +14,7 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.store import Store
-from treeline_operator.plan.diff import merge_key, merge_keys
+from treeline_operator.plan.diff import merge_key, merge_keys, whole_spec
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.world import Key, Observed, Platform, PoolWorld, Ref
@@ -139,7 +139,10 @@ class Simulation:
         after: Object | None = None
         match action:
             case Apply():
-                after = merged(before, self._applied.get(action.ref), action.object)
+                there = before
+                if before is not None and action.clears and (spec := whole_spec(action.object, before)) is not None:
+                    there = {**before, "spec": spec}
+                after = merged(there, self._applied.get(action.ref), action.object)
                 self._applied[action.ref] = action.object
             case CreateKeys():
                 after = action.object

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
@@ -13,9 +14,11 @@ from treeline_kube.resources import Ref as Ref
 from treeline_wire.settings import port_setting, setting
 from treeline_wire.signals import PoolSignals
 
+from treeline_operator import names
 from treeline_operator.rbac import RULES_GROUPS
 
 if TYPE_CHECKING:
+    from treeline_operator.api.model import InferenceModel
     from treeline_operator.api.pool import InferencePool
 
 TEMPLATE_VERSION = 2
@@ -33,26 +36,46 @@ class Key(NamedTuple):
 class Observed(msgspec.Struct, frozen=True):
     """An object as the API server has it, without `managedFields`.
 
-    The body stays encoded: thousands of them are held in memory, few are looked at.
+    The body stays encoded: thousands of them are held in memory, few are looked at. `foreign` are the fields in the
+    `spec` of a child that others than the operator own, each as `managedFields` spell its path.
     """
 
     ref: Ref
     uid: str
     resource_version: str
     body: bytes
+    foreign: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, obj: dict[str, Any]) -> Observed:
         """From a decoded object."""
         meta = obj["metadata"]
         kept = {**obj, "metadata": {k: v for k, v in meta.items() if k != "managedFields"}}
-        return cls(Ref.of(obj), meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept))
+        return cls(Ref.of(obj), meta["uid"], meta.get("resourceVersion", ""), msgspec.json.encode(kept), _foreign(obj))
 
     @property
     def object(self) -> dict[str, Any]:
         """The decoded object; a new one at each call."""
         decoded: dict[str, Any] = msgspec.json.decode(self.body)
         return decoded
+
+
+def _foreign(obj: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    meta = obj["metadata"]
+    if obj["kind"] == "Pod" or (meta.get("labels") or {}).get(names.MANAGED_BY) != names.MANAGER:
+        return ()
+    # What a webhook changes in a write of the operator is written down as the operator's, and so stays.
+    others = (entry for entry in meta.get("managedFields") or () if entry.get("manager") != names.FIELD_MANAGER)
+    specs = ((entry.get("fieldsV1") or {}).get("f:spec") for entry in others if not entry.get("subresource"))
+    return tuple(path for spec in specs if spec for path in _leaves(("f:spec",), spec))
+
+
+def _leaves(path: tuple[str, ...], fields: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for step, inner in fields.items():
+        if inner:
+            yield from _leaves((*path, step), inner)
+        elif step != ".":
+            yield (*path, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +277,8 @@ class GatewayWorld:
     """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
 
     `children` carry the gateway's label and no pool's; `pods` are those of the picker and of Envoy. `unreadable`
-    are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it.
+    are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it. `models`
+    are the namespace's InferenceModels.
     """
 
     namespace: str
@@ -265,6 +289,7 @@ class GatewayWorld:
     platform: Platform
     now: datetime
     unreadable: tuple[Observed, ...] = ()
+    models: tuple[InferenceModel, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

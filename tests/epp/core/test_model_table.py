@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.model_rules import POOLS, rule, rule_sets
 from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 
 
 @settings(max_examples=60, deadline=None)
@@ -55,7 +55,7 @@ def test_a_rule_says_pool_target_criticality_and_the_fallbacks_that_can_be_reach
 def test_a_target_of_another_pool_behind_the_same_gateway_goes_there():
     rule = ModelRule("m", "chat", "red", targets=(("red", 9), ("blue", 1), ("far", 1), ("nobodys", 1)))
     served = {"red": ["red"], "blue": ["blue", "red"], "other": ["far"]}
-    table = ModelTable(served, [rule], {"red": "g", "blue": "g", "other": "h"})
+    table = ModelTable(served, [rule], {"red": PoolClaim("g"), "blue": PoolClaim("g"), "other": PoolClaim("h")})
     homes = {(t.pool, t.target) for t in (table.resolve("chat", n / 12) for n in range(12))}
     # its own pool goes before others, and what is behind another gateway or served by nobody is asked for at home
     assert homes == {("red", "red"), ("blue", "blue"), ("red", "far"), ("red", "nobodys")}
@@ -125,3 +125,19 @@ def test_an_unknown_model_is_not_found(pools: dict[str, list[str]]) -> None:
 
 def test_no_model_is_needed_where_there_is_only_one() -> None:
     assert ModelTable({"p": ["a"], "q": []}).resolve(None) == ModelTarget("p", "a")
+
+
+def test_no_claim_newer_than_a_pool_gets_the_requests_for_its_name() -> None:
+    """An InferenceModel for another pool, targets that lead to one, and an engine that says it has the name."""
+    pools = {"taker": PoolClaim("g", ("other",), created="1"), "theirs": PoolClaim("g", ("llama",), created="2")}
+    served = {"taker": ["other", "llama", "loaded"], "theirs": ["llama"]}
+    for one in (
+        None,
+        ModelRule("evil", "llama", "taker", created="3"),
+        ModelRule("evil", "llama", "theirs", targets=(("other", 1),), created="3"),
+        ModelRule("evil", "llama", "theirs", targets=(("loaded", 1),), created="3"),
+    ):
+        table = ModelTable(served, [one] if one is not None else [], pools)
+        assert table.resolve("llama").pool == "theirs"
+    older = ModelRule("older", "llama", "taker", created="0")
+    assert ModelTable(served, [older], pools).resolve("llama").pool == "taker"

@@ -18,7 +18,7 @@ from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.router import RoutedRequest
 from treeline_wire import headers as names
 from treeline_wire.gateway_rules import Objective
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 
 ON = FlowSettings(flow_control="wait", flow_wait_seconds=0.5)
 
@@ -219,7 +219,9 @@ def test_what_a_named_pool_serves_is_told_by_its_first_endpoint(model: str, foun
     ticket = world.router.route(asked_of_a_pool(model))
     assert isinstance(ticket, Ticket)
     world.add(Engine("e", "10.0.0.9:8000", 10_000.0))
-    world.registry.set_pools({"default": ()}, [ModelRule("alias", "alias", "default", targets=(("tiny", 1),))])
+    world.registry.set_pools(
+        {"default": PoolClaim("here")}, [ModelRule("alias", "alias", "default", targets=(("tiny", 1),))]
+    )
     world.step()
     assert ticket.done
     result = world.router.resume(ticket)
@@ -229,7 +231,7 @@ def test_what_a_named_pool_serves_is_told_by_its_first_endpoint(model: str, foun
 def test_a_pool_that_may_take_the_place_of_an_empty_one_takes_what_waits_for_it() -> None:
     world = FlowWorld(FlowSettings(hold_empty_pool_seconds=120.0), engines=0)
     rule = ModelRule("r", "alias", "empty", targets=(("tiny", 1),), fallback_pools=("default",))
-    world.registry.set_pools({"empty": ("tiny",), "default": ()}, [rule])
+    world.registry.set_pools({"empty": PoolClaim("here", ("tiny",)), "default": PoolClaim("here")}, [rule])
     path = {":path": "/v1/completions", ":method": "POST"}
     asked = [
         RouteRequest(path, json.dumps({"model": name, "prompt": "x"}).encode(), None) for name in ("tiny", "alias")

@@ -20,7 +20,7 @@ from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.parse import ParsedRequest, parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire.events import BlockStored
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 from treeline_wire.namespaces import join_namespace
 
 VLLM = Adapters("vllm", {"sql": "sql"})
@@ -37,7 +37,7 @@ def registry(adapters: Adapters, rules: tuple[ModelRule, ...] = ()) -> ModelRegi
     made = ModelRegistry()
     fingerprint = made.add_keyer(small_bundle()).fingerprint
     made.set_endpoint("e", "pool", ("base", *adapters.names), fingerprint, adapters=adapters)
-    made.set_pools({"pool": ()}, rules)
+    made.set_pools({"pool": PoolClaim("here")}, rules)
     return made
 
 

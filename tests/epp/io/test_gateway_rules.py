@@ -129,6 +129,19 @@ def obj(spec: dict[str, Any], **meta: Any) -> msgspec.Raw:
     return msgspec.Raw(json.dumps({"metadata": {"name": "o", **meta}, "spec": spec}).encode())
 
 
+def test_a_rewrite_takes_no_name_that_another_pool_serves() -> None:
+    """However old it is; names that nobody serves are the oldest rewrite's."""
+    given = rules(rewrite("taker", ("base", "other"), ("free", "other"), pool="q", created="2020-01-01T00:00:00Z"))
+    both = registry()
+    both.set_endpoint("f", "q", ("other",), None)
+    for model, pool in (("base", "p"), ("free", "q")):
+        data = json.dumps({"model": model, "prompt": "x"}).encode()
+        fields = {":path": "/v1/completions", ":method": "POST"}
+        parsed = parse(RouteRequest(fields, data, None), both, rules=given)
+        assert isinstance(parsed, ParsedRequest)
+        assert parsed.pick.pool == pool
+
+
 def test_objects_are_read_as_their_crds_have_them() -> None:
     ref = {"name": "p"}
     found = read_objective(obj({"poolRef": ref, "priority": -3}))

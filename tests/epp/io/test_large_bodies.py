@@ -26,7 +26,7 @@ from treeline_epp.requests.parse import ParsedRequest, is_large, parse
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 from treeline_wire.prompt import prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -304,7 +304,7 @@ def test_a_large_body_is_sent_on_as_it_came_or_with_another_model(mode: int) -> 
     picker = Picker()
     picker.add_endpoint(EndpointSpec("a", "10.0.0.1:8000", models=("tiny",)))
     rule = ModelRule("alias", "alias", "default", targets=(("tiny", 1),))
-    registry.set_pools({"default": ()}, [rule])
+    registry.set_pools({"default": PoolClaim("here")}, [rule])
     for model in ("tiny", "alias"):
         data = chat(WORDS * 10_000, model=model)
         _, replies = longest_turn(Router(picker, registry, Metrics()), "/v1/chat/completions", data, mode)

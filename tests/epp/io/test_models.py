@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,11 +22,16 @@ from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.router import RoutedRequest, Router
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 from treeline_wire.tokenizer import TokenizerBundle
 
 MODES = processing_mode_pb2.ProcessingMode
 RATE = 1000.0
+
+
+def claims(pools: Mapping[str, tuple[str, ...]]) -> dict[str, PoolClaim]:
+    """Pools by the names that they are configured to serve."""
+    return {pool: PoolClaim("here", names) for pool, names in pools.items()}
 
 
 class Bench:
@@ -39,7 +45,7 @@ class Bench:
         self.router = Router(
             self.picker, self.registry, self.metrics, clock=lambda: 1.0, draw=lambda: self.draws.pop(0)
         )
-        self.registry.set_pools(pools or {"a": ("a1",), "b": ("b1",)}, rules)
+        self.registry.set_pools(claims(pools or {"a": ("a1",), "b": ("b1",)}), rules)
         self.add("a-0", "a", "10.0.0.1:8000", ("a1", "a2"))
         self.add("b-0", "b", "10.0.0.2:8000", ("b1",))
 
@@ -229,11 +235,11 @@ def test_rules_come_and_go_while_it_runs() -> None:
     older = rule("chat", "b", created="2026-01-01T00:00:00Z")
     newer = ModelRule("other", "chat", "a", targets=(("a1", None),), created="2026-01-02T00:00:00Z")
     pools = {"a": ("a1",), "b": ("b1",)}
-    bench.registry.set_pools(pools, (newer, older))
+    bench.registry.set_pools(claims(pools), (newer, older))
     assert bench.ask("chat").model == "b1"
-    bench.registry.set_pools(pools, (newer,))
+    bench.registry.set_pools(claims(pools), (newer,))
     assert bench.ask("chat").model == "a1"
-    bench.registry.set_pools(pools, ())
+    bench.registry.set_pools(claims(pools), ())
     assert bench.ask("chat").status.code == 404
 
 
@@ -245,7 +251,7 @@ def test_the_list_of_models_is_what_can_be_asked_for() -> None:
 
 def test_engines_that_name_no_models_take_any() -> None:
     registry = ModelRegistry()
-    registry.set_pools({"p": ()}, ())
+    registry.set_pools(claims({"p": ()}), ())
     assert registry.empty
     registry.set_endpoint("e", "p", (), None)
     assert registry.resolve("anything").pool == "p"

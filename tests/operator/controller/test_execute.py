@@ -64,6 +64,10 @@ class Server:
         self._called("create", thing["metadata"]["name"])
         return self._kept(thing)
 
+    async def replace_spec(self, ref: Ref, resource_version: str, spec: dict[str, Any]) -> dict[str, Any]:
+        self._called("replace", ref.name)
+        return self._kept({**obj(ref.name, ref.kind), "spec": spec})
+
     async def scale(self, ref: Ref, uid: str, replicas: int) -> dict[str, Any]:
         self._called("scale", ref.name)
         return self._kept({**obj(ref.name, ref.kind), "spec": {"replicas": replicas}})
@@ -147,6 +151,52 @@ async def test_behind_a_refusal_others_are_applied_but_nothing_is_scaled_or_dele
     assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply good"]
     assert [(refused.name, exc) for refused, exc in done.refused] == [("bad", fault)]
     assert not done.stale
+
+
+def service(**changes: Any) -> dict[str, Any]:
+    return {**obj("s"), "spec": {"selector": {}, "ports": [{"name": "http", "port": 80}], **changes}}
+
+
+def seen_service() -> Store:
+    """A Service whose port somebody has moved."""
+    store, moved = Store(), service(ports=[{"name": "http", "port": 81, "nodePort": 30000}])
+    store.put({**moved, "metadata": {**moved["metadata"], "uid": "u-s", "resourceVersion": "5"}})
+    return store
+
+
+async def test_what_others_added_is_cleared_before_the_apply() -> None:
+    server = Server()
+    done = await execute(server, seen_service(), Apply(service(), "", ("spec.ports",), clears=True))
+    assert server.calls == ["replace s", "apply s"]
+    assert done.drifted
+    assert not done.refused
+
+
+async def test_an_apply_that_others_additions_keep_from_being_taken_clears_them() -> None:
+    """A second port of the same name is refused, for ever."""
+    first = Invalid("422: duplicate value", code=422)
+
+    class Refusing(Server):
+        async def apply(self, thing: dict[str, Any]) -> dict[str, Any]:
+            if not any(call.startswith("replace") for call in self.calls):
+                self.calls.append("refused s")
+                raise first
+            return await super().apply(thing)
+
+    server = Refusing()
+    assert not (await execute(server, seen_service(), Apply(service(), ""))).refused
+    assert server.calls == ["refused s", "replace s", "apply s"]
+    # What is wrong in itself is told in the words of the first refusal.
+    hopeless = Server(apply_s=first, replace_s=Invalid("422: also", code=422))
+    done = await execute(hopeless, seen_service(), Apply(service(), ""))
+    assert [exc for _, exc in done.refused] == [first]
+
+
+async def test_a_broken_webhook_for_one_kind_does_not_keep_the_others_from_being_applied() -> None:
+    server = Server(apply_bad=Unavailable("500: failed calling webhook", code=500))
+    done = await execute(server, Store(), Apply(obj("bad"), ""), Apply(obj("good"), ""))
+    assert [call for call in server.calls if call.startswith("apply")] == ["apply bad", "apply good"]
+    assert [ref.name for ref, _ in done.refused] == ["bad"]
 
 
 def mark(name: str, step: Any, **told: Any) -> Mark:

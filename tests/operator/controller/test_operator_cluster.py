@@ -140,14 +140,11 @@ async def test_what_others_own_stays_and_what_is_ours_is_set_right(room: Room) -
             return (await runtime(room))["spec"]["replicas"] == 3
 
         await room.until(follows, "the Deployment to follow the autoscaler")
-        # A mesh injects a sidecar, a user labels; somebody points a port elsewhere and takes our label away.
-        sidecar = {"name": "mesh", "image": "mesh:1"}
+        # A user labels and restarts the picker; somebody points a port elsewhere and takes our label away.
+        restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "2026-11-28T12:00:00Z"}}}
         await room.patch(
             f"{DEPLOYMENTS}/treeline-epp",
-            {
-                "metadata": {"labels": {"team": "ml"}},
-                "spec": {"template": {"spec": {"containers": [sidecar]}}},
-            },
+            {"metadata": {"labels": {"team": "ml"}}, "spec": {"template": restart}},
             kind="strategic-merge",
         )
         await room.patch(
@@ -170,8 +167,79 @@ async def test_what_others_own_stays_and_what_is_ours_is_set_right(room: Room) -
         assert "ports" in told[0]
         epp = await room.get(f"{DEPLOYMENTS}/treeline-epp")
         assert epp["metadata"]["labels"]["team"] == "ml"
-        assert "mesh" in [c["name"] for c in epp["spec"]["template"]["spec"]["containers"]]
+        assert epp["spec"]["template"]["metadata"]["annotations"] == restart["metadata"]["annotations"]
         assert (await runtime(room))["spec"]["replicas"] == 3
+
+
+async def test_what_others_add_to_selectors_ports_and_templates_is_removed(room: Room) -> None:
+    """Each of these ends the URL or changes pods, and an apply alone leaves it there or is refused for ever."""
+    async with operator(room.plane.admin, room.namespace, resync_s=1.0):
+        await room.create_pool("a", gateway={"standalone": {"serviceType": "NodePort"}})
+        await settled(room)
+        deployment = (await runtime(room))["metadata"]["name"]
+        service, pods = f"{SERVICES}/treeline-gateway", f"{SERVICES}/a-pods"
+        budget = "/apis/policy/v1/namespaces/{}/poddisruptionbudgets/treeline-edge"
+        policy = "/apis/networking.k8s.io/v1/namespaces/{}/networkpolicies/a-pods"
+        before = {path: await room.get(path) for path in (service, pods, budget, policy)}
+        foreign = {"somebody": "else"}
+        port = before[service]["spec"]["ports"][0]
+        edits: list[tuple[str, Any, str]] = [
+            (service, {"selector": foreign, "ports": [{**port, "port": 81}]}, "merge"),
+            (pods, {"selector": foreign}, "merge"),
+            (budget, {"selector": {"matchLabels": foreign}}, "merge"),
+            (policy, {"podSelector": {"matchLabels": foreign}}, "merge"),
+        ]
+        added = [{"name": "ADDED", "value": "1"}]
+        for name, container in (("treeline-epp", "epp"), ("treeline-edge", "edge"), (deployment, "runtime")):
+            meta = {"labels": foreign}
+            pod = {"nodeSelector": foreign, "containers": [{"name": container, "env": added}]}
+            edits.append((f"{DEPLOYMENTS}/{name}", {"template": {"metadata": meta, "spec": pod}}, "strategic-merge"))
+            before[f"{DEPLOYMENTS}/{name}"] = await room.get(f"{DEPLOYMENTS}/{name}")
+        for path, spec, kind in edits:
+            await room.patch(path, {"spec": spec}, kind=kind)
+
+        async def mended() -> bool:
+            now = {path: (await room.get(path))["spec"] for path in before}
+            return now == {path: obj["spec"] for path, obj in before.items()}
+
+        await room.until(mended, "everything to be as before, the port of the nodes, too")
+        # A change of the pool's own still finds its way through what the repair wrote.
+        await room.patch(f"{POOLS}/a", {"spec": {"gateway": {"standalone": {"port": 8080}}}})
+
+        async def moved() -> bool:
+            return [one["port"] for one in (await room.get(service))["spec"]["ports"]] == [8080]
+
+        await room.until(moved, "the new port")
+
+
+async def test_api_keys_outlive_the_pool_that_stated_them_until_another_pool_drops_them(room: Room) -> None:
+    async with operator(room.plane.admin, room.namespace):
+        keys = {"apiKeysSecretRef": {"name": "clients"}}
+        await room.create_pool("a", gateway={"standalone": keys})
+        await settled(room)
+        await room.create_pool("b")
+
+        async def shared_by(*pools: str) -> bool:
+            anchor = await room.get("/api/v1/namespaces/{}/configmaps/treeline-gateway")
+            return bool(anchor["data"]["pools"].split() == list(pools))
+
+        await room.until(lambda: shared_by("a", "b"), "both to share the gateway")
+
+        async def secrets() -> list[str]:
+            pod = (await room.get(f"{DEPLOYMENTS}/treeline-edge"))["spec"]["template"]["spec"]
+            return [one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one]
+
+        assert await secrets() == ["clients"]
+        await room.request("DELETE", f"{POOLS.format(room.namespace)}/a")
+
+        await room.until(lambda: shared_by("b"), "the gateway to be b's")
+        assert await secrets() == ["clients"]
+        await room.patch(f"{POOLS}/b", {"spec": {"gateway": {"unprotected": ["ApiKeys", "Isolation"]}}})
+
+        async def dropped() -> bool:
+            return await secrets() == []
+
+        await room.until(dropped, "the keys to be dropped")
 
 
 async def test_a_child_that_somebody_deletes_comes_back(room: Room) -> None:

@@ -246,7 +246,7 @@ async def test_of_a_gateways_pools_those_are_told_whom_a_change_concerns() -> No
         assert await told() == expected, "one that comes concerns itself"
     change("p3", 30, replicas=4)
     assert await told() == []
-    change("p3", 31, endpointPicker={"failureMode": "FailClose"})
+    change("p3", 31, endpointPicker={"replicas": 2})
     assert await told() == ["p3"], "a younger one's settings do not hold for the others"
     change("p0", 32, endpointPicker={"failureMode": "FailClose"})
     assert await told() == names[:-1], "those of the oldest do"

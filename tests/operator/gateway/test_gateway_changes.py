@@ -67,7 +67,7 @@ def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
     assert plan_gateway(dataclasses.replace(cluster.world(p), unreadable=(strange,))).actions == ()
 
 
-def test_the_oldest_pool_decides_and_the_plan_says_whom_it_overrules() -> None:
+def test_the_oldest_pool_decides_but_for_protections_and_the_plan_says_whom_it_overrules() -> None:
     a, b = (
         pool("a"),
         pool("b", created=1, endpointPicker={"policy": "random", "replicas": 2, "failureMode": "FailClose"}),
@@ -76,7 +76,7 @@ def test_the_oldest_pool_decides_and_the_plan_says_whom_it_overrules() -> None:
     cluster.converge(b, a)
     assert "--policy=treeline" in container(cluster, "treeline-epp")["args"]
     assert plan_gateway(cluster.world(a, b)).notes == (
-        "pool b: endpointPicker.failureMode is FailClose here, FailOpen in pool a (older)",
+        "pool a: endpointPicker.failureMode is FailOpen here, FailClose in pool b (stricter)",
         "pool b: endpointPicker.replicas is 2 here, 1 in pool a (older)",
     )
     cluster.converge(b)

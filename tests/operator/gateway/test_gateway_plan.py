@@ -86,7 +86,7 @@ def test_the_anchor_comes_first_and_owns_the_rest() -> None:
     (only,) = plan_gateway(cluster.world(a, b)).actions
     assert isinstance(only, Apply)
     assert only.object["metadata"]["name"] == "treeline-gateway"
-    assert only.object["data"] == {"owner": "a", "pools": "a\nb\n"}
+    assert only.object["data"] == {"owner": "a", "pools": "a\nb\n", "protections": "{}"}
     owners = only.object["metadata"]["ownerReferences"]
     assert [(owner["uid"], owner.get("controller", False)) for owner in owners] == [
         ("uid-a", False),

@@ -48,6 +48,16 @@ def test_pools_of_one_gateway_name_share_it_and_others_do_not() -> None:
     ("old", "new", "message"),
     [
         (
+            {"tracing": {"endpoint": "http://a:4317"}},
+            {"tracing": {"endpoint": "http://b:4317"}},
+            "tracing.endpoint is http://b:4317 here, http://a:4317 in pool a (older)",
+        ),
+        (
+            {},
+            {"tracing": {"endpoint": "http://b:4317"}},
+            "tracing.endpoint is http://b:4317 here, unset in pool a (older)",
+        ),
+        (
             picker(failureMode="FailClose"),
             {},
             "endpointPicker.failureMode is FailOpen here, FailClose in pool a (older)",
@@ -106,6 +116,12 @@ def test_every_pool_has_a_policy_of_its_own() -> None:
     assert conflicts(share([a, b]), b) == ()
 
 
+def test_the_owner_alone_names_the_collector_of_the_gateway() -> None:
+    a, b = pool("a"), pool("b", created=1, tracing={"endpoint": "http://theirs:4317"})
+    assert of(share([a, b]), a).tracing is None, "what the gateway sees of a's requests is not b's"
+    assert of(share([b]), b).tracing == b.spec.tracing
+
+
 def test_attaching_to_different_gateways_is_no_conflict() -> None:
     a = pool("a", gateway={"parentRefs": [{"name": "one"}], "hostnames": ["a.example"]})
     b = pool("b", created=1, gateway={"parentRefs": [{"name": "two"}]})
@@ -117,7 +133,7 @@ def test_the_next_oldest_is_promoted_when_the_oldest_is_being_deleted() -> None:
     a = pool("a", deleting=True)
     shared = of(share([c, a, b]), c)
     assert [p.name for p in shared.members] == ["b", "c", "a"]
-    assert shared.picker.failure_mode == "FailClose"
+    assert shared.failure_mode == "FailClose"
     assert not shared.leaving
     assert shared.conflicts == {
         "c": ("endpointPicker.failureMode is FailOpen here, FailClose in pool b (older)",),
@@ -153,15 +169,17 @@ def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.R
     assert sharing == share(shuffled) == share(pools)
     (shared,) = sharing.values()
     assert sorted(p.name for p in shared.members) == sorted(p.name for p in pools)
-    assert conflicts(sharing, shared.owner) == ()
+    strict = shared.failure_mode == "FailClose"
+    assert strict is any(p.spec.endpoint_picker.failure_mode == "FailClose" for p in pools)
     # Without the owner, the second of the order owns: promotion is what is left.
     rest = [p for p in pools if p is not shared.owner]
     if rest:
         assert of(share(rest), rest[0]).owner is shared.members[1]
-    # Whoever asks for what the owner asks has no conflict, and everybody else has one.
+    # A pool that asks for what holds has no conflict, and every other one has.
+    held = shared.picker.model_copy(update={"failure_mode": shared.failure_mode})
     for member in shared.members:
         same = (
-            member.spec.endpoint_picker == shared.picker
+            member.spec.endpoint_picker == held
             and member.spec.gateway.mode == shared.mode
             and (shared.mode == "gateway-api" or member.spec.gateway.edge == shared.edge)
         )
@@ -179,10 +197,11 @@ def test_of_hundreds_that_share_only_what_is_new_is_looked_at(monkeypatch: pytes
     monkeypatch.setattr(module, "_asked_by", counted)
     pools = tuple(pool(f"p{n:03}") for n in range(300))
     first = share(pools)
+    assert conflicts(first, pools[7]) == ()
     assert len(looked) == 300
     assert share(pools) is first
     changed = pool("p007", endpointPicker={"replicas": 2})
     again = share((*pools[:7], changed, *pools[8:]))
-    assert looked[300:] == ["p007"]
     assert conflicts(again, changed)
+    assert looked[300:] == ["p007"]
     assert conflicts(first, pools[7]) == ()

@@ -57,9 +57,9 @@ def envoys(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
-def test_picker_and_envoy_send_to_the_collector_of_the_oldest_pool_that_names_one() -> None:
+def test_picker_and_envoy_send_to_the_collector_of_the_gateways_owner() -> None:
     later = {"endpoint": "http://another:4317"}
-    cluster = converged(pool("a"), pool("b", created=1, tracing=COLLECTOR), pool("c", created=2, tracing=later))
+    cluster = converged(pool("a", tracing=COLLECTOR), pool("b", created=1), pool("c", created=2, tracing=later))
     picker = container(cluster, "treeline-epp")
     assert options_of(picker["args"]).tracing
     assert {one["name"]: one.get("value") for one in picker["env"]} == VARIABLES

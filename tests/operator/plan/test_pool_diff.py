@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_operator import names
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.diff import applying, differences, prune
+from treeline_operator.plan.diff import additions, applying, differences, prune
 from treeline_operator.quantity import quantity
 from treeline_operator.world import Observed, Ref
 
@@ -242,3 +242,50 @@ def test_pruning_takes_only_what_is_ours_and_wanted_no_more() -> None:
     ]
     deletes = prune(children, [Ref("v1", "Service", "n", "wanted")], "pool-uid")
     assert [(delete.ref.name, delete.uid) for delete in deletes] == [("old", "uid-old")]
+
+
+def _edited(kind: str, spec: dict[str, Any], owned: dict[str, Any], **entry: Any) -> Observed:
+    meta = {
+        "name": "x",
+        "namespace": "n",
+        "uid": "u",
+        "labels": {"app.kubernetes.io/managed-by": "treeline"},
+        "managedFields": [{"manager": "somebody", "operation": "Update", "fieldsV1": {"f:spec": owned}, **entry}],
+    }
+    return Observed.of({"apiVersion": "v1", "kind": kind, "metadata": meta, "spec": spec})
+
+
+ADDED = {"f:env": {'k:{"name":"X"}': {".": {}, "f:name": {}}}}
+ENV = {"f:template": {"f:spec": {"f:containers": {'k:{"name":"c"}': ADDED}}}}
+RESTART = {"f:template": {"f:metadata": {"f:annotations": {".": {}, "f:kubectl.kubernetes.io/restartedAt": {}}}}}
+PORT = {"f:ports": {'k:{"port":81,"protocol":"TCP"}': {".": {}, "f:port": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "owned", "entry", "found"),
+    [
+        ("Deployment", {}, ENV, {}, 1),
+        ("Deployment", {}, ENV, {"manager": "treeline-operator"}, 0),
+        ("Deployment", {}, {"f:replicas": {}}, {"subresource": "scale"}, 0),
+        ("Deployment", {}, {"f:paused": {}}, {}, 0),
+        ("Deployment", {}, RESTART, {}, 0),
+        ("Service", {"selector": {"a": "b", "foreign": "c"}}, {"f:selector": {}}, {}, 1),
+        ("Service", {"selector": {"a": "b"}}, {"f:selector": {}}, {}, 0),
+        ("Service", {}, PORT, {}, 1),
+        ("Service", {}, {"f:ports": {'k:{"port":80,"protocol":"TCP"}': {"f:nodePort": {}}}}, {}, 0),
+        ("Service", {}, {"f:loadBalancerSourceRanges": {}}, {}, 0),
+        ("PodDisruptionBudget", {}, {"f:minAvailable": {}}, {}, 1),
+        ("PersistentVolumeClaim", {}, {"f:resources": {"f:requests": {"f:storage": {}}}}, {}, 0),
+    ],
+)
+def test_what_others_add_to_what_is_ours_as_a_whole_is_found(
+    kind: str, spec: dict[str, Any], owned: dict[str, Any], entry: dict[str, Any], found: int
+) -> None:
+    container = {"name": "c", "image": "i"}
+    ours = {
+        "selector": {"a": "b"},
+        "ports": [{"name": "http", "port": 80}],
+        "template": {"spec": {"containers": [container]}},
+    }
+    desired = {"apiVersion": "v1", "kind": kind, "metadata": {"name": "x", "namespace": "n"}, "spec": ours}
+    assert len(additions(desired, _edited(kind, {**ours, **spec}, owned, **entry))) == found

@@ -48,16 +48,40 @@ def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other(
     gateway = {"parentRefs": [{"name": "front"}], "hostnames": ["llm.example.com"]}
     older = a_pool("older", uid="older-uid", gateway=gateway, endpointPicker={"failureMode": "FailClose"})
     young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
-    younger = a_pool("younger", metadata=young, gateway={"parentRefs": [{"name": "front"}]})
+    named = {"uri": "builtin://tiny", "name": "other"}
+    younger = a_pool("younger", metadata=young, model=named, gateway={"parentRefs": [{"name": "front"}]})
     cluster = SimCluster(Platform(apis=EVERY_API))
     cluster.others = (older,)
     cluster.do(cluster.plan(younger))
     route = cluster.get("HTTPRoute", "younger")["spec"]
     for match in (match for rule in route["rules"] for match in rule["matches"]):
-        assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "tiny"}]
+        assert match["headers"] == [{"type": "Exact", "name": "X-Gateway-Model-Name", "value": "other"}]
     assert route["hostnames"] == ["llm.example.com"]
     mirror = cluster.get("InferencePool", "younger-gie")["spec"]
     assert mirror["endpointPickerRef"]["failureMode"] == "FailClose"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "theirs", "parent", "routed"),
+    [
+        ((), (), "front", False),
+        (("a.example.com",), ("*.example.com",), "front", False),
+        (("a.example.com",), ("b.example.com",), "front", True),
+        (("a.example.com",), ("a.example.com",), "back", True),
+    ],
+)
+def test_a_younger_pool_gets_no_route_for_a_name_that_an_older_one_has_at_the_same_host(
+    hosts: tuple[str, ...], theirs: tuple[str, ...], parent: str, routed: bool
+) -> None:
+    """It would match the model's name, and so go before the older pool's, which matches every name."""
+    older = a_pool("older", uid="older-uid", gateway={"parentRefs": [{"name": "front"}], "hostnames": hosts})
+    young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
+    younger = a_pool("younger", metadata=young, gateway={"parentRefs": [{"name": parent}], "hostnames": theirs})
+    cluster = SimCluster(Platform(apis=EVERY_API))
+    cluster.others = (older,)
+    plan = cluster.plan(younger)
+    assert ("HTTPRoute" in {action.ref.kind for action in plan.actions}) is routed
+    assert any("are pool older's: no HTTPRoute is made" in note for note in plan.notes) is not routed
 
 
 @pytest.mark.parametrize("engine", sorted(INFERENCE))

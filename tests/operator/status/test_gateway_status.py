@@ -53,17 +53,38 @@ def test_a_conflict_is_told_without_denying_that_requests_succeed():
     seen = world(LATE, others=(pool("older"),), picker=view(LATE, "late-1"))
     told = conditions_of(seen)[T.READY]
     assert told["status"] == "True"
+    assert told["reason"] == Reason.GATEWAY_CONFLICT, "the column REASON says it"
     assert "endpointPicker.replicas is 2 here" in told["message"]
     assert pool_status(seen)["gateway"]["owner"] == "older"
+
+
+def test_ready_envoys_that_the_service_does_not_lead_to_are_no_ready_gateway():
+    """Its Deployment counts them as ready: that is not what clients meet."""
+    picker, envoy, service, _ = gateway_children()
+    selects_none = observed("EndpointSlice", "s", meta={"labels": {"kubernetes.io/service-name": service.ref.name}})
+    running = envoy_pod("treeline-edge-1", "now", **ready())
+    for slices in ((), (selects_none,)):
+        seen = world(gateway_parts=(picker, envoy, service, *slices), gateway_pods=(running,))
+        found = conditions_of(seen)[T.GATEWAY_READY]
+        assert (found["status"], found["reason"]) == ("False", Reason.GATEWAY_NOT_READY)
+        assert "leads to no ready Envoy" in found["message"]
+
+
+def test_a_service_without_its_port_is_no_ready_gateway():
+    picker, envoy, service, slices = gateway_children()
+    moved = Observed.of({**service.object, "spec": {"ports": [{"name": "http", "port": 81}]}})
+    found = conditions_of(world(gateway_parts=(picker, envoy, moved, slices)))[T.GATEWAY_READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.GATEWAY_NOT_READY)
+    assert "has no port 80" in found["message"]
 
 
 def front_parts(revision, *, overdue=False):
     """A gateway whose Envoy is to have a configuration, and has one ready pod, of whichever."""
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
-    picker, _, service = gateway_children()
+    picker, _, *front = gateway_children()
     made = deployment("treeline-edge", 1, 1, conditions=late if overdue else ()).object
     made["spec"]["template"] = {"metadata": {"labels": {names.REVISION: revision}}}
-    return picker, Observed.of(made), service
+    return picker, Observed.of(made), *front
 
 
 def envoy_pod(name, revision, **status):

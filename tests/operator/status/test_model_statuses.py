@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.operator_status import LATER, NOW, model, pool
+from support.operator_status import LATER, NOW, conditions_of, model, pool, world
 from treeline_operator.api.conditions import Reason
+from treeline_operator.plan.model_names import rule_of
 from treeline_operator.status.conditions import same_status
-from treeline_operator.status.models import model_statuses, rule_of
+from treeline_operator.status.models import model_statuses
 from treeline_wire.models import ModelRule
 
 
@@ -81,3 +82,18 @@ def test_a_status_computed_from_itself_is_the_same():
     again = model_statuses([m.model_copy(update={"status": first[m.name]}) for m in models], [pool()], LATER)
     assert again == first
     assert all(same_status(again[name], first[name]) for name in first)
+
+
+def test_a_younger_model_does_not_take_a_pools_name_and_hears_whose_it_is():
+    taker = pool("taker", created="2026-11-03T00:00:00Z", model={"uri": "builtin://tiny", "name": "other"})
+    made = model("m", model_name="tiny", poolRef={"name": "taker"}, created="2026-11-02T00:00:00Z")
+    found = model_statuses([made], [pool(), taker], NOW)["m"]
+    assert (found["conditions"][0]["status"], found["conditions"][0]["reason"]) == ("False", Reason.MODEL_NAME_IN_USE)
+    assert found["conflictingModel"] == "tiny"
+
+
+def test_a_younger_pool_of_the_same_name_hears_whose_its_requests_are():
+    young = pool("young", created="2026-11-03T00:00:00Z")
+    condition = conditions_of(world(young, others=(pool(),)))["GatewayReady"]
+    assert (condition["status"], condition["reason"]) == ("True", Reason.MODEL_NAME_IN_USE)
+    assert "requests for `tiny` go to pool `tiny`: InferencePool `tiny` is older" in condition["message"]

@@ -1,4 +1,4 @@
-"""Which InferenceModels hold: the pure function that the picker, which serves them, and the operator, which says so,
+"""Who has the name of a model: the pure function that the picker, which serves by it, and the operator, which says so,
 agree on.
 """
 
@@ -73,8 +73,30 @@ class ModelRule(msgspec.Struct, frozen=True):
         return (self.created, self.name, self.uid)
 
 
+class PoolClaim(msgspec.Struct, frozen=True):
+    """A pool: the gateway that it shares, and the names that its object says it serves (`models` are its model's,
+    `adapters` those of what is served beside it). `created` is its creationTimestamp."""
+
+    gateway: str
+    models: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    created: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.models, *self.adapters)
+
+
+class Holder(NamedTuple):
+    """Who has a name: the object, and the pool to which requests for the name go."""
+
+    kind: Literal["InferencePool", "InferenceModel"]
+    name: str
+    pool: str
+
+
 class ModelAcceptance(msgspec.Struct, frozen=True):
-    """Whether a rule holds. `winner` is the rule that has the name instead; `message` says what to do."""
+    """Whether a rule holds. `winner` is what has the name instead; `message` says what to do."""
 
     accepted: bool
     reason: RuleReason
@@ -82,24 +104,54 @@ class ModelAcceptance(msgspec.Struct, frozen=True):
     winner: str | None = None
 
 
-def accept_models(rules: Iterable[ModelRule], pools: Mapping[str, str]) -> dict[str, ModelAcceptance]:
-    """Which rules of a namespace hold, by the rules' names. `pools` maps each pool to the gateway it shares.
+class Names(NamedTuple):
+    """`holders` maps gateway and name to who has the name, `verdicts` the rules by their names to whether they hold."""
 
-    A rule needs its pool and valid weights. Of those that ask for the same name behind the same gateway the oldest
-    has it; when that one goes, or stops to be valid, the next oldest does.
+    holders: Mapping[tuple[str, str], Holder]
+    verdicts: Mapping[str, ModelAcceptance]
+
+
+def decide_names(rules: Iterable[ModelRule], pools: Mapping[str, PoolClaim]) -> Names:
+    """Who has which name behind each gateway of a namespace; the order of rules and pools does not matter.
+
+    Pools claim the names of their model and adapters, rules their `model_name`. The oldest claim has the name, of
+    equally old ones a pool's before a rule's; when it goes, or stops to be valid, the next oldest does. A rule for a
+    name of its own pool takes nothing from anybody and holds beside it, unless its targets lead to another pool. Names
+    that only engines tell (an adapter loaded by hand) have no age: they come after all of these.
     """
-    accepted: dict[str, ModelAcceptance] = {}
-    holders: dict[tuple[str, str], ModelRule] = {}
-    for rule in sorted(rules, key=lambda rule: rule.age):
-        verdict = _flaw(rule, pools)
+    claims: list[tuple[tuple[str, bool, str, str], Holder, ModelRule | None]] = [
+        ((pool.created, False, name, ""), Holder("InferencePool", name, name), None) for name, pool in pools.items()
+    ]
+    for rule in rules:
+        created, name, uid = rule.age
+        claims.append(((created, True, name, uid), Holder("InferenceModel", name, rule.pool), rule))
+    holders: dict[tuple[str, str], Holder] = {}
+    ruled: dict[tuple[str, str], Holder] = {}
+    verdicts: dict[str, ModelAcceptance] = {}
+    for _, claim, one in sorted(claims, key=lambda claim: claim[0]):
+        if one is None:
+            for name in pools[claim.pool].names:
+                holders.setdefault((pools[claim.pool].gateway, name), claim)
+            continue
+        verdict = _flaw(one, pools)
         if verdict is None:
-            holder = holders.setdefault((pools[rule.pool], rule.model_name), rule)
-            verdict = _accepted(rule, pools) if holder is rule else _in_use(rule, holder, pools[rule.pool])
-        accepted[rule.name] = verdict
-    return accepted
+            key = pools[one.pool].gateway, one.model_name
+            holder = holders.setdefault(key, claim)
+            if holder.kind == "InferencePool" and holder.pool == one.pool and not _leads_away(one, pools):
+                holder = ruled.setdefault(key, claim)
+            verdict = _accepted(one, pools) if holder is claim else _in_use(one, holder, key[0])
+        verdicts[one.name] = verdict
+    return Names(holders, verdicts)
 
 
-def _flaw(rule: ModelRule, pools: Mapping[str, str]) -> ModelAcceptance | None:
+def _leads_away(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> bool:
+    """Whether a target of the rule is a name of another pool and not of its own."""
+    home = pools[rule.pool]
+    others = {name for pool in pools.values() if pool.gateway == home.gateway for name in pool.names}
+    return any(target in others and target not in home.names for target, _ in rule.targets)
+
+
+def _flaw(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> ModelAcceptance | None:
     weights = [weight for _, weight in rule.targets if weight is not None]
     if weights and len(weights) < len(rule.targets):
         bare = ", ".join(f"`{name}`" for name, weight in rule.targets if weight is None)
@@ -119,30 +171,33 @@ def _usable(weight: int) -> bool:
     return isinstance(weight, int) and 1 <= weight <= _MAX_WEIGHT
 
 
-def _which(pools: Mapping[str, str]) -> str:
-    shown = sorted(pools)[:5]
-    more = len(pools) - len(shown)
+def _which(pools: Iterable[str]) -> str:
+    there_are = sorted(pools)
+    shown = there_are[:5]
+    more = len(there_are) - len(shown)
     there = ", ".join(f"`{pool}`" for pool in shown) + (f" and {more} more" if more else "")
     return f" (there is {there})" if shown else ""
 
 
-def _accepted(rule: ModelRule, pools: Mapping[str, str]) -> ModelAcceptance:
-    home = pools[rule.pool]
+def _accepted(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> ModelAcceptance:
+    home = pools[rule.pool].gateway
     notes = [f"requests for `{rule.model_name}` go to pool `{rule.pool}`"]
     for pool in rule.fallback_pools:
         if pool not in pools:
             notes.append(f"fallback pool `{pool}` is not used: there is no such InferencePool")
-        elif pools[pool] != home:
+        elif pools[pool].gateway != home:
             notes.append(
-                f"fallback pool `{pool}` is not used: it is behind gateway `{pools[pool]}`, not `{home}`; "
+                f"fallback pool `{pool}` is not used: it is behind gateway `{pools[pool].gateway}`, not `{home}`; "
                 "give both the same spec.gateway.name"
             )
     return ModelAcceptance(True, "Accepted", "; ".join(notes))
 
 
-def _in_use(rule: ModelRule, holder: ModelRule, gateway: str) -> ModelAcceptance:
-    message = (
-        f"InferenceModel `{holder.name}` is older and has the model name `{rule.model_name}` behind gateway "
-        f"`{gateway}`; choose another spec.modelName, or delete `{holder.name}`: this one then takes over"
+def _in_use(rule: ModelRule, holder: Holder, gateway: str) -> ModelAcceptance:
+    has = (
+        f"{holder.kind} `{holder.name}` is older and has the model name `{rule.model_name}` behind gateway `{gateway}`"
     )
+    if holder.pool == rule.pool and holder.kind == "InferencePool":
+        has += ", and spec.targetModels lead requests for it to another pool"
+    message = f"{has}; choose another spec.modelName, or delete `{holder.name}`: this one then takes over"
     return ModelAcceptance(False, "ModelNameInUse", message, winner=holder.name)

@@ -30,7 +30,7 @@ PATHS = {
     "PodDisruptionBudget": "/apis/policy/v1/poddisruptionbudgets",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/networkpolicies",
 }
-"""The kinds of children, of all namespaces. Pods are none: controllers make them."""
+"""The kinds of children, of all namespaces. Pods and EndpointSlices are none: controllers make them."""
 
 _POLL_S = 0.05
 

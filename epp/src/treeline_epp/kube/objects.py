@@ -80,9 +80,14 @@ class _ModelSource(msgspec.Struct):
     name: str | None = None
 
 
+class _Adapter(msgspec.Struct):
+    name: str
+
+
 class _Engine(msgspec.Struct):
     port: int = 8000
     type: str = "treeline"
+    adapters: list[_Adapter] | None = None
 
 
 class _EndpointPicker(msgspec.Struct, rename="camel"):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 from treeline_wire import labels
-from treeline_wire.models import served_name
+from treeline_wire.models import PoolClaim, served_name
 
 from treeline_epp.kube.objects import OldPoolSpec, OwnPoolSpec, Specified, UpstreamPoolSpec
 
@@ -22,7 +22,8 @@ class Pool(msgspec.Struct, frozen=True):
     """A pool: which pods are its own, and on which ports they serve.
 
     `ranks`: every port is an endpoint of its own, named `<pod>-rank-<i>`, as other endpoint pickers name them.
-    `models` are the names that it is configured to serve; empty where the object does not say. `trust_ready`: that a
+    `models` are the names that it is configured to serve, `adapters` those of its adapters; empty where the object does
+    not say. `trust_ready`: that a
     pod is Ready is enough, its engine may be one that answers none of our questions. `engine` is the type of its
     engines, empty where the object does not say; `policy` is the one that it chooses, as `--policy` takes it.
     """
@@ -31,12 +32,18 @@ class Pool(msgspec.Struct, frozen=True):
     selector: Mapping[str, str]
     ports: tuple[int, ...]
     models: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     gateway: str = ""
     ranks: bool = False
     trust_ready: bool = False
     created: str = ""
     engine: str = ""
     policy: str = ""
+
+    @property
+    def claim(self) -> PoolClaim:
+        """The names that it claims behind its gateway."""
+        return PoolClaim(self.gateway, self.models, self.adapters, self.created)
 
     def matches(self, pod_labels: Mapping[str, str]) -> bool:
         """Are these the labels of one of its pods? An empty selector has none."""
@@ -53,6 +60,7 @@ def own_pool(data: msgspec.Raw) -> Pool:
         {labels.POOL: meta.name},
         (spec.engine.port,),
         models=(served_name(spec.model.name, spec.model.uri),),
+        adapters=tuple(adapter.name for adapter in spec.engine.adapters or ()),
         gateway=spec.gateway.name,
         created=meta.creation_timestamp or "",
         engine=spec.engine.type,

@@ -21,7 +21,7 @@ from treeline_kube.reflector import Health, Reflector
 from treeline_kube.resources import Collection, Resource, selector_text
 from treeline_wire import labels
 from treeline_wire.gateway_rules import ModelRewrite, Objective
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.kube.gateway_rules import VERSION, PoolRef, read_objective, read_rewrite
@@ -87,7 +87,7 @@ class Scope(msgspec.Struct, frozen=True):
         return pool.name == self.pool if self.pool else pool.gateway == self.gateway
 
 
-OnModels = Callable[[Mapping[str, Sequence[str]], Sequence[ModelRule]], None]
+OnModels = Callable[[Mapping[str, PoolClaim], Sequence[ModelRule]], None]
 """Called with the pools' configured models (oldest pool first) and the rules, whenever either has changed."""
 
 OnPolicies = Callable[[Mapping[str, str]], None]
@@ -192,7 +192,7 @@ class KubernetesSource:
             self._reported = reported
             known = () if models is None else models.values()
             rules = tuple(rule for rule in known if rule is not None)
-            self._on_models({pool.name: pool.models for pool in pools}, rules)
+            self._on_models({pool.name: pool.claim for pool in pools}, rules)
             self._on_policies({pool.name: pool.policy for pool in pools if pool.policy})
         if not self._set_rules(pools):
             return None

@@ -3,7 +3,8 @@
 As GIE 1.5 has them (llm-d after it): an objective, which a request names in a header, has a priority, and a negative
 one is sheddable. A rewrite gives requests for a model another one, drawn by weight: of the rules that match, one that
 names the model goes before one for all models, then the older object's, then the first of an object. A rule goes before
-the header that names a model, and that before the body. Headers count where they are trusted.
+the header that names a model, and that before the body. Headers count where they are trusted. A rewrite takes no other
+pool's name: it counts for names of its own pool, and for those that nobody serves.
 """
 
 from __future__ import annotations
@@ -77,15 +78,17 @@ class GatewayRules:
         headers: Mapping[str, str],
         draw: float,
         pool: str | None,
-        pool_of: Callable[[str], str | None],
+        pool_of: Callable[[str], tuple[str | None, bool]],
     ) -> Asked:
-        """What a request for `model` is for. `pool`: the only one that it may go to; `pool_of` says whose model one is,
-        and is called only where a rule for all models is in question."""
+        """What a request for `model` is for. `pool`: the only one that it may go to; `pool_of` says to which pool a
+        model goes, and whether that is known by the name; it is called only where a rule is in question."""
         exact = self._exact.get(model, {})
-        home = pool if pool is not None else next(iter(exact), None)
-        rule = exact.get(home or "")
-        if rule is None and self._general:
-            home = pool if pool is not None else pool_of(model)
+        home, named = (pool, True) if pool is not None or not (exact or self._general) else pool_of(model)
+        oldest = home if named else next(iter(exact), None)
+        rule = exact.get(oldest or "")
+        if rule is not None:
+            home = oldest
+        elif self._general:
             rule = self._general.get(home or "")
         if rule is not None:
             target, rest = rule.draw(draw)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
-from treeline_wire.models import ModelRule
+from treeline_wire.models import ModelRule, PoolClaim
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.keyers.base import Keyer
@@ -37,7 +37,7 @@ class ModelRegistry:
         self._lists: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._maps: dict[tuple[object, ...], Adapters] = {}
         self._keyers: dict[str, PromptKeyer] = {}
-        self._configured: Mapping[str, Sequence[str]] = {}
+        self._configured: Mapping[str, PoolClaim] = {}
         self._rules: tuple[ModelRule, ...] = ()
         self._served: dict[str, tuple[str, ...]] = {}
         self._by_pool: dict[str, PromptKeyer] = {}
@@ -103,7 +103,7 @@ class ModelRegistry:
         if self._endpoints.pop(name, None) is not None:
             self._change()
 
-    def set_pools(self, pools: Mapping[str, Sequence[str]], rules: Iterable[ModelRule]) -> None:
+    def set_pools(self, pools: Mapping[str, PoolClaim], rules: Iterable[ModelRule]) -> None:
         """What is configured: the pools, oldest first, with the names they serve unless their engines say otherwise,
         and the rules that give models other names."""
         self._configured = pools
@@ -113,7 +113,8 @@ class ModelRegistry:
 
     def configured(self, pool: str) -> Sequence[str]:
         """The names that a pool is configured to serve; empty where nothing says it."""
-        return self._configured.get(pool, ())
+        claim = self._configured.get(pool)
+        return () if claim is None else claim.models
 
     def resolve(self, model: str | None, draw: float = 0.0, pool: str | None = None) -> ModelTarget:
         """Where a request for a model goes. `draw` in [0, 1) chooses among weighted targets; `pool` is the only one
@@ -219,7 +220,7 @@ class ModelRegistry:
             keyer = self._keyers.get(fingerprint or "")
             if keyer is not None and (pool not in self._by_pool or self._by_pool[pool].keys is None):
                 self._by_pool[pool] = keyer
-        told = {pool: tuple(models or self._configured.get(pool, ())) for pool, models in pools.items()}
+        told = {pool: tuple(models or self.configured(pool)) for pool, models in pools.items()}
         self._served = {pool: models for pool, models in told.items() if models or pool in self._open_pools}
         self._histories = {pool: keyer for pool, keyer in self._histories.items() if pool in pools}
         self._tables = {}
@@ -235,12 +236,14 @@ class ModelRegistry:
         self._refresh()
         table = self._tables.get(pool)
         if table is None:
-            known = dict.fromkeys((*self._configured, *self._served), "here")
+            known = {name: PoolClaim("here") for name in self._served}
+            known |= {name: msgspec.structs.replace(one, gateway="here") for name, one in self._configured.items()}
             if pool is None:
                 table = ModelTable(self._served, self._rules, known)
             else:
                 rules = [rule for rule in self._rules if rule.pool == pool]
-                table = ModelTable({pool: self._served.get(pool, ())}, rules, {pool: "here"})
+                claim = known.get(pool, PoolClaim("here"))
+                table = ModelTable({pool: self._served.get(pool, ())}, rules, {pool: claim})
             self._tables[pool] = table
         return table
 

@@ -1,7 +1,7 @@
 """Names of models → where they are served.
 
 A model can be asked for by the name that a pool's engines serve it under, and by the `modelName` of an accepted
-InferenceModel (a `ModelRule`), which goes first. `treeline_wire.models.accept_models` says which rules hold.
+InferenceModel (a `ModelRule`). `treeline_wire.models.decide_names` says who has a name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import msgspec
-from treeline_wire.models import Criticality, ModelRule, accept_models
+from treeline_wire.models import Criticality, ModelRule, PoolClaim, decide_names
 
 
 class ModelNotFound(LookupError):
@@ -41,23 +41,28 @@ class ModelTable:
     """Names of models → where they are served. Built anew when a rule, a pool or what an engine serves has changed.
 
     `served` maps a pool to the names that its engines answer to, `pools` a pool to the gateway it shares (all pools
-    behind one picker share one). The result depends on `served`'s order of pools and on nothing else's order.
+    behind one picker share one) and the names it is configured to serve. Of names that only engines tell, `served`'s
+    order of pools decides; nothing depends on any other order.
     """
 
     def __init__(
         self,
         served: Mapping[str, Iterable[str]],
         rules: Iterable[ModelRule] = (),
-        pools: Mapping[str, str] | None = None,
+        pools: Mapping[str, PoolClaim] | None = None,
     ) -> None:
-        self._gateways = gateways = pools or {}
+        claims = pools or {}
+        self._gateways = gateways = {pool: claim.gateway for pool, claim in claims.items()}
         everything = tuple(rules)
-        self.verdicts = accept_models(everything, gateways)
+        decided = decide_names(everything, claims)
+        self.verdicts, self._holders = decided.verdicts, decided.holders
         self._served = {pool: tuple(models) for pool, models in served.items()}
         self._engines: dict[str, str] = {}
         for pool, models in self._served.items():
             for model in models:
-                self._engines.setdefault(model, pool)
+                holder = self._holders.get((gateways.get(pool, ""), model))
+                if holder is None or holder.pool == pool:
+                    self._engines.setdefault(model, pool)
         self._rules: dict[str, ModelRule] = {}
         for rule in sorted(everything, key=lambda rule: (rule.model_name, rule.age)):
             if self.verdicts[rule.name].accepted:
@@ -73,7 +78,10 @@ class ModelTable:
         rule = self._rules.get(name)
         if rule is not None:
             target = _draw(rule.targets, random) if rule.targets else self.name_at(rule.pool, name)
-            home = self._home(rule.pool, target) if rule.targets else rule.pool
+            # A rule for a name that its own pool had before leads to no other pool, whatever engines tell there.
+            holder = self._holders[self._gateways[rule.pool], name]
+            leaves = bool(rule.targets) and holder.kind == "InferenceModel"
+            home = self._home(rule.pool, target) if leaves else rule.pool
             return ModelTarget(home, target, rule.criticality, rule.fallback_pools)
         pool = self._engines.get(name)
         if pool is None:

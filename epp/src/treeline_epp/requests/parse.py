@@ -185,13 +185,15 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                     return msgspec.structs.replace(target, pool=pool, target=name)
         return target
 
-    def _home(self, model: str) -> str | None:
-        """The pool that a model is of; one that nobody serves is the only pool's, if there is but one."""
+    def _home(self, model: str) -> tuple[str | None, bool]:
+        """The pool that a model is of, and whether anybody says that it is served; one that nobody serves is the only
+        pool's, if there is but one."""
         try:
-            return self.registry.resolve(model).pool
+            target = self.registry.resolve(model)
+            return target.pool, target.listed
         except ModelNotFound:
             pools = self.registry.models_by_pool()
-            return next(iter(pools)) if len(pools) == 1 else None
+            return (next(iter(pools)) if len(pools) == 1 else None), False
 
     def _cache(self, read: Summary, target: ModelTarget | None) -> Cache | Refusal | None:
         """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""

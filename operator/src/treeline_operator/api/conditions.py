@@ -264,8 +264,15 @@ class Reason(StrEnum):
     )
     GATEWAY_CONFLICT = _needs_you(
         "GatewayConflict",
-        "Another, older pool of the same gateway asks for other settings; those hold.",
-        "Make the named settings equal to the older pool's, or give this pool another gateway.name.",
+        "An older pool of the same gateway asks for other settings, or another one for stricter protections; those "
+        "hold.",
+        "Make the named settings equal to the other pool's, or give this pool another gateway.name.",
+    )
+    PROTECTION_RETAINED = _needs_you(
+        "ProtectionRetained",
+        "A pool that is gone stated API keys, TLS, isolation or FailClose for the gateway, which keeps them though no "
+        "pool states them any more.",
+        "State them in a pool of the gateway to keep them, or list them in gateway.unprotected of one to drop them.",
     )
     GATEWAY_OPEN = _needs_you(
         "GatewayOpen",
@@ -408,8 +415,8 @@ class Reason(StrEnum):
     )
     MODEL_NAME_IN_USE = _needs_you(
         "ModelNameInUse",
-        "An older InferenceModel has the name.",
-        "Choose another modelName, or delete the older one: this one is then promoted.",
+        "An older InferencePool or InferenceModel has the name.",
+        "Choose another modelName (of a pool model.name), or delete the older one: this one is then promoted.",
     )
     WEIGHTS_INVALID = _needs_you(
         "WeightsInvalid",

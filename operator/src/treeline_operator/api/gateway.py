@@ -214,8 +214,8 @@ class Gateway(Part):
 
     name: Annotated[str, StringConstraints(pattern=SHORT_NAME_PATTERN, min_length=1, max_length=MAX_NAME)] = "treeline"
     """Pools of a namespace with the same gateway name share a picker and a URL. Where their settings conflict, those of
-    the oldest pool hold. A pool that is given another name leaves its former URL at once: move its clients first (a
-    second pool behind the new gateway), where that matters."""
+    the oldest pool hold; of API keys, TLS, isolation and failureMode the strictest. A pool that is given another name
+    leaves its former URL at once: move its clients first (a second pool behind the new gateway), where that matters."""
     standalone: Standalone | None = None
     """Settings of our own Envoy. Not with parentRefs."""
     parent_refs: Annotated[tuple[ParentRef, ...], Field(max_length=16)] = ()
@@ -227,6 +227,13 @@ class Gateway(Part):
     """Whose prompts a client's requests find in the caches. PerKey: its own alone, each API key's client has a cache of
     its own. Shared: everybody's, and what a request found is told to nobody, unless exposeRouting is set; how fast an
     answer comes tells it still. Absent means PerKey where there are API keys, else Shared."""
+    unprotected: Annotated[
+        tuple[Literal["ApiKeys", "Tls", "PickerTls", "Isolation", "FailClose"], ...],
+        Field(max_length=5, json_schema_extra=SET),
+    ] = ()
+    """Protections that the gateway may lose. What a pool stated for the gateway stays in force after that pool is gone,
+    unless another pool states it, or lists it here: ApiKeys, Tls and PickerTls (of standalone), Isolation (PerKey),
+    FailClose (endpointPicker.failureMode). It turns nothing off that a pool states."""
 
     @property
     def has_clients(self) -> bool:

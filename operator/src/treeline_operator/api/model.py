@@ -72,7 +72,7 @@ class ModelStatus(TypedDict, total=False):
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=BY_TYPE)]
     """What holds of the model."""
     conflictingModel: str
-    """The InferenceModel that has the name."""
+    """The InferenceModel or InferencePool that has the name."""
 
 
 class InferenceModel(Resource):

@@ -8,16 +8,17 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import zmq
-from treeline_kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound
+from treeline_kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Unavailable
 from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
 
 from treeline_operator import names
 from treeline_operator.actions import Action, Apply, CreateKeys, Delete, Mark, Plan, Scale
 from treeline_operator.api.conditions import Reason
 from treeline_operator.controller.store import Store
+from treeline_operator.plan.diff import whole_spec
 from treeline_operator.plan.facts import label
 from treeline_operator.status.conditions import timestamp
 from treeline_operator.world import Ref
@@ -25,6 +26,9 @@ from treeline_operator.world import Ref
 log = logging.getLogger(__name__)
 
 Object = dict[str, Any]
+
+_INTERNAL: Final = 500
+"""The answer where a webhook for one kind is broken: the other kinds are written all the same."""
 
 
 class Writer(Protocol):
@@ -35,6 +39,9 @@ class Writer(Protocol):
 
     async def create(self, obj: Object) -> Object:
         """POST."""
+
+    async def replace_spec(self, ref: Ref, resource_version: str, spec: Object) -> Object:
+        """JSON patch of `spec` as a whole. Conflict where the object is of another version."""
 
     async def scale(self, ref: Ref, uid: str, replicas: int) -> Object:
         """Set `spec.replicas`."""
@@ -83,7 +90,9 @@ class Executor:
                 log.info("not as observed: %s", exc)
                 await self._observe_anew(action, exc)
                 done.stale = True
-            except (Invalid, Forbidden) as exc:
+            except (Invalid, Forbidden, Unavailable) as exc:
+                if isinstance(exc, Unavailable) and exc.code != _INTERNAL:
+                    raise
                 if exc.has_cause("NamespaceTerminating"):
                     log.info("namespace %s is being deleted: nothing more is made in it", action.ref.namespace)
                     break
@@ -99,7 +108,7 @@ class Executor:
                 if not known and (foreign := await self._foreign_object(action)):
                     done.refused.append((action.ref, foreign))
                     return
-                self.store.put(await self.writer.apply(action.object))
+                self.store.put(await self._apply(action))
                 if action.drift:
                     done.drifted.append((action.ref, action.drift))
                 else:
@@ -120,6 +129,25 @@ class Executor:
                 await self.writer.delete(action.ref, uid=action.uid)
                 self.store.mark_deleting(action.ref, action.uid, timestamp(self.clock()))
                 done.note(Reason.DELETED, action.ref)
+
+    async def _apply(self, action: Apply) -> Object:
+        """Apply, and where that leaves things of others in what is ours as a whole, or is refused because of them (a
+        second port of the same name), first set that right."""
+        there = self.store.get(action.ref)
+        spec = None if there is None else whole_spec(action.object, there.object)
+        refused: Invalid | None = None
+        if not action.clears or there is None or spec is None:
+            try:
+                return await self.writer.apply(action.object)
+            except Invalid as exc:
+                if there is None or spec is None:
+                    raise
+                refused = exc
+        try:
+            await self.writer.replace_spec(action.ref, there.resource_version, spec)
+        except Invalid as exc:
+            raise refused or exc from None
+        return await self.writer.apply(action.object)
 
     async def _foreign_object(self, action: Apply) -> KubeError | None:
         """What is wrong with applying an object that we do not see: one of that name may be somebody else's.

@@ -9,7 +9,7 @@ from treeline_kube.resources import Resource
 
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.store import MODEL, POOL
-from treeline_operator.names import MANAGED_BY, MANAGER
+from treeline_operator.names import COMPONENT, MANAGED_BY, MANAGER
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,11 @@ CHILDREN: Final = (
     _watched("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _watched("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
     _watched("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers"),
+    Watched(
+        # They carry the labels of their Service: these are of the gateways' URLs alone, not of every pool's pods.
+        Resource("discovery.k8s.io/v1", "EndpointSlice", "endpointslices"),
+        f"{MANAGED_BY}={MANAGER},{COMPONENT}=edge",
+    ),
 )
 """What is made of it, in every cluster. Each is followed by a reflector, and so are the optional ones."""
 

@@ -77,6 +77,7 @@ class Observer:
             platform=self.platform,
             now=now,
             unreadable=unreadable,
+            models=self.models(namespace),
         )
 
     def _members(self, namespace: str, gateway: str) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:

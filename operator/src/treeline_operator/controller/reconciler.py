@@ -29,9 +29,11 @@ from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
 from treeline_operator.plan.facts import condition_of
 from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.plan.gateway import shared as shared_by
+from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
-from treeline_operator.plan.shared_gateway import SharedGateway, share
+from treeline_operator.plan.shared_gateway import SharedGateway
 from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.conditions import few, same_status
@@ -69,6 +71,8 @@ class Reconciler:
     clock: Callable[[], datetime]
     wake: Callable[[Iterable[Key]], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
+    _lost: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    """By namespace, which names its pools do not have, as their statuses are to say."""
     _acknowledged: dict[Key, _Acknowledged] = field(default_factory=dict)
     """What each gateway's last plan knew of its pools."""
     _warnings: Warnings = field(init=False)
@@ -182,7 +186,7 @@ class Reconciler:
         before = self._refused.get(key)
         await _load_envoy()
         plan = self._planned(key, lambda: plan_gateway(world))
-        shared = share(world.pools)[key.name] if world.pools else None
+        shared = shared_by(world)
         done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
         known = self._acknowledged.pop(key, _NOTHING_ACKNOWLEDGED)
         acknowledged = known if done.stale else _acknowledge(shared)
@@ -203,7 +207,13 @@ class Reconciler:
         by_name = {model.name: model for model in models}
         due_s: float | None = None
         self._alarms.retain(MODEL, key.namespace, by_name)
-        statuses = model_statuses(models, self.observer.pools(key.namespace), self.clock())
+        pools = self.observer.pools(key.namespace)
+        names = names_of(models, pools)
+        lost = {pool.name: lost_names(pool, names) for pool in pools}
+        before = self._lost.get(key.namespace, {})
+        self._lost[key.namespace] = lost
+        self.wake(Key("pool", key.namespace, pool) for pool in lost if lost[pool] != before.get(pool, ()))
+        statuses = model_statuses(models, pools, self.clock())
         for name, reported in statuses.items():
             model = by_name[name]
             again_s = await self._report(model.ref, model.metadata.uid, dict(model.status), dict(reported))
@@ -309,13 +319,13 @@ def _acknowledge(shared: SharedGateway | None) -> _Acknowledged:
     if shared is None:
         return _NOTHING_ACKNOWLEDGED
     owner = shared.owner
-    common = (owner.metadata.uid, owner.deleting, _gateway_settings(owner), shared.salts)
+    common = (owner.metadata.uid, owner.deleting, _gateway_settings(owner), shared.salts, shared.protections)
     return _Acknowledged({pool.metadata.uid: _gateway_settings(pool) for pool in shared.members}, common)
 
 
 def _gateway_settings(pool: InferencePool) -> object:
     """What of a pool's spec its clients meet at the gateway."""
-    return pool.spec.gateway, pool.spec.endpoint_picker
+    return pool.spec.gateway, pool.spec.endpoint_picker, pool.spec.tracing
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:

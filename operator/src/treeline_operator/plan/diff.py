@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, Final
 
+import msgspec
+
 from treeline_operator import names
 from treeline_operator.actions import Apply, Delete
 from treeline_operator.plan.canonical import canonical, is_quantity, is_unset
@@ -32,6 +34,22 @@ _CONTAINER_PORT: Final = ("containerPort", "protocol")
 _SERVICE_PORT: Final = ("port", "protocol")
 _KEY_DEFAULTS: Final = {"protocol": "TCP"}
 
+_WHOLE: Final[dict[str, tuple[str, ...]]] = {
+    "Service": ("selector", "ports"),
+    "Deployment": ("template",),
+    "PersistentVolumeClaim": (),
+}
+"""The fields of a `spec` that are the operator's with all that is in them: what others add there is removed. Of the
+kinds that are not named it is the whole `spec`."""
+_RESTARTED: Final = "kubectl.kubernetes.io/restartedAt"
+_NODE_PORT: Final = "nodePort"
+_LEFT: Final = frozenset({f"f:{_RESTARTED}", f"f:{_NODE_PORT}"})
+"""What stays although others added it: `kubectl rollout restart`, and the port that clients outside know."""
+
+_SELECTORS: Final = frozenset({"f:selector", "f:podSelector", "f:nodeSelector"})
+"""Maps that have one owner as a whole, who has not said what he added."""
+_NOTHING: Final = object()
+
 KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
 """What pruning leaves: downloaded models outlive a change of mind, and go with the pool."""
 
@@ -39,7 +57,7 @@ KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
 def differences(desired: dict[str, Any], observed: dict[str, Any]) -> tuple[str, ...]:
     """The paths at which a field of `desired` does not have that value in `observed`.
 
-    Whatever else `observed` has is not ours: defaults, injected sidecars, labels of users.
+    What else `observed` has is not looked at: defaults, labels of users; see `additions`.
     """
     identity = {"apiVersion", "kind", "status"}
     wanted = {k: v for k, v in desired.items() if k not in identity}
@@ -121,6 +139,57 @@ def _equal(keys: tuple[str, ...], want: Any, have: Any) -> bool:
     return False
 
 
+def additions(desired: dict[str, Any], observed: Observed) -> tuple[str, ...]:
+    """The paths of what others added to the fields that are ours as a whole."""
+    fields = _WHOLE.get(desired["kind"])
+    mine = (path for path in observed.foreign if fields is None or path[1].removeprefix("f:") in fields)
+    there = observed.object if observed.foreign else {}
+    return tuple(
+        ".".join(step.partition(":")[2] for step in path)
+        for path in mine
+        if path[-1] not in _LEFT and _is_added(path, _at(desired, path), there)
+    )
+
+
+def _is_added(path: tuple[str, ...], wanted: Any, there: dict[str, Any]) -> bool:
+    return wanted is _NOTHING or (path[-1] in _SELECTORS and canonical(wanted) != canonical(_at(there, path)))
+
+
+def _at(value: Any, path: tuple[str, ...]) -> Any:
+    """The field that `managedFields` spell so, or _NOTHING."""
+    for step in path:
+        form, _, key = step.partition(":")
+        if form == "f" and isinstance(value, dict):
+            value = value.get(key, _NOTHING)
+        elif form == "k" and isinstance(value, list):
+            wanted = msgspec.json.decode(key)
+            items = (item for item in value if _key(item, tuple(wanted)) == tuple(wanted.values()))
+            value = next(items, _NOTHING)
+        else:
+            return _NOTHING
+    return value
+
+
+def whole_spec(desired: dict[str, Any], there: dict[str, Any]) -> dict[str, Any] | None:
+    """The `spec` of `there` with the fields that are ours as a whole just as desired; None where there are none."""
+    fields = _WHOLE.get(desired["kind"])
+    if "spec" not in desired or fields == ():
+        return None
+    if fields is None:
+        spec: dict[str, Any] = desired["spec"]
+        return spec
+    spec = {**there["spec"], **{name: desired["spec"][name] for name in fields}}
+    if desired["kind"] == "Service":
+        ports = {port.get("name"): port[_NODE_PORT] for port in there["spec"].get("ports", ()) if _NODE_PORT in port}
+        known = ({_NODE_PORT: ports[port["name"]]} if port["name"] in ports else {} for port in spec["ports"])
+        spec["ports"] = [{**more, **port} for port, more in zip(spec["ports"], known, strict=True)]
+    elif restarted := (there["spec"]["template"].get("metadata", {}).get("annotations") or {}).get(_RESTARTED):
+        meta = spec["template"]["metadata"]
+        annotations = {**meta.get("annotations", {}), _RESTARTED: restarted}
+        spec["template"] = {**spec["template"], "metadata": {**meta, "annotations": annotations}}
+    return spec
+
+
 def applying(
     desired: dict[str, Any], observed: Observed | None, why: str, *, ignore_paths: Collection[str] = ()
 ) -> Apply | None:
@@ -138,9 +207,11 @@ def applying(
     there = observed.object
     before = there["metadata"].get("annotations", {}).get(names.APPLIED)
     differing = tuple(path for path in differences(desired, there) if path not in ignore_paths)
+    added = additions(desired, observed)
     if before == mark:
-        return Apply(wanted, f"{why}: somebody changed it", differing) if differing else None
-    return Apply(wanted, why)
+        drift = (*differing, *added)
+        return Apply(wanted, f"{why}: somebody changed it", drift, bool(added)) if drift else None
+    return Apply(wanted, why, clears=bool(added))
 
 
 def _unmarked(desired: dict[str, Any]) -> dict[str, Any]:

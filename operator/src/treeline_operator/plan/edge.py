@@ -60,7 +60,7 @@ def inputs(context: GatewayContext) -> str:
         "gateway": context.gateway,
         "edge": settings,
         # Forced where clients are kept apart by the picker alone; Envoy must hear of it then.
-        "failureMode": picker.failure_mode if context.shared.fails_open else "FailClose",
+        "failureMode": context.shared.failure_mode if context.shared.fails_open else "FailClose",
         "maxBodyBytes": picker.parameters.max_body_bytes,
         "drain": context.drain_s,
         "domain": context.platform.cluster_domain,

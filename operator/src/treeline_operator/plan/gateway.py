@@ -23,15 +23,24 @@ from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, lon
 from treeline_operator.plan.merge import TemplateInvalid
 from treeline_operator.plan.network import gateway_policies
 from treeline_operator.plan.objects import POD_MONITOR, manifest, pod_monitor
+from treeline_operator.plan.protections import written
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0
+_PROTECTIONS: Final = "protections"
 
 
 def shared(world: GatewayWorld) -> SharedGateway | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
-    return share(world.pools).get(world.name)
+    return share(world.pools, protections_record(world)).get(world.name)
+
+
+def protections_record(world: GatewayWorld) -> str:
+    """What the anchor says of the protections that were in force when it was written."""
+    observed = _anchor(world)
+    record: str = (observed.object.get("data") or {}).get(_PROTECTIONS, "") if observed is not None else ""
+    return record
 
 
 def context_of(world: GatewayWorld) -> GatewayContext | None:
@@ -148,7 +157,11 @@ def anchor(world: GatewayWorld, found: SharedGateway) -> dict[str, Any]:
             *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
         ],
     }
-    data = {"owner": found.owner.name, "pools": "".join(f"{pool.name}\n" for pool in found.members)}
+    data = {
+        "owner": found.owner.name,
+        "pools": "".join(f"{pool.name}\n" for pool in found.members),
+        _PROTECTIONS: written(found.protections),
+    }
     return manifest("v1", "ConfigMap", meta, data=data)
 
 

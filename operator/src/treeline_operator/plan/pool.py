@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any, Final
 
 from treeline_wire import labels
@@ -18,7 +19,7 @@ from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.facts import annotation, find
-from treeline_operator.plan.gateway import context_of
+from treeline_operator.plan.gateway import context_of, shared
 from treeline_operator.plan.keys import (
     STUCK_S,
     admin_key,
@@ -28,6 +29,7 @@ from treeline_operator.plan.keys import (
     longest_wait,
     misses_admin_key,
 )
+from treeline_operator.plan.model_names import names_of
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
 from treeline_operator.plan.objects import POD_MONITOR, disruption_budget, manifest, pod_monitor, service_port
 from treeline_operator.plan.revision import (
@@ -318,13 +320,31 @@ class _Planner:
             self.notes.extend(missing)
             self._leave(ROUTE, UPSTREAM)
             return
-        pool, failure_mode = self.pool, owner.spec.endpoint_picker.failure_mode
+        pool, gateway = self.pool, shared(self.world.gateway)
+        failure_mode = gateway.failure_mode if gateway is not None else owner.spec.endpoint_picker.failure_mode
         mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
         yield from self._apply(mirror, "the pool as Gateways know it")
         hostnames = pool.spec.gateway.hostnames or owner.spec.gateway.hostnames
         by_model = owner.name != pool.name
+        if by_model and (winner := self._route_of_another(parents, hostnames)):
+            self.notes.append(f"requests for {pool.spec.model.served_name} are pool {winner}'s: no HTTPRoute is made")
+            return
         route = http_route(pool, parents, hostnames, self._meta(pool.name), by_model=by_model)
         yield from self._apply(route, "from the Gateways to the pool")
+
+    def _route_of_another(self, parents: Sequence[ParentRef], hostnames: Sequence[str]) -> str:
+        """The pool that has our model's name at the same host of a Gateway; empty where there is none. A route that
+        matches the name would go before the one of the oldest pool, which matches every name."""
+        world, gateway = self.world.gateway, self._owner().spec.gateway
+        own = self.pool.spec.gateway.name, self.pool.spec.model.served_name
+        holder = names_of(world.models, world.pools).holders.get(own)
+        other = next((pool for pool in world.pools if holder is not None and pool.name == holder.pool), self.pool)
+        if other.name == self.pool.name:
+            return ""
+        hosts = other.spec.gateway.hostnames or gateway.hostnames
+        attached = {(ref.namespace, ref.name) for ref in other.spec.gateway.parent_refs or gateway.parent_refs}
+        meets = not hosts or not hostnames or any(fnmatch(a, b) or fnmatch(b, a) for a in hosts for b in hostnames)
+        return other.name if meets and attached & {(ref.namespace, ref.name) for ref in parents} else ""
 
     def _scaling(self) -> Iterator[Action]:
         desired, missing = autoscaler(self.pool, self.world.platform, self._meta(self.pool.name))

@@ -7,27 +7,31 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import msgspec
 
-from treeline_operator.api.gateway import EndpointPicker, Standalone, Tracing
+from treeline_operator.api.gateway import EndpointPicker, PickerTls, Standalone, Tls, Tracing
+from treeline_operator.api.parts import NamedRef
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import protections as protecting
 from treeline_operator.plan.canonical import canonical
+from treeline_operator.plan.protections import FIELDS, Protections
 
 _UNSET: Final = object()
 _OF_EACH: Final = "endpointPicker.policy"
 """The picker reads these from each pool: they need not agree."""
 _asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
 """What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
-_decided: OrderedDict[tuple[int, ...], tuple[tuple[InferencePool, ...], Mapping[str, SharedGateway]]] = OrderedDict()
+_decided: OrderedDict[tuple[object, ...], tuple[tuple[InferencePool, ...], Mapping[str, SharedGateway]]] = OrderedDict()
 """The last decisions by the pools' identities; the pools are held, so that no identity is given out twice."""
 _REMEMBERED: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SharedGateway:
-    """The pools that share one gateway, and what was decided for them.
+    """The pools that share one gateway, and what was decided for them. `protections` are those in force.
 
     `members` are in the order in which their settings count: the oldest first, and those that are being deleted
     last, so that the next oldest is promoted as soon as the oldest goes. `conflicts` maps a pool's name to the
@@ -37,12 +41,29 @@ class SharedGateway:
 
     name: str
     members: tuple[InferencePool, ...]
-    conflicts: Mapping[str, tuple[str, ...]]
+    protections: Protections
 
     @property
     def owner(self) -> InferencePool:
-        """The pool whose settings hold."""
+        """The pool whose settings hold, but for the protections."""
         return self.members[0]
+
+    @cached_property
+    def conflicts(self) -> Mapping[str, tuple[str, ...]]:
+        """Pool → what it asks for and does not get, for those that ask for anything such."""
+        held = _held(self)
+        found = {pool.name: tuple(_conflicts(pool, held, self)) for pool in self.members}
+        return {pool: conflicts for pool, conflicts in found.items() if conflicts}
+
+    @property
+    def retained(self) -> list[str]:
+        """The protections that no pool states any more, and that are in force all the same."""
+        return protecting.retained(self.protections, self.members)
+
+    @property
+    def failure_mode(self) -> Literal["FailOpen", "FailClose"]:
+        """What happens without a picker, as the pools say."""
+        return "FailClose" if "FailClose" in self.protections else "FailOpen"
 
     @property
     def picker(self) -> EndpointPicker:
@@ -54,20 +75,27 @@ class SharedGateway:
         """Whether an Envoy of our own serves the pools, or a Gateway that exists."""
         return self.owner.spec.gateway.mode
 
-    @property
+    @cached_property
     def edge(self) -> Standalone:
         """The settings of our own Envoy; without a meaning in Gateway API mode."""
-        return self.owner.spec.gateway.edge
+        secrets = {name: NamedRef(name=one.secret) for name, one in self.protections.items() if one.secret}
+        keys, tls, picker_tls = (secrets.get(name) for name in ("ApiKeys", "Tls", "PickerTls"))
+        protected = {
+            "api_keys_secret_ref": keys,
+            "tls": tls and Tls(secret_ref=tls),
+            "picker_tls": picker_tls and PickerTls(secret_ref=picker_tls),
+        }
+        return self.owner.spec.gateway.edge.model_copy(update=protected)
 
     @property
     def has_clients(self) -> bool:
         """Whether our own Envoy knows its clients by their keys."""
-        return self.owner.spec.gateway.has_clients
+        return self.mode == "standalone" and "ApiKeys" in self.protections
 
     @property
     def kept_apart(self) -> bool:
         """Whether each client has a cache of its own."""
-        return self.owner.spec.gateway.kept_apart
+        return self.has_clients and "Isolation" in self.protections
 
     @property
     def salts(self) -> bool:
@@ -77,7 +105,7 @@ class SharedGateway:
     @property
     def fails_open(self) -> bool:
         """Whether requests are served while no picker answers. Not where clients are kept apart by the picker alone."""
-        return self.picker.failure_mode == "FailOpen" and not self.salts
+        return self.failure_mode == "FailOpen" and not self.salts
 
     @property
     def counts_outputs(self) -> bool:
@@ -88,8 +116,9 @@ class SharedGateway:
 
     @property
     def tracing(self) -> Tracing | None:
-        """Where picker and Envoy send their spans: pools need not agree."""
-        return next((pool.spec.tracing for pool in self.members if pool.spec.tracing is not None), None)
+        """Where picker and Envoy send their spans. A pool that is not the owner names the collector of its own pods
+        only: what the gateway sees of all pools' requests is not sent to it."""
+        return self.owner.spec.tracing
 
     @property
     def leaving(self) -> bool:
@@ -97,37 +126,46 @@ class SharedGateway:
         return self.owner.deleting
 
 
-def share(pools: Iterable[InferencePool]) -> Mapping[str, SharedGateway]:
+def share(pools: Iterable[InferencePool], record: str = "") -> Mapping[str, SharedGateway]:
     """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
-    matter.
+    matter. `record` is what the gateway's anchor says of its protections; then all pools are of one gateway.
 
     The same pools in the same order (a plan and a status of each of hundreds ask) cost next to nothing.
     """
     given = tuple(pools)
-    key = tuple(map(id, given))
+    key = (record, *map(id, given))
     if key not in _decided:
-        _decided[key] = given, _share(given)
+        _decided[key] = given, _share(given, protecting.read(record))
         if len(_decided) > _REMEMBERED:
             _decided.popitem(last=False)
     return _decided[key][1]
 
 
-def _share(pools: Iterable[InferencePool]) -> Mapping[str, SharedGateway]:
+def _share(pools: Iterable[InferencePool], before: Protections) -> Mapping[str, SharedGateway]:
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
-    return {name: _decide(name, by_gateway[name]) for name in sorted(by_gateway)}
+    return {
+        name: SharedGateway(name, tuple(members), protecting.in_force(members, before))
+        for name, members in sorted(by_gateway.items())
+    }
 
 
 def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
     return pool.deleting, pool.born, pool.name
 
 
-def _decide(name: str, members: list[InferencePool]) -> SharedGateway:
-    owner, *others = members
-    held = _settings(owner)
-    conflicts = {pool.name: tuple(_conflicts(pool, held, owner)) for pool in others}
-    return SharedGateway(name, tuple(members), {pool: found for pool, found in conflicts.items() if found})
+def _held(shared: SharedGateway) -> Mapping[str, Any]:
+    """What holds for the gateway, as `_settings` has what a pool asks for."""
+    held = {**_settings(shared.owner), FIELDS["FailClose"]: shared.failure_mode}
+    if shared.mode == "standalone":
+        for name in ("ApiKeys", "Tls", "PickerTls"):
+            held.pop(FIELDS[name], None)
+            if (one := shared.protections.get(name)) is not None:
+                held[FIELDS[name]] = one.secret
+        if shared.has_clients:
+            held[FIELDS["Isolation"]] = "PerKey" if shared.kept_apart else "Shared"
+    return held
 
 
 def _settings(pool: InferencePool) -> Mapping[str, Any]:
@@ -141,27 +179,43 @@ def _settings(pool: InferencePool) -> Mapping[str, Any]:
     return found
 
 
-def _conflicts(pool: InferencePool, held: Mapping[str, Any], owner: InferencePool) -> Iterator[str]:
-    older = "" if pool.deleting and not owner.deleting else " (older)"
-    whose = f"in pool {owner.name}{older}"
-    asked = _settings(pool)
+def _conflicts(pool: InferencePool, held: Mapping[str, Any], shared: SharedGateway) -> Iterator[str]:
+    asked, tracing = _settings(pool), pool.spec.tracing
+    if tracing is not None and tracing != shared.tracing:
+        there = _UNSET if shared.tracing is None else shared.tracing.endpoint
+        yield f"tracing.endpoint is {tracing.endpoint} here, {_text(there)} {_whose('', pool, shared)}"
     if asked == held:
         return
     paths = asked.keys() | held.keys()
-    if pool.spec.gateway.mode != owner.spec.gateway.mode:
+    if pool.spec.gateway.mode != shared.mode:
         paths = {path for path in paths if not path.startswith("gateway.standalone")}
+    if not (FIELDS["Isolation"] in asked and FIELDS["Isolation"] in held):
+        paths -= {FIELDS["Isolation"]}  # without keys nobody is kept apart, and the keys are told of
     for path in sorted(paths):
         here, there = asked.get(path, _UNSET), held.get(path, _UNSET)
         if here != there:
-            yield f"{path} is {_text(here)} here, {_text(there)} {whose}"
+            yield f"{path} is {_text(here)} here, {_text(there)} {_whose(path, pool, shared)}"
+
+
+def _whose(path: str, pool: InferencePool, shared: SharedGateway) -> str:
+    """Where the value that holds comes from."""
+    found = shared.owner
+    for name, field in FIELDS.items():
+        if field == path and name in shared.protections:
+            stating = shared.protections[name].pools
+            if (pool_of := next((one for one in shared.members if one.metadata.uid in stating), None)) is None:
+                return f"by a pool that is gone; gateway.unprotected: [{name}] drops it"
+            found = pool_of
+    how = "older" if _precedence(found) < _precedence(pool) else "stricter"
+    return f"in pool {found.name}" + ("" if pool.deleting and not found.deleting else f" ({how})")
 
 
 def _asked_by(pool: InferencePool) -> dict[str, Any]:
     gateway = pool.spec.gateway
     found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
     found = {path: value for path, value in found.items() if not path.startswith(_OF_EACH)}
-    if gateway.isolation is not None:
-        found["gateway.isolation"] = gateway.isolation
+    if gateway.isolation is not None or gateway.has_clients:
+        found[FIELDS["Isolation"]] = "PerKey" if gateway.kept_apart else "Shared"
     found["gateway"] = "Gateway API (parentRefs)" if gateway.mode == "gateway-api" else "standalone"
     if gateway.mode == "standalone":
         found |= _leaves("gateway.standalone", _plain(gateway.edge))

@@ -12,6 +12,7 @@ from treeline_operator.api.gateway import ParentRef
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.facts import condition_of, find, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
+from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
@@ -28,6 +29,7 @@ UNHEARD_S: Final = 30
 """For so long a picker that was well is held to be so while nobody has heard of it: the operator has just started, or
 an answer was lost."""
 GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
+_SERVICE_NAME: Final = "kubernetes.io/service-name"
 _PROGRAMMED: Final = "Programmed"
 _ABSENT_METRICS: Final = ("could not find the requested resource", "metrics API", "metrics.k8s.io")
 _UNSUPPORTED: Final = frozenset(("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind"))
@@ -75,10 +77,16 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
-    conflicts = shared.conflicts.get(world.pool.name, ())
-    if conflicts:
-        text = f"the gateway serves, but with the settings of pool {shared.owner.name}: {'; '.join(conflicts)}"
-        return "True", Reason.GATEWAY_CONFLICT, text
+    otherwise: list[tuple[Reason, str]] = []
+    if shared.retained:
+        text = f"it keeps what a pool that is gone stated: {', '.join(shared.retained)}; gateway.unprotected drops it"
+        otherwise.append((Reason.PROTECTION_RETAINED, text))
+    otherwise += ((Reason.GATEWAY_CONFLICT, text) for text in shared.conflicts.get(world.pool.name, ()))
+    lost = lost_names(world.pool, names_of(world.gateway.models, world.gateway.pools))
+    otherwise += ((Reason.MODEL_NAME_IN_USE, text) for text in lost)
+    if otherwise:
+        told = "; ".join(text for _, text in otherwise)
+        return "True", otherwise[0][0], f"the gateway serves, but not as this pool says: {told}"
     if (found := caution(shared)) is not None:
         return "True", *found
     if shared.mode == "standalone":
@@ -97,7 +105,7 @@ def caution(shared: SharedGateway) -> tuple[Reason, str] | None:
     lacks = " and no ".join(name for name, there in wanting.items() if there is None)
     if edge.service_type == "LoadBalancer" and lacks:
         return Reason.GATEWAY_OPEN, f"gateway {shared.name} is ready; its load balancer has no {lacks}"
-    if shared.salts and shared.picker.failure_mode == "FailOpen":
+    if shared.salts and shared.failure_mode == "FailOpen":
         text = f"gateway {shared.name} is ready; it refuses requests while no picker answers, since isolation is PerKey"
         return Reason.FAIL_CLOSE_FORCED, text
     return None
@@ -165,14 +173,17 @@ def parents(world: PoolWorld, shared: SharedGateway) -> tuple[ParentRef, ...]:
     return world.pool.spec.gateway.parent_refs or shared.owner.spec.gateway.parent_refs
 
 
-def _component(world: PoolWorld, name: str, component: str, not_ready: Reason) -> Judgement | None:
-    """What keeps a Deployment of the gateway from having a ready pod; None if it has one."""
+def _component(
+    world: PoolWorld, name: str, component: str, not_ready: Reason, *, serves: bool | None = None
+) -> Judgement | None:
+    """What keeps a Deployment of the gateway from having a ready pod; None if it has one, or `serves` says so."""
     found = find(world.gateway.children, "Deployment", name)
     if found is None:
         return "False", Reason.PENDING, f"Deployment {name} is not there yet"
     deployment = found.object
     pods = _pods_of(world, component)
-    serves = (deployment.get("status") or {}).get("readyReplicas")
+    if serves is None:
+        serves = bool((deployment.get("status") or {}).get("readyReplicas"))
     if serves and _is_of_now(deployment, pods):
         return None
     causes = diagnose(pods, [deployment], _objects(world.events))
@@ -228,18 +239,38 @@ def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]])
 
 def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     service_name = names.url_service(shared.name)
-    trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY)
+    service = find(world.gateway.children, "Service", service_name)
+    answers = _answers(world, service_name)
+    ready = any(is_available(pod) for pod in _pods_of(world, "edge"))
+    # Ready pods that the Service does not lead to are no trouble of the Deployment's.
+    trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY, serves=answers or ready)
     if trouble is not None:
         return trouble
-    service = find(world.gateway.children, "Service", service_name)
     if service is None:
         return "False", Reason.PENDING, f"Service {service_name} is not there yet"
+    if not any(port.get("port") == shared.edge.port for port in service.object["spec"].get("ports") or ()):
+        text = f"Service {service_name} has no port {shared.edge.port}; the operator sets it right"
+        return "False", Reason.GATEWAY_NOT_READY, text
+    if not answers:
+        text = f"Service {service_name} leads to no ready Envoy: its EndpointSlices have no ready endpoint with a port"
+        return "False", Reason.GATEWAY_NOT_READY, text
     balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
     if shared.edge.service_type == "LoadBalancer" and not balancer.get("ingress"):
         inside = f"{service_name}.{world.pool.namespace}.svc"
         text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
         return "False", Reason.ADDRESS_PENDING, text
     return None
+
+
+def _answers(world: PoolWorld, service: str) -> bool:
+    """Whether a Service leads to anything that is ready, as its EndpointSlices say."""
+    slices = (child for child in world.gateway.children if child.ref.kind == "EndpointSlice")
+    return any(
+        slice_.get("ports") and (endpoint.get("conditions") or {}).get("ready") is not False
+        for slice_ in _objects(slices)
+        if label(slice_, _SERVICE_NAME) == service
+        for endpoint in slice_.get("endpoints") or ()
+    )
 
 
 def _gateway_api(world: PoolWorld, shared: SharedGateway) -> Judgement | None:

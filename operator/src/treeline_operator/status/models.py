@@ -5,27 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import datetime
 
-from treeline_wire.models import ModelAcceptance, ModelRule, accept_models
+from treeline_wire.models import ModelAcceptance
 
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.model import InferenceModel, ModelStatus
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.status.conditions import Finding, build, timestamp
-
-
-def rule_of(model: InferenceModel) -> ModelRule:
-    """An InferenceModel as the picker resolves names by it."""
-    meta, spec = model.metadata, model.spec
-    return ModelRule(
-        name=meta.name,
-        model_name=spec.model_name,
-        pool=spec.pool_ref.name,
-        criticality=spec.criticality,
-        targets=tuple((target.name, target.weight) for target in spec.target_models),
-        fallback_pools=tuple(ref.name for ref in spec.fallback_pools),
-        created=timestamp(model.born),
-        uid=meta.uid,
-    )
+from treeline_operator.plan.model_names import names_of
+from treeline_operator.status.conditions import Finding, build
 
 
 def model_statuses(
@@ -36,8 +22,7 @@ def model_statuses(
     A model that is being deleted has no status any more, and its name is free for the next.
     """
     live = [model for model in models if not model.deleting]
-    gateways = {pool.name: pool.spec.gateway.name for pool in pools}
-    verdicts = accept_models(map(rule_of, live), gateways)
+    verdicts = names_of(live, pools).verdicts
     return {model.name: _status(model, verdicts[model.name], now) for model in live}
 
 

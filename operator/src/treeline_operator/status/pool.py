@@ -19,7 +19,7 @@ from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines.base import overridden, untold
 from treeline_operator.plan.engines.registry import adapter_of
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
-from treeline_operator.plan.gateway import template_problem
+from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
@@ -138,7 +138,7 @@ class _PoolView:
         there = next((member for member in members if member.name == pool.name), None)
         if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
             members = (*(member for member in members if member is not there), pool)
-        return share(members)[pool.spec.gateway.name]
+        return share(members, protections_record(self.world.gateway))[pool.spec.gateway.name]
 
     @cached_property
     def existing(self) -> tuple[revisions.ExistingRevision, ...]:
@@ -276,7 +276,9 @@ def _ready(view: _PoolView, needed: list[Finding]) -> Judgement:
     where = f" at {url}" if url else ""
     notes = [finding.detail for finding in needed if not finding.reason.info.good]
     text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes])
-    return "True", failing[0].reason if broken else Reason.SERVING, text
+    # A pool that serves otherwise than its spec says shows why in the column REASON, too.
+    told = [*failing[:broken], *(finding for finding in needed if finding.reason.info.good is False)]
+    return "True", told[0].reason if told else Reason.SERVING, text
 
 
 def _lets_serve(finding: Finding) -> bool:

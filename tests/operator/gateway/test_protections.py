@@ -1,0 +1,140 @@
+"""What protects a gateway: the strictest statement holds, and is not lost with the pool that made it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.gateway_cluster import Cluster, container, pool
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.gateway import plan_gateway, shared
+from treeline_operator.plan.protections import FIELDS, Protection, in_force, read, stated, written
+from treeline_operator.plan.shared_gateway import SharedGateway
+
+KEYS = {"apiKeysSecretRef": {"name": "clients"}}
+TLS = {"tls": {"secretRef": {"name": "certificate"}}}
+PICKER_TLS = {"pickerTls": {"secretRef": {"name": "mutual"}}}
+STATEMENTS: dict[str, dict[str, Any]] = {
+    "ApiKeys": {"gateway": {"standalone": KEYS, "isolation": "Shared"}},
+    "Tls": {"gateway": {"standalone": TLS}},
+    "PickerTls": {"gateway": {"standalone": PICKER_TLS}},
+    "FailClose": {"endpointPicker": {"failureMode": "FailClose"}},
+}
+
+
+def seen(cluster: Cluster, *pools: InferencePool) -> SharedGateway:
+    found = shared(cluster.world(*pools))
+    assert found is not None
+    return found
+
+
+def envoy(cluster: Cluster) -> dict[str, Any]:
+    """What Envoy's pods mount, and its configuration."""
+    deployment = cluster.get("Deployment", "treeline-edge")
+    volumes = deployment["spec"]["template"]["spec"]["volumes"]
+    secrets = {one["name"]: one["secret"]["secretName"] for one in volumes if "secret" in one}
+    config = next(one["configMap"]["name"] for one in volumes if one["name"] == "config")
+    return {**secrets, "args": container(cluster, "treeline-edge")["args"], **cluster.get("ConfigMap", config)["data"]}
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_what_the_oldest_pool_states_stays_when_it_goes_until_a_pool_drops_it(name: str) -> None:
+    a, b = pool("a", **STATEMENTS[name]), pool("b", created=1)
+    cluster = Cluster()
+    cluster.converge(a, b)
+    before = envoy(cluster)
+    cluster.converge(pool("a", deleting=True, **STATEMENTS[name]), b)
+    cluster.converge(b)
+    assert envoy(cluster) == before
+    assert seen(cluster, b).retained == [name]
+    notes = plan_gateway(cluster.world(b)).notes
+    assert any(f"gateway.unprotected: [{name}] drops it" in note for note in notes), notes
+    dropping = pool("b", created=1, gateway={"unprotected": [name]})
+    cluster.converge(dropping)
+    assert seen(cluster, dropping).retained == []
+    assert envoy(cluster) != before
+    # What was dropped does not come back, and a pool that comes later may state it again.
+    cluster.converge(b)
+    assert envoy(cluster) != before
+    cluster.converge(b, pool("c", created=2, **STATEMENTS[name]))
+    assert envoy(cluster) == before
+
+
+def test_clients_stay_apart_when_the_pool_with_the_keys_goes() -> None:
+    a, b = pool("a", gateway={"standalone": KEYS}), pool("b", created=1, gateway={"isolation": "Shared"})
+    cluster = Cluster()
+    cluster.converge(a, b)
+    before = envoy(cluster)
+    assert before["api-keys"] == "clients"
+    cluster.converge(b)
+    assert envoy(cluster) == before
+    assert seen(cluster, b).retained == ["ApiKeys", "Isolation"]
+    cluster.converge(pool("b", created=1, gateway={"isolation": "Shared", "unprotected": ["Isolation"]}))
+    assert envoy(cluster)["api-keys"] == "clients"
+    assert envoy(cluster) != before
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_a_pool_takes_back_what_it_stated_itself(name: str) -> None:
+    cluster = Cluster()
+    cluster.converge(pool("a"), pool("b", created=1))
+    before = envoy(cluster)
+    cluster.converge(pool("a"), pool("b", created=1, **STATEMENTS[name]))
+    assert envoy(cluster) != before, "the strictest holds, and not the oldest"
+    cluster.converge(pool("a"), pool("b", created=1))
+    assert envoy(cluster) == before
+
+
+def test_a_pool_of_the_same_name_is_another_one() -> None:
+    cluster = Cluster()
+    cluster.converge(pool("a", **STATEMENTS["ApiKeys"]), pool("b", created=1))
+    again = pool("a", created=2)
+    again = again.model_copy(update={"metadata": again.metadata.model_copy(update={"uid": "uid-another"})})
+    cluster.converge(again, pool("b", created=1))
+    assert envoy(cluster)["api-keys"] == "clients"
+
+
+def test_of_two_secrets_that_of_the_oldest_pool_holds_and_the_other_pool_hears_of_it() -> None:
+    other = {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "others"}}, "isolation": "Shared"}}
+    a, b = pool("a", **STATEMENTS["ApiKeys"]), pool("b", created=1, **other)
+    cluster = Cluster()
+    cluster.converge(b, a)
+    assert envoy(cluster)["api-keys"] == "clients"
+    (told,) = seen(cluster, a, b).conflicts["b"]
+    assert told == "gateway.standalone.apiKeysSecretRef.name is others here, clients in pool a (older)"
+
+
+@pytest.mark.parametrize("record", ["", "{", "[]", '{"ApiKeys": 1}', '{"Unknown": {"secret": "", "pools": ["u"]}}'])
+def test_a_record_that_somebody_has_spoilt_is_none(record: str) -> None:
+    assert in_force([pool("a")], read(record)) == {}
+
+
+SETS = st.sets(st.sampled_from(sorted(STATEMENTS)))
+
+
+@given(st.lists(st.tuples(SETS, SETS), min_size=1, max_size=4), st.dictionaries(st.sampled_from(sorted(FIELDS)), SETS))
+def test_nothing_is_dropped_but_by_a_pool_that_is_there(rows: Any, before: Any) -> None:
+    members = []
+    for index, (states, unprotected) in enumerate(rows):
+        standalone = {key: value for name, part in (("ApiKeys", KEYS), ("Tls", TLS), ("PickerTls", PICKER_TLS))
+                      if name in states for key, value in part.items()}  # fmt: skip
+        gateway = {"standalone": standalone, "unprotected": sorted(unprotected), "isolation": "Shared"}
+        mode = {"failureMode": "FailClose" if "FailClose" in states else "FailOpen"}
+        members.append(pool(f"p{index}", created=index, gateway=gateway, endpointPicker=mode))
+    there = {one.metadata.uid for one in members}
+    record = {
+        name: Protection("s", tuple(sorted(f"uid-p{len(who)}" for who in [states]))) for name, states in before.items()
+    }
+    found = in_force(members, read(written(record)))
+    assert read(written(found)) == found
+    assert json.loads(written(found)).keys() == found.keys()
+    for name in FIELDS:
+        stating = [one for one in members if name in stated(one)]
+        off = any(name in unprotected for _, unprotected in rows)
+        gone = name in record and not there.issuperset(record[name].pools)
+        assert (name in found) is (bool(stating) or (gone and not off))
+        if stating:
+            assert found[name].pools == tuple(one.metadata.uid for one in stating)
