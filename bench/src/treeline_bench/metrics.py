@@ -415,6 +415,9 @@ METRICS: dict[str, Metric] = {
     "operator.throttled.status_s": Metric(
         "s", "until each of so many pools created at once has a status, with a fifth of a processor", "lower"
     ),
+    "operator.throttled.judged_s": Metric(
+        "s", "until each status speaks of what was planned, with a fifth of a processor", "lower", headline=False
+    ),
     "operator.throttled.converge_s": Metric(
         "s", "from the first request to create so many pools to their last child, with a fifth of a processor", "lower"
     ),

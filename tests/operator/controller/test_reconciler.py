@@ -124,7 +124,7 @@ async def test_a_pool_that_nothing_was_said_of_has_a_status_before_it_is_planned
         outcome = await reconciler.reconcile(one)
     assert (outcome.result, outcome.after_s) == ("new", 0.0)
     (ready,) = api.statuses["a"]["conditions"]
-    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("Unknown", "Pending", 4)
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("Unknown", "Pending", 0)
     assert api.events == []
     assert (await reconciler.reconcile(one)).result != "new"
 

@@ -142,7 +142,7 @@ class Reconciler:
 
     async def _greet(self, pool: InferencePool) -> bool:
         """Say of a pool that nothing was said of that it was seen; what there is to say of it may take a while."""
-        status = seen(pool, self.clock())
+        status = seen(self.clock())
         await self._report(pool.ref, pool.metadata.uid, {}, dict(status))
         known = self.observer.pool(pool.namespace, pool.name)
         return isinstance(known, InferencePool) and bool(known.status)

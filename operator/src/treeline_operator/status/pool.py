@@ -12,7 +12,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
-from treeline_operator.api.pool import DownloadStatus, EndpointStatus, InferencePool, PoolStatus, RoutingStatus
+from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, RoutingStatus
 from treeline_operator.plan import claims, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
@@ -84,12 +84,11 @@ def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
     return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
 
 
-def seen(pool: InferencePool, now: datetime) -> PoolStatus:
-    """The first status of a pool, before anything is planned for it."""
-    generation = pool.metadata.generation
+def seen(now: datetime) -> PoolStatus:
+    """The first status of a pool, before anything is planned for it: it judges no generation of the spec yet."""
     text = "the operator has seen the pool and will plan it in its turn"
     found = [Finding(ConditionType.READY, "Unknown", Reason.PENDING, text)]
-    return PoolStatus(observedGeneration=generation, conditions=build(found, generation, (), now))
+    return PoolStatus(conditions=build(found, 0, (), now))
 
 
 def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
