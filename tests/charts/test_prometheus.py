@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,21 @@ def selected(expr: str) -> set[str]:
     return found
 
 
+async def check_queries(ask: Callable[..., Any]) -> None:
+    """Every query of a panel or an alert can be asked, and what it asks for is there with the labels that it has."""
+    queries = {*PANELS, *(rule["expr"] for group in GROUPS for rule in group["rules"])}
+    missing = set()
+    for name in set().union(*map(selected, queries)):
+        series = await ask("series", **{"match[]": name})
+        wanted = {*FAMILIES[name].labels, "namespace", "pod", "job"}
+        assert all(wanted <= set(one) for one in series), name
+        assert not any(label.startswith("exported_") for one in series for label in one), name
+        missing |= set() if series else {name}
+    assert missing == NOTHING_TO_TELL
+    for query in queries:
+        await ask("query", query=query)  # a refusal fails
+
+
 def test_all_monitors_have_the_labels_and_the_interval_of_the_chart() -> None:
     for name, monitor in monitors().items():
         assert dict(LABELS).items() <= monitor["metadata"]["labels"].items(), name
@@ -207,17 +222,7 @@ async def test_a_prometheus_finds_what_alerts_and_panels_ask_for_and_alerts_name
                     return [(target["scrapeUrl"], target["lastError"]) for target in said]
 
                 await until(all_read, "all pages to be read", 60, trouble)
-                queries = {*PANELS, *(rule["expr"] for group in GROUPS for rule in group["rules"])}
-                missing = set()
-                for name in set().union(*map(selected, queries)):
-                    series = await ask("series", **{"match[]": name})
-                    wanted = {*FAMILIES[name].labels, "namespace", "pod", "job"}
-                    assert all(wanted <= set(one) for one in series), name
-                    assert not any(label.startswith("exported_") for one in series for label in one), name
-                    missing |= set() if series else {name}
-                assert missing == NOTHING_TO_TELL
-                for query in queries:
-                    await ask("query", query=query)  # or it fails
+                await check_queries(ask)
 
                 async def evaluated() -> bool:
                     rules = [rule for group in (await ask("rules"))["groups"] for rule in group["rules"]]

@@ -281,15 +281,10 @@ def _one_gateway(result: Result) -> Figure:
 
 
 def _throttled(result: Result) -> Figure:
+    figure, (axes,) = _figure("200 pools at once, with a fifth of a processor: seconds", 1, _size(result))
     rows = [row for row in result.rows if row.unit == "s"]
-    figure, (axes,) = _figure("200 pools at once, with a fifth of a processor", 1, _size(result))
-    _bars(
-        axes,
-        ["every pool has a status", "every one is judged", "every child is there", "processor used"],
-        [r.value for r in rows],
-        [OURS] * 3,
-    )
-    axes.set(ylabel="s")
+    names = ["each has a status", "each is judged", "each child is there", "processor"]
+    _bars(axes, names, [row.value for row in rows], [OURS] * len(names))
     return figure
 
 

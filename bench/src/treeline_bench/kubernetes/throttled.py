@@ -5,8 +5,8 @@ leads, gets a control group (of the kernel's controller `cpu`, so this runs as r
 as the kubelet sets it for a limit of 200m. 200 pools, four behind each of 50 gateways, are created eight at a time.
 
 - `operator.throttled.status_s`: first request that creates a pool until every pool has a status, as a list of them,
-  twice a second, says; `.judged_s` until every status speaks of its pool's generation, which was planned then; `.converge_s`
-  until the last child is there.
+  twice a second, says; `.judged_s` until every status speaks of its pool's generation, which was planned then;
+  `.converge_s` until the last child is there.
 - `operator.throttled.lost`: how often the lease was lost. If the process ends, the benchmark fails.
 - `operator.throttled.cpu_s`: time of the processor that the operator took until then.
 

@@ -65,7 +65,6 @@ class Operator:
         self.store = Store()
         self.metrics = metrics
         self.vitals = vitals
-        self._cluster = cluster
         self._discovery = Discovery(cluster, (watched.api for watched in OPTIONAL))
         self.observer = Observer(self.store, options.platform)
         self.informer = Informer(cluster, self.store, options.namespaces or ("",), options.timing)
