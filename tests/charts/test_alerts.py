@@ -19,6 +19,8 @@ NAMES = [rule["alert"] for group in yaml.safe_load(ALERTS.read_text())["groups"]
 PICKER = 'namespace="a", job="a/picker", pod="p-0"'
 ENGINE = 'namespace="a", job="a/pool", pod="e-0", model_name="m"'
 OPERATOR = 'namespace="a", job="a/operator", pod="o-0"'
+POOL = 'namespace="a", name="x", job="a/operator", pod="o-0", kind="InferencePool"'
+MODEL = 'namespace="a", name="x", job="a/operator", pod="o-0", kind="InferenceModel"'
 ENVOY = 'namespace="a", job="a/edge", pod="v-0", envoy_http_conn_manager_prefix="gateway"'
 CLUSTER = 'namespace="a", job="a/edge", pod="v-0"'
 E, R, O = "treeline_epp_", "treeline:", "treeline_operator_"  # noqa: E741
@@ -32,15 +34,17 @@ FIRING: dict[str, tuple[Series, Series]] = {
         {f"{O}is_leader{{{OPERATOR}}}": "0", f'{O}is_leader{{namespace="a", job="a/operator", pod="o-1"}}': "1"},
     ),
     "TreelinePoolNotReady": (
-        {f'{O}conditions{{{OPERATOR}, kind="InferencePool", type="Ready", status="False", reason="X"}}': "1"},
+        {f'{O}conditions{{{POOL}, type="Ready", status="False", reason="CrashLooping"}}': "1"},
         {
-            f'{O}conditions{{{OPERATOR}, kind="InferencePool", type="Ready", status="True", reason="X"}}': "1",
-            f'{O}conditions{{{OPERATOR}, kind="InferencePool", type="Progressing", status="False", reason="X"}}': "1",
+            f'{O}conditions{{{POOL}, type="Ready", status="True", reason="Serving"}}': "1",
+            f'{O}conditions{{{POOL}, type="Progressing", status="False", reason="Paused"}}': "1",
+            f'{O}conditions{{{POOL}, type="Ready", status="False", reason="ScaledToZero"}}': "1",
+            f'{O}conditions{{{POOL}, type="Ready", status="False", reason="Deleting"}}': "1",
         },
     ),
     "TreelineModelNotAccepted": (
-        {f'{O}conditions{{{OPERATOR}, kind="InferenceModel", type="Accepted", status="Unknown", reason="X"}}': "2"},
-        {f'{O}conditions{{{OPERATOR}, kind="InferenceModel", type="Accepted", status="True", reason="X"}}': "2"},
+        {f'{O}conditions{{{MODEL}, type="Accepted", status="Unknown", reason="X"}}': "1"},
+        {f'{O}conditions{{{MODEL}, type="Accepted", status="True", reason="X"}}': "1"},
     ),
     "TreelineReconciliationsFail": (
         {
@@ -193,6 +197,8 @@ FIRING: dict[str, tuple[Series, Series]] = {
     "TreelineDrainsLong": ({f"{R}draining{{{ENGINE}}}": "1"}, {f"{R}draining{{{ENGINE}}}": "0"}),
 }
 """For each alert a world in which it fires, and one like it in which all is well."""
+GONE = "TreelineOperatorGone"
+"""Fires where there is nothing, so it has a world to itself; in all others there is an operator."""
 
 MINUTES = 90
 
@@ -231,7 +237,7 @@ def plan(worlds: dict[str, Series], expected: dict[str, dict[str, int]]) -> dict
 
 
 def test_every_alert_is_tried():
-    assert set(FIRING) == set(NAMES)
+    assert {*FIRING, GONE} == set(NAMES)
 
 
 def test_promtool_has_nothing_to_say_against_the_rules():
@@ -244,7 +250,12 @@ def test_each_alert_fires_in_trouble_and_none_without(tmp_path: Path):
     firing = {
         f'count(ALERTS{{alertname="{alert}", namespace="{alert}", alertstate="firing"}})': {"{}": 1} for alert in FIRING
     }
-    tests = [plan(trouble, firing), plan(peace, {"ALERTS": {}})]
+    alone = {
+        f'ALERTS{{alertname="{GONE}", alertstate="firing"}}': {
+            f'ALERTS{{alertname="{GONE}", alertstate="firing", severity="critical"}}': 1
+        }
+    }
+    tests = [plan(trouble, firing), plan(peace, {"ALERTS": {}}), plan({}, alone)]
     written = tmp_path / "alerts.test.yaml"
     written.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))
     promtool("test", "rules", str(written))

@@ -68,7 +68,7 @@ class _Reader:
         for matcher in selector.matchers.matchers:
             if matcher.name not in own | SCRAPED:
                 raise WrongQuery(f"{selector}: it has no label {matcher.name}, only {sorted(own)}")
-            if matcher.name in own:
+            if matcher.name in own - SCRAPED:
                 self._judge(family, matcher.name, str(matcher.op), matcher.value)
         return own | SCRAPED
 
@@ -78,6 +78,9 @@ class _Reader:
             if not isinstance(matrix, promql.MatrixSelector):
                 raise WrongQuery(f"{call}: of a selection over a time")
             return self._selected(matrix.vector_selector, counted=True)
+        if call.func.name == "absent":
+            self.labels(call.args[0])
+            return frozenset()
         if call.func.name == "histogram_quantile":
             found = self.labels(call.args[1])
             if "le" not in found:

@@ -23,7 +23,8 @@ and help are as on the page.
 - A histogram `X` has the series `X_bucket` (label `le`), `X_sum` and `X_count`. A counter starts at 0 with its process.
 - What has labels appears with its first count: no error yet, no line.
 - Whoever scrapes adds labels. The dashboards and alerts here use those that the Prometheus operator adds: `namespace`,
-  `pod` and `job`.
+  `pod` and `job`. Where a metric of the operator, the picker or Envoy has such a label, its own must stay
+  (`honor_labels`).
 - Prompts, answers and keys are in no label. Names of models, endpoints and clients are.
 
 In the chart, `metrics.dashboards` installs Grafana dashboards (`charts/treeline/files/dashboards`, which can also be

@@ -148,7 +148,7 @@ WATCHED: Final = (
     ),
     Feature(
         "prometheus",
-        (Need("monitoring.coreos.com", ("podmonitors",), LASTING, "metrics of a pool's pods"),),
+        (Need("monitoring.coreos.com", ("podmonitors",), CHILD, "metrics of pods, pickers and Envoys"),),
         value="prometheus",
     ),
 )

@@ -412,6 +412,17 @@ METRICS: dict[str, Metric] = {
         "lower",
         headline=False,
     ),
+    "operator.throttled.status_s": Metric(
+        "s", "until each of so many pools created at once has a status, with a fifth of a processor", "lower"
+    ),
+    "operator.throttled.judged_s": Metric(
+        "s", "until each status speaks of what was planned, with a fifth of a processor", "lower", headline=False
+    ),
+    "operator.throttled.converge_s": Metric(
+        "s", "from the first request to create so many pools to their last child, with a fifth of a processor", "lower"
+    ),
+    "operator.throttled.cpu_s": Metric("s", "of the operator's processor for so many pools", "lower", headline=False),
+    "operator.throttled.lost": Metric("times", "the lease was lost or a replica ended meanwhile", "lower"),
     "epp.models_consistent_s": Metric(
         "s", "last of 1,000 changed InferenceModels to the picker's list being true", "lower", 2.0, EXPECTED
     ),

@@ -280,6 +280,14 @@ def _one_gateway(result: Result) -> Figure:
     return figure
 
 
+def _throttled(result: Result) -> Figure:
+    figure, (axes,) = _figure("200 pools at once, with a fifth of a processor: seconds", 1, _size(result))
+    rows = [row for row in result.rows if row.unit == "s"]
+    names = ["each has a status", "each is judged", "each child is there", "processor"]
+    _bars(axes, names, [row.value for row in rows], [OURS] * len(names))
+    return figure
+
+
 def _engine(result: Result) -> Figure:
     """How near each figure is to the device's limit."""
     rows = [row for row in result.rows if row.ratio]
@@ -483,6 +491,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "scrape": _scrape,
     "operator": _operator,
     "one-gateway": _one_gateway,
+    "operator-throttled": _throttled,
     **{f"structured-{shape}": _structured for shape in ("llama8b", "qwen3_0_6b")},
     **{f"serving-{name}": _serving for name in DATASETS},
 }

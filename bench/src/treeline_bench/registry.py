@@ -27,7 +27,7 @@ from treeline_bench import versus_vllm as vllm
 from treeline_bench.context import Benchmark
 from treeline_bench.engines import benchmark as engines
 from treeline_bench.kubernetes import benchmark as operator
-from treeline_bench.kubernetes import one_gateway
+from treeline_bench.kubernetes import one_gateway, throttled
 from treeline_bench.serving.datasets import DATASETS
 from treeline_bench.sim import benchmark as routing_sim
 
@@ -56,6 +56,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         chaos.BENCHMARK,
         operator.BENCHMARK,
         one_gateway.BENCHMARK,
+        throttled.BENCHMARK,
     )
 }
 

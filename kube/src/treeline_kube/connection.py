@@ -221,7 +221,7 @@ class Connection:
         except TimeoutError as error:
             raise Timeout(f"{what}: nothing came for {silence_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise Unreachable(f"{what}: {error or type(error).__name__}") from error
+            raise Unreachable(f"{what}: {str(error) or type(error).__name__}") from error
         finally:
             if reply is not None:
                 reply.response.close()
@@ -243,7 +243,7 @@ class Connection:
         except TimeoutError as error:
             raise Timeout(f"{what}: no answer in {timeout_s:.1f} s") from error
         except aiohttp.ClientError as error:
-            raise Unreachable(f"{what}: {error or type(error).__name__}") from error
+            raise Unreachable(f"{what}: {str(error) or type(error).__name__}") from error
         finally:
             self._note(call, code, started)
         if code >= 400:

@@ -147,6 +147,14 @@ def _fragment(text: str) -> dict[str, Any]:
     return found
 
 
+def _label(text: str) -> tuple[str, str]:
+    """KEY=VALUE, or argparse's complaint."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
 @dataclass(frozen=True, slots=True)
 class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
@@ -181,6 +189,17 @@ class Platform:
         parse=_peers,
         help="who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for nobody (default: "
         f"{json.dumps(PROMETHEUS)})",
+    )
+    monitor_labels: tuple[tuple[str, str], ...] = setting(
+        (),
+        flag="--monitor-label",
+        metavar="KEY=VALUE",
+        parse=_label,
+        repeated=True,
+        help="a label of the PodMonitors of pods, pickers and Envoys, by which Prometheus selects; may be repeated",
+    )
+    monitor_interval: str = setting(
+        "", metavar="DURATION", help="how often Prometheus asks them, such as 30s (default: as Prometheus is set)"
     )
     scrape_api_ports: bool = setting(
         False,

@@ -16,7 +16,7 @@ from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.errors import LostLease, NotFound
 from treeline_operator.controller.account import own_account
-from treeline_operator.controller.lease import Elector, identity_of
+from treeline_operator.controller.lease import Candidate, Elector, identity_of
 from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Ref
 
@@ -185,6 +185,49 @@ async def test_a_leader_without_an_api_server_stops_in_time(candidates: Candidat
     # the same process could lead again, but by a new election only
     await asyncio.wait_for(elector.acquire(), 10)
     await candidates.write("first")
+
+
+async def test_a_candidate_renews_while_its_callers_loop_stands_still(candidates: Candidates) -> None:
+    """A long plan, or a process that gets little of a processor."""
+    await candidates.add("looks on")
+    made: list[Elector] = []
+
+    async def make() -> Elector:
+        made.append(await candidates.add("first", LeaseTiming(duration_s=60.0, renew_s=40.0, retry_s=0.2)))
+        return made[0]
+
+    candidate = Candidate(make)
+    await candidate.acquire()
+    holding = asyncio.create_task(candidate.hold())
+    first = candidate.valid_until()
+    await until(lambda: candidate.valid_until() > first, "it to renew")
+    seen, deadline = {candidate.valid_until()}, time.monotonic() + 60
+    while len(seen) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # noqa: ASYNC251  # the loop stands still
+        seen.add(candidate.valid_until())
+    await asyncio.sleep(0)
+    assert not holding.done()
+    holding.cancel()
+    del candidates.clusters["first"]
+    await candidate.close()
+    assert (await candidates.lease())["holderIdentity"] == ""
+
+
+async def test_what_went_wrong_with_the_lease_has_a_name(
+    candidates: Candidates, caplog: pytest.LogCaptureFixture
+) -> None:
+    elector = await candidates.add("first")
+    await elector.acquire()
+    with pytest.MonkeyPatch.context() as patch:
+
+        async def silent(*_: object, **__: object) -> None:
+            raise TimeoutError
+
+        patch.setattr(candidates.clusters["first"], "update", silent)
+        with pytest.raises(LostLease, match="not renewed in time"):
+            await elector.hold()
+    assert "lease treeline-operator: TimeoutError: no answer in" in caplog.text
 
 
 async def test_an_outage_shorter_than_the_terms_is_survived(candidates: Candidates) -> None:

@@ -41,7 +41,8 @@ def test_metrics_say_what_was_done_and_how_it_is() -> None:
         "treeline_operator_is_leader 1.0",
         "treeline_operator_queue_depth 7.0",
         'treeline_operator_watch_age_seconds{kind="v1/Pod"} 3.5',
-        'treeline_operator_conditions{kind="InferencePool",reason="PodsStarting",status="False",type="Ready"} 1.0',
+        'treeline_operator_conditions{kind="InferencePool",name="p",namespace="n",'
+        'reason="PodsStarting",status="False",type="Ready"} 1.0',
     ):
         assert line in text, line
 

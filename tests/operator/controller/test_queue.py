@@ -41,9 +41,9 @@ class ScheduleMachine(RuleBasedStateMachine):
     def owe(self, key: Key, due: float) -> None:
         self.owed[key] = min(due, self.owed.get(key, float("inf")))
 
-    @rule(key=st.sampled_from(KEYS))
-    def add(self, key: Key) -> None:
-        self.schedule.add(key, self.now)
+    @rule(key=st.sampled_from(KEYS), new=st.booleans())
+    def add(self, key: Key, new: bool) -> None:
+        self.schedule.add(key, self.now, new=new)
         self.owe(key, self.now)
 
     @rule(key=st.sampled_from(KEYS), delay=st.sampled_from([0.0, 0.5, 3.0, 40.0]))
@@ -132,6 +132,18 @@ def test_oldest_counts_waiting_and_running_but_not_delayed_keys() -> None:
     assert schedule.oldest(15.0) == 5.0
     assert schedule.pop(15.0) == X
     assert schedule.oldest(18.0) == 8.0
+
+
+def test_namespaces_take_turns_and_what_is_new_comes_first() -> None:
+    schedule = Schedule()
+    crowd = [Key("pool", "crowd", str(n)) for n in range(100)]
+    for key in crowd:
+        schedule.add(key, 0.0)
+    schedule.add(X, 1.0)
+    schedule.add(crowd[50], 2.0, new=True)
+    assert [schedule.pop(3.0) for _ in range(4)] == [crowd[50], crowd[0], X, crowd[1]]
+    assert schedule.depth() == 97
+    assert schedule.oldest(3.0) == 3.0
 
 
 def test_a_hundred_adds_during_a_run_make_one_more_run() -> None:

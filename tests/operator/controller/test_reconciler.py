@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
@@ -14,6 +16,7 @@ from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.store import Store
+from treeline_operator.plan import edge
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.world import Key, Platform, Ref
 
@@ -106,7 +109,68 @@ async def test_a_model_that_is_not_understood_says_so() -> None:
 def pool(name: str) -> dict[str, Any]:
     made = model(name, model={"uri": "builtin://tiny"})
     spec = {"model": {"uri": "builtin://tiny"}}
-    return {**made, "kind": "InferencePool", "spec": spec, "status": {}}
+    return {**made, "kind": "InferencePool", "spec": spec, "status": {"replicas": 0}}
+
+
+async def test_a_pool_that_nothing_was_said_of_has_a_status_before_it_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = Store()
+    api = Api(store)
+    store.put({**pool("a"), "status": {}})
+    reconciler, one = reconciler_of(store, api), Key("pool", "shop", "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "plan_pool", None)  # whoever plans fails
+        outcome = await reconciler.reconcile(one)
+    assert (outcome.result, outcome.after_s) == ("new", 0.0)
+    (ready,) = api.statuses["a"]["conditions"]
+    assert (ready["status"], ready["reason"], ready["observedGeneration"]) == ("Unknown", "Pending", 0)
+    assert api.events == []
+    assert (await reconciler.reconcile(one)).result != "new"
+
+
+async def test_in_one_turn_of_the_loop_there_is_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So probes and answers of the API server wait for one plan, however many pools there are."""
+    store = Store()
+    for number in range(20):
+        store.put(pool(f"p{number}"))
+    reconciler, turns, planned = reconciler_of(store, Api(store)), 0, []
+
+    def plan(world: Any) -> Plan:
+        planned.append(turns)
+        return Plan()
+
+    async def count() -> None:
+        nonlocal turns
+        while len(planned) < 20:
+            await asyncio.sleep(0)
+            turns += 1
+
+    monkeypatch.setattr(module, "plan_pool", plan)
+    keys = [Key("pool", "shop", f"p{number}") for number in range(20)]
+    await asyncio.gather(count(), *(reconciler.reconcile(key) for key in keys))
+    assert len(set(planned)) == 20
+
+
+async def test_what_takes_long_of_a_gateways_plan_is_done_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Envoy's configuration takes seconds the first time, which the lease and the probes have not."""
+    store, threads = Store(), []
+    store.put(pool("a"))
+    anchor = {"name": "treeline-gateway", "namespace": "shop", "uid": "u", "resourceVersion": "1"}
+    anchor["labels"] = {"treeline.dev/gateway": "treeline"}
+    store.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": anchor})
+
+    def render(config: Any) -> str:
+        threads.append(threading.current_thread())
+        return "{}"
+
+    edge.files.cache_clear()
+    monkeypatch.setattr("treeline_operator.envoy.document.bootstrap_json", render)
+    monkeypatch.setattr("treeline_operator.envoy.bootstrap_json", render)
+    await asyncio.gather(*[reconciler_of(store, Api(store)).reconcile(Key("gateway", "shop", "treeline"))])
+    edge.files.cache_clear()
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
 
 
 async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,6 @@ class Gateways:
             log.info("%s %s/%s may not be read: %s", ref.kind, ref.namespace, ref.name, exc)
             gateway, read_at = None, read_at + _REFUSED_S
         except (KubeError, TimeoutError) as exc:
-            log.info("%s %s/%s: %s", ref.kind, ref.namespace, ref.name, exc or "no answer in time")
+            log.info("%s %s/%s: %s", ref.kind, ref.namespace, ref.name, str(exc) or "no answer in time")
         self._known[ref] = (read_at, gateway)
         return gateway

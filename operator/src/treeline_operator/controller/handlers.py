@@ -136,6 +136,7 @@ def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: De
         settings.networking.error_backoffs = (0.2, 0.5, 1, 2)
         settings.watching.server_timeout = 480
         settings.watching.chunk_size = 500
+        settings.persistence.diffbase_storage = _NoDiffs()
         settings.queueing.idle_timeout = 1.0
         settings.queueing.exit_timeout = 0.5
 
@@ -147,6 +148,19 @@ def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: De
         group, version, plural = watched.resource.group, watched.resource.version, watched.resource.plural
         kopf.on.event(group, version, plural, registry=found, param=watched, id=f"see-{plural}")(_pass_on(deliver))
     return found
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Our handlers ask for no differences, which kopf would make by copying every object that it hears of."""
+
+    def build(self, *, body: kopf.Body, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is kept."""
 
 
 def _pass_on(deliver: Deliver) -> Any:

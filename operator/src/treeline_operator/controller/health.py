@@ -30,6 +30,8 @@ class Vitals:
 
     def liveness_failures(self) -> list[str]:
         """Why the process should be restarted."""
+        if self.phase == "standby":  # what it followed while it led is of no concern
+            return []
         ages = self.watch_ages().items()
         found = [f"nothing heard of {kind} for {age:.0f} s" for kind, age in ages if age > STALE_WATCH_S]
         if (oldest := self.oldest_key()) > STUCK_KEY_S:

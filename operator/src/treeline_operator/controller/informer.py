@@ -268,7 +268,7 @@ class Informer:
                     )
                     continue
                 if kinds:
-                    self._trouble = f"kopf ended: {running.exception()}"
+                    self._trouble = f"kopf ended: {running.exception()!r}"
                     log.warning(self._trouble)
             finally:
                 for task in (running, restart):

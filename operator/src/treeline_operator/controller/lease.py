@@ -14,7 +14,8 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -47,7 +48,7 @@ class Elector:
         owner: dict[str, Any] | None = None,
         pod: str = "",
     ) -> None:
-        self._cluster = cluster
+        self.cluster = cluster
         self._ref = Ref("coordination.k8s.io/v1", "Lease", namespace, name)
         self._identity = identity
         self._timing = timing or LeaseTiming()
@@ -87,7 +88,8 @@ class Elector:
                 # it was changed or removed under us: whose it is now must be known before anything is written
                 await self._try()
         self._valid_until = 0.0
-        holder = "not renewed in time" if self.leader == self._identity else f"held by {self.leader or 'nobody'}"
+        late = f"not renewed in time, in {self._timing.renew_s:g} s"
+        holder = late if self.leader == self._identity else f"held by {self.leader or 'nobody'}"
         raise LostLease(f"the lease {self._ref.name} is {holder}", sent=False)
 
     async def release(self) -> None:
@@ -115,7 +117,8 @@ class Elector:
             self._lease = None
             return False
         except (KubeError, TimeoutError) as error:
-            log.warning("lease %s: %s", self._ref.name, error or "no answer in time")
+            why = str(error) or f"no answer in {patience:.1f} s: the API server or this process may be short of CPU"
+            log.warning("lease %s: %s: %s", self._ref.name, type(error).__name__, why)
             # an unanswered renewal may have been done: its resourceVersion is unknown then
             self._lease = None if self.leader == self._identity else self._lease
             return False
@@ -128,7 +131,7 @@ class Elector:
         if not ours:
             await self._look()
         if self._lease is None:
-            self._observe(await self._cluster.create(self._fresh(), guarded=False, retry=self._once))
+            self._observe(await self.cluster.create(self._fresh(), guarded=False, retry=self._once))
             return True
         holder = self._lease["spec"].get("holderIdentity") or ""
         if holder not in ("", self._identity) and not self._expired():
@@ -140,7 +143,7 @@ class Elector:
 
     async def _look(self) -> None:
         try:
-            self._observe(await self._cluster.get(self._ref, retry=self._once))
+            self._observe(await self.cluster.get(self._ref, retry=self._once))
         except NotFound:
             self._lease = None
 
@@ -165,7 +168,7 @@ class Elector:
         return Retry(attempt_s=self._timing.renew_s / 2, budget_s=self._timing.renew_s / 2, attempts=1)
 
     async def _write(self, lease: dict[str, Any]) -> dict[str, Any]:
-        return await self._cluster.update(lease, guarded=False, retry=self._once)
+        return await self.cluster.update(lease, guarded=False, retry=self._once)
 
     def _fresh(self) -> dict[str, Any]:
         stamp = _stamp()
@@ -194,6 +197,48 @@ class Elector:
     def _seconds(self) -> int:
         # whole seconds on the wire, never fewer than ours
         return -int(-self._timing.duration_s // 1)
+
+
+class Candidate:
+    """An elector with a thread, an event loop and a connection of its own: no plan and no crowd of requests in the
+    caller's loop keeps it from renewing."""
+
+    def __init__(self, make: Callable[[], Coroutine[Any, Any, Elector]]) -> None:
+        self._make = make
+        self._loop = asyncio.new_event_loop()
+        self._elector: Elector | None = None
+        threading.Thread(target=self._loop.run_forever, name="lease", daemon=True).start()
+
+    def valid_until(self) -> float:
+        """As that of the elector."""
+        return self._elector.valid_until() if self._elector is not None else 0.0
+
+    async def acquire(self) -> None:
+        """As that of the elector. Raises NoCluster."""
+        await self._run(self._acquire())
+
+    async def hold(self) -> None:
+        """As that of the elector. Raises LostLease."""
+        assert self._elector is not None
+        await self._run(self._elector.hold())
+
+    async def close(self) -> None:
+        """Release the lease, if we have it, and end the thread."""
+        await self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _acquire(self) -> None:
+        if self._elector is None:
+            self._elector = await self._make()
+        await self._elector.acquire()
+
+    async def _close(self) -> None:
+        if self._elector is not None:
+            await self._elector.release()
+            await self._elector.cluster.close()
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
 def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -45,10 +44,7 @@ class Metrics(Collector):
         self._dropped = Counter("events_dropped", "Events that were not written.", ("why",), **own)
         self._leader = Gauge("is_leader", "1 in the replica that acts.", **own)
         self._conditions: dict[Ref, list[tuple[str, str, str]]] = {}
-        self.depth: Callable[[], int] = lambda: 0
-        self.oldest: Callable[[], float] = lambda: 0.0
-        self.watch_ages: Callable[[], Mapping[str, float]] = dict
-        self.objects: Callable[[], int] = lambda: 0
+        self.leads(False)
         self.registry.register(self)
 
     def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
@@ -73,8 +69,14 @@ class Metrics(Collector):
         self._dropped.labels(why).inc()
 
     def leads(self, leader: bool) -> None:
-        """Whether this replica acts."""
+        """Whether this replica acts; one that does not, or no more, has nothing to tell of pools and queues."""
         self._leader.set(leader)
+        if not leader:
+            self._conditions.clear()
+            self.depth: Callable[[], int] = lambda: 0
+            self.oldest: Callable[[], float] = lambda: 0.0
+            self.watch_ages: Callable[[], Mapping[str, float]] = dict
+            self.objects: Callable[[], int] = lambda: 0
 
     def conditions(self, ref: Ref, conditions: Iterable[Mapping[str, Any]]) -> None:
         """What the status of one of our objects says now; nothing if the object is gone."""
@@ -100,11 +102,11 @@ class Metrics(Collector):
         conditions = GaugeMetricFamily(
             "treeline_operator_conditions",
             "Conditions of our objects.",
-            labels=["kind", "type", "status", "reason"],
+            labels=["kind", "namespace", "name", "type", "status", "reason"],
         )
-        tally = Tally((ref.kind, *said) for ref, all_said in self._conditions.items() for said in all_said)
-        for labels, count in sorted(tally.items()):
-            conditions.add_metric(labels, count)
+        for ref, all_said in sorted(self._conditions.items()):
+            for said in all_said:
+                conditions.add_metric([ref.kind, ref.namespace, ref.name, *said], 1)
         yield conditions
 
     def text(self) -> bytes:

@@ -49,45 +49,85 @@ class _Run:
 
 
 @dataclass(slots=True)
+class _Turns:
+    """Ready keys, each with the time since when. Namespaces take turns, so that many keys of one delay no other's."""
+
+    _by_namespace: dict[str, dict[Key, float]] = field(default_factory=dict)
+
+    def put(self, key: Key, since: float) -> None:
+        self._by_namespace.setdefault(key.namespace, {}).setdefault(key, since)
+
+    def take(self) -> tuple[Key, float] | None:
+        for namespace, keys in self._by_namespace.items():
+            key = next(iter(keys))
+            since = keys.pop(key)
+            del self._by_namespace[namespace]
+            if keys:
+                self._by_namespace[namespace] = keys  # behind the others
+            return key, since
+        return None
+
+    def drop(self, key: Key) -> float | None:
+        keys = self._by_namespace.get(key.namespace, {})
+        since = keys.pop(key, None)
+        if not keys:
+            self._by_namespace.pop(key.namespace, None)
+        return since
+
+    def items(self) -> Iterator[tuple[Key, float]]:
+        for keys in self._by_namespace.values():
+            yield from keys.items()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._by_namespace.get(key.namespace, ())
+
+
+@dataclass(slots=True)
 class Schedule:
     """The queue without a clock or tasks: every method takes the time.
 
-    A key is in at most one of three places: ready (in order of arrival), delayed (until a due time) or running.
+    A key is in at most one of three places: ready, delayed (until a due time) or running. Ready ones come in the order
+    of their arrival in their namespace; namespaces take turns, and what is new comes before all else.
     What is added while it runs is remembered and comes up when it is done; nothing that was added is lost.
     """
 
     backoff: Backoff = Backoff()
     chance: Callable[[], float] = random.random
-    _ready: dict[Key, float] = field(default_factory=dict)
+    _new: _Turns = field(default_factory=_Turns)
+    _ready: _Turns = field(default_factory=_Turns)
     _delayed: dict[Key, float] = field(default_factory=dict)
     _heap: list[tuple[float, Key]] = field(default_factory=list)
     _running: dict[Key, _Run] = field(default_factory=dict)
     _failures: dict[Key, int] = field(default_factory=dict)
 
-    def add(self, key: Key, now: float) -> None:
-        """As soon as possible. A delay that was set is dropped: the look that it asked for comes sooner."""
+    def add(self, key: Key, now: float, *, new: bool = False) -> None:
+        """As soon as possible, a `new` one before all others. A delay that was set is dropped: the look that it asked
+        for comes sooner."""
         if run := self._running.get(key):
             run.dirty = True
             return
         self._delayed.pop(key, None)
-        self._ready.setdefault(key, now)
+        if new:
+            since = self._ready.drop(key)
+            self._new.put(key, now if since is None else since)
+        elif key not in self._new:
+            self._ready.put(key, now)
 
     def add_after(self, key: Key, delay_s: float, now: float) -> None:
         """In `delay_s`, or sooner if it is to come sooner already."""
         due = now + delay_s
         if run := self._running.get(key):
             run.after = due if run.after is None else min(run.after, due)
-        elif key not in self._ready and due < self._delayed.get(key, float("inf")):
+        elif key not in self._ready and key not in self._new and due < self._delayed.get(key, float("inf")):
             self._delay(key, due)
 
     def pop(self, now: float) -> Key | None:
         """The next key to run, which counts as running until `done`."""
         self._wake(now)
-        for key, queued in self._ready.items():
-            del self._ready[key]
-            self._running[key] = _Run(queued)
-            return key
-        return None
+        if (taken := self._new.take() or self._ready.take()) is None:
+            return None
+        self._running[taken[0]] = _Run(taken[1])
+        return taken[0]
 
     def done(self, key: Key, outcome: Outcome, now: float) -> float:
         """The key's run has ended; returns for how long it had waited and run."""
@@ -104,7 +144,7 @@ class Schedule:
             if outcome.after_s is not None:
                 due.append(now + outcome.after_s)
         if due and min(due) <= now:
-            self._ready[key] = now
+            self._ready.put(key, now)
         elif due:
             self._delay(key, min(due))
         return now - run.queued
@@ -117,7 +157,7 @@ class Schedule:
 
     def depth(self) -> int:
         """How many keys wait to be run now; delayed ones do not."""
-        return len(self._ready)
+        return len(list(self._waiting()))
 
     def failures(self, key: Key) -> int:
         """Failures of the key in a row."""
@@ -125,14 +165,18 @@ class Schedule:
 
     def oldest(self, now: float) -> float:
         """Seconds since the key that has waited, or waited and run, for longest became ready."""
-        since = [*self._ready.values(), *(run.queued for run in self._running.values())]
+        since = [*(since for _, since in self._waiting()), *(run.queued for run in self._running.values())]
         return max(0.0, now - min(since)) if since else 0.0
 
     def known(self) -> Iterator[Key]:
         """Every key that is ready, delayed or running."""
-        yield from self._ready
+        yield from (key for key, _ in self._waiting())
         yield from self._delayed
         yield from self._running
+
+    def _waiting(self) -> Iterator[tuple[Key, float]]:
+        yield from self._new.items()
+        yield from self._ready.items()
 
     def _delay(self, key: Key, due: float) -> None:
         self._delayed[key] = due
@@ -145,7 +189,7 @@ class Schedule:
         while (due := self.next_due()) is not None and due <= now:
             _, key = heapq.heappop(self._heap)
             del self._delayed[key]
-            self._ready[key] = due
+            self._ready.put(key, due)
 
 
 class Gauges(Protocol):
@@ -182,9 +226,9 @@ class Queue:
         self._failed: BaseException | None = None
         self._stopping = False
 
-    def add(self, key: Key) -> None:
-        """Reconcile the key as soon as a worker is free."""
-        self._schedule.add(key, _now())
+    def add(self, key: Key, *, new: bool = False) -> None:
+        """Reconcile the key as soon as a worker is free, a `new` one before all others."""
+        self._schedule.add(key, _now(), new=new)
         self._changed.set()
 
     def add_after(self, key: Key, delay_s: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, Protocol
@@ -27,8 +27,9 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
+from treeline_operator.plan import edge
 from treeline_operator.plan.facts import condition_of
-from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.plan.gateway import context_of, plan_gateway
 from treeline_operator.plan.gateway import shared as shared_by
 from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.pod_state import is_draining
@@ -40,7 +41,7 @@ from treeline_operator.status.conditions import few, same_status
 from treeline_operator.status.events import transitions
 from treeline_operator.status.gateway_status import UNHEARD_S
 from treeline_operator.status.models import model_statuses
-from treeline_operator.status.pool import not_understood, parent_gateways, pool_status, refusal
+from treeline_operator.status.pool import not_understood, parent_gateways, pool_status, refusal, seen
 from treeline_operator.world import Key, Observed, PoolWorld, Ref
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,8 @@ class Reconciler:
     _warnings: Warnings = field(init=False)
     _gateways: Gateways = field(init=False)
     _alarms: Alarms = field(default_factory=Alarms)
+    _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._warnings = Warnings(self.statuses)
@@ -115,6 +118,9 @@ class Reconciler:
             return Outcome("gone")
         if isinstance(pool, str):
             return await self._not_understood(key, pool)
+        if not pool.status and not pool.deleting and await self._greet(pool):
+            return Outcome("new", after_s=0.0)
+        await self._turn()
         world = self.observer.pool_world(pool, self.clock())
         self.downloads.see(key, world.pods)
         plan = self._planned(key, lambda: plan_pool(world))
@@ -124,12 +130,26 @@ class Reconciler:
         if not pool.deleting and acknowledged.settings.get(pool.metadata.uid) != _gateway_settings(pool):
             # Told before, the status would speak of a gateway that does not know the spec yet. Its plan wakes us.
             return _outcome(plan, done)
+        await self._turn()
         after = self.observer.pool_world(pool, self.clock())
         refused = self._refused.get(key) or self._refused.get(gateway)
         status, again_s = await self._status(key, after, refused)
         due_s = await self._report(pool.ref, pool.metadata.uid, dict(pool.status), dict(status))
         self.probe.wait(pool.namespace, pool.spec.gateway.name, pool.name, _waits(status, after) and not pool.deleting)
         return _outcome(plan, done, _sooner(again_s, due_s))
+
+    async def _turn(self) -> None:
+        """Wait for one's own turn of the event loop: with one plan or status in each, pages, watches and answers are
+        served between any two of them."""
+        async with self._turns:
+            await asyncio.sleep(0)
+
+    async def _greet(self, pool: InferencePool) -> bool:
+        """Say of a pool that nothing was said of that it was seen; what there is to say of it may take a while."""
+        status = seen(self.clock())
+        await self._report(pool.ref, pool.metadata.uid, {}, dict(status))
+        known = self.observer.pool(pool.namespace, pool.name)
+        return isinstance(known, InferencePool) and bool(known.status)
 
     def _planned(self, key: Key, plan: Callable[[], Plan]) -> Plan | None:
         """The plan. A defect in making it is told in the status, not in the log alone, and tried again later."""
@@ -181,10 +201,11 @@ class Reconciler:
     # ---- gateways ---------------------------------------------------------------------------------------------
 
     async def _gateway(self, key: Key) -> Outcome:
-        world = self.observer.gateway_world(key.namespace, key.name, self.clock())
         self.probe.look(key.namespace, key.name)
         before = self._refused.get(key)
-        await _load_envoy()
+        await self._render(key)
+        await self._turn()
+        world = self.observer.gateway_world(key.namespace, key.name, self.clock())
         plan = self._planned(key, lambda: plan_gateway(world))
         shared = shared_by(world)
         done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
@@ -200,9 +221,20 @@ class Reconciler:
         )
         return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
 
+    async def _render(self, key: Key) -> None:
+        """Make Envoy's configuration, which the plan takes from a cache then, beside the event loop: at the first
+        gateway it takes seconds (and 30 MB, so not before), later a tenth of one for each that is another."""
+        async with self._rendering:
+            context = context_of(self.observer.gateway_world(key.namespace, key.name, self.clock()))
+            if context is not None and context.shared.mode == "standalone":
+                await asyncio.to_thread(importlib.import_module, _ENVOY)
+                with suppress(Exception):  # what is wrong with it, the plan tells
+                    await asyncio.to_thread(edge.files, edge.config(context))
+
     # ---- models -----------------------------------------------------------------------------------------------
 
     async def _models(self, key: Key) -> Outcome:
+        await self._turn()
         models = self.observer.models(key.namespace)
         by_name = {model.name: model for model in models}
         due_s: float | None = None
@@ -278,15 +310,6 @@ class Reconciler:
         for note in transitions(before, status):
             self.recorder.emit(ref, uid, note.type, note.reason, note.message)
         return due.again_s
-
-
-async def _load_envoy() -> None:
-    """Load what renders Envoy's configuration beside the event loop: it takes a second or two, and 30 MB.
-
-    So it is not loaded before there is a gateway, and not in the middle of a plan.
-    """
-    if _ENVOY not in sys.modules:
-        await asyncio.to_thread(importlib.import_module, _ENVOY)
 
 
 def _outcome(plan: Plan | None, done: Done, again_s: float | None = None) -> Outcome:

@@ -16,13 +16,14 @@ from treeline_kube.client import Client
 from treeline_kube.discovery import Discovery
 from treeline_kube.errors import KubeError, LostLease
 
+from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.account import own_account
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
 from treeline_operator.controller.kinds import OPTIONAL
-from treeline_operator.controller.lease import Elector
+from treeline_operator.controller.lease import Candidate, Elector
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer, keys_for_change
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
@@ -31,7 +32,7 @@ from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.scaler import Scaler
 from treeline_operator.controller.signals import HttpSource
-from treeline_operator.controller.store import Change, Store
+from treeline_operator.controller.store import POOL, Change, Store
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
 from treeline_operator.settings import LeaseTiming, Settings
 from treeline_operator.world import Key, Platform
@@ -64,7 +65,6 @@ class Operator:
         self.store = Store()
         self.metrics = metrics
         self.vitals = vitals
-        self._cluster = cluster
         self._discovery = Discovery(cluster, (watched.api for watched in OPTIONAL))
         self.observer = Observer(self.store, options.platform)
         self.informer = Informer(cluster, self.store, options.namespaces or ("",), options.timing)
@@ -148,6 +148,9 @@ class Operator:
     def _changed(self, change: Change) -> None:
         if change.after is None:
             self.metrics.conditions(change.ref, ())
+        elif change.before is None and change.ref.kind == POOL and change.ref.api_version == API_VERSION:
+            # What the reconciler says of a pool at first sight is not to wait for the plans of all others.
+            self.queue.add(Key("pool", change.ref.namespace, change.ref.name), new=True)
         self._wake(keys_for_change(change, self.store))
 
     def _wake(self, found: Iterable[Key]) -> None:
@@ -190,50 +193,60 @@ class Operator:
 
 
 async def operate(options: Options, stop: asyncio.Event) -> int:
-    """Run one replica until `stop` is set (0), or the lease or something else is lost (1).
+    """Run one replica until `stop` is set (0), or something ends that should not (1). One that loses the lease stands
+    by for it again.
 
     Raises PortInUse, and what the configuration of the client raises.
     """
     metrics, vitals = Metrics(), Vitals()
+
     async with AsyncExitStack() as stack:
         pages = await Pages(vitals, metrics).open(options.host, options.health_port, options.metrics_port)
         stack.push_async_callback(pages.close)
-        cluster = await Client.from_config(
-            options.kubeconfig,
-            options.context,
-            on_request=metrics.requested,
-            field_manager=FIELD_MANAGER,
-            status_manager=STATUS_MANAGER,
-        )
+        cluster = await _connect(options, metrics)
         stack.push_async_callback(cluster.close)
-        elector = None
+        candidate = None
         if options.leader_elect:
-            owner = own_account(options.platform.operator_namespace)
-            elector = Elector(
-                cluster,
-                options.platform.operator_namespace,
-                options.lease_name,
-                options.identity,
-                options.lease,
-                owner=owner,
-                pod=options.pod,
-            )
-            cluster.deadline = elector.valid_until
+            candidate = Candidate(lambda: _elector(options, metrics))
+            cluster.deadline = candidate.valid_until
+            stack.push_async_callback(candidate.close)
+        while True:
             vitals.phase = "standby"
-            if not await _unless(stop, elector.acquire()):
+            if candidate is not None and not await _unless(stop, candidate.acquire()):
                 return 0
-            stack.push_async_callback(elector.release)
-        metrics.leads(True)
-        log.info("leading", extra={"identity": options.identity})
-        operator = Operator(options, cluster, metrics, vitals)
-        stack.push_async_callback(operator.close)
-        return await _lead(operator, elector, stop)
+            metrics.leads(True)
+            log.info("leading", extra={"identity": options.identity})
+            operator = Operator(options, cluster, metrics, vitals)
+            try:
+                status = await _lead(operator, candidate, stop)
+            finally:
+                await operator.close()
+                metrics.leads(False)
+            if status is not None:
+                return status
 
 
-async def _lead(operator: Operator, elector: Elector | None, stop: asyncio.Event) -> int:
+async def _connect(options: Options, metrics: Metrics) -> Client:
+    return await Client.from_config(
+        options.kubeconfig,
+        options.context,
+        on_request=metrics.requested,
+        field_manager=FIELD_MANAGER,
+        status_manager=STATUS_MANAGER,
+    )
+
+
+async def _elector(options: Options, metrics: Metrics) -> Elector:
+    cluster, namespace = await _connect(options, metrics), options.platform.operator_namespace
+    owner = own_account(namespace)
+    return Elector(cluster, namespace, options.lease_name, options.identity, options.lease, owner, options.pod)
+
+
+async def _lead(operator: Operator, candidate: Candidate | None, stop: asyncio.Event) -> int | None:
+    """The exit status; None where the lease was lost, and nothing else."""
     tasks: list[asyncio.Task[Any]] = [asyncio.create_task(_sync_and_work(operator), name="operator")]
-    if elector is not None:
-        tasks.append(asyncio.create_task(elector.hold(), name="lease"))
+    if candidate is not None:
+        tasks.append(asyncio.create_task(candidate.hold(), name="lease"))
     stopping = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -243,11 +256,9 @@ async def _lead(operator: Operator, elector: Elector | None, stop: asyncio.Event
             operator.vitals.phase = "stopping"
             await operator.finish()
             return 0
-        for task in ended:
-            _explain(task.exception())
-        return 1
+        lost = [_explain(task.exception()) for task in ended]
+        return None if all(lost) else 1
     finally:
-        operator.metrics.leads(False)
         for task in (stopping, *tasks):
             task.cancel()
         await asyncio.gather(stopping, *tasks, return_exceptions=True)
@@ -270,15 +281,16 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None] | Awaitab
     return finished
 
 
-def _explain(exc: BaseException | None) -> None:
-    """Say why the process ends, the innermost reasons first."""
+def _explain(exc: BaseException | None) -> bool:
+    """Log why the work ended, the innermost reasons first; whether it was the loss of the lease and nothing else."""
     if isinstance(exc, BaseExceptionGroup):
-        for inner in exc.exceptions:
-            _explain(inner)
-    elif isinstance(exc, LostLease):
-        log.error("%s; another replica may lead now, so this one ends", exc)
-    elif exc is not None:
+        return min([_explain(inner) for inner in exc.exceptions])  # all are told
+    if isinstance(exc, LostLease):
+        log.error("%s; another replica may lead now, so this one stands by", exc)
+        return True
+    if exc is not None:
         log.error("ended unexpectedly", exc_info=exc)
+    return False
 
 
 def _clock() -> datetime:

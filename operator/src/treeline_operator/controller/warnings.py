@@ -87,7 +87,7 @@ class Warnings:
             log.warning("causes that only Events tell stay unknown: %s", exc)
             return False
         except (KubeError, TimeoutError) as exc:
-            log.info("no list of Events: %s", exc or "no answer in time")
+            log.info("no list of Events: %s", str(exc) or "no answer in time")
             return False
         changed = found != known.events
         known.events = found

@@ -226,7 +226,7 @@ async def drain(admin: Admin, options: LauncherOptions) -> None:
         await _quiet(admin, options, started)
     except (OSError, http.client.HTTPException, ValueError) as error:
         # An Envoy that has not started yet, or is gone already, has no request to wait for.
-        log.warning("cannot drain, Envoy does not answer: %s", error or type(error).__name__)
+        log.warning("cannot drain, Envoy does not answer: %s", str(error) or type(error).__name__)
 
 
 async def _quiet(admin: Admin, options: LauncherOptions, started: float) -> None:

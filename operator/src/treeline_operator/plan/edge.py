@@ -80,14 +80,14 @@ def config_map(context: GatewayContext) -> Object:
     # What the picker's certificate is for: the same in clusters of any domain.
     name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
     host = f"{name}.{context.platform.cluster_domain}"
-    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in _files(_config(context))}
+    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in files(config(context))}
     content = names.digest(data)
     meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
     meta["labels"][names.REVISION] = content
     return manifest("v1", "ConfigMap", meta, immutable=True, data=data)
 
 
-def _config(context: GatewayContext) -> envoy.EnvoyConfig:
+def config(context: GatewayContext) -> envoy.EnvoyConfig:
     """What Envoy is to be, the picker's address apart.
 
     (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
@@ -121,14 +121,15 @@ def _config(context: GatewayContext) -> envoy.EnvoyConfig:
 
 
 @functools.lru_cache(maxsize=32)
-def _files(config: envoy.EnvoyConfig) -> tuple[tuple[str, str], ...]:
-    """File name and text of what is mounted. Making it takes a tenth of a second, and most gateways are alike."""
-    files = [("envoy.json", envoy.bootstrap_json(config))]
+def files(config: envoy.EnvoyConfig) -> tuple[tuple[str, str], ...]:
+    """File name and text of what is mounted. Making it takes a tenth of a second and the first
+    time two, and most gateways are alike. May be called in any thread."""
+    found = [("envoy.json", envoy.bootstrap_json(config))]
     if config.tls is not None:
-        files.append(("tls.json", envoy.tls_json(config.tls)))
+        found.append(("tls.json", envoy.tls_json(config.tls)))
     if config.picker_tls is not None:
-        files += envoy.picker_tls_files(config.picker_tls).items()
-    return tuple(files)
+        found += envoy.picker_tls_files(config.picker_tls).items()
+    return tuple(found)
 
 
 def service(context: GatewayContext) -> Object:

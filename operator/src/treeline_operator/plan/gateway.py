@@ -196,11 +196,12 @@ class _Planning:
         self._apply(epp.service(context), "the picker's address")
         self._apply(epp.peers_service(context), "how pickers find each other")
         self._picker()
-        self._monitor()
+        self._monitor("epp", "metrics")
         if context.shared.mode == "standalone":
             self._apply(service_account(context, "edge"), "an identity without rights for Envoy")
             self._apply(edge.service(context), "the URL")
             self._envoy()
+            self._monitor("edge", "health")
         for pool, conflicts in sorted(context.shared.conflicts.items()):
             self.notes += [f"pool {pool}: {conflict}" for conflict in conflicts]
 
@@ -238,12 +239,13 @@ class _Planning:
             self._apply_pods("epp", lambda: [(epp.workload(context, decided.image), "the picker")])
         self._apply(disruption_budget(context, "epp"), "evictions of pickers one at a time")
 
-    def _monitor(self) -> None:
-        """Autoscalers that go by the picker's metrics find them in Prometheus."""
-        meta = self._context.meta_of("epp")
-        monitor = pod_monitor(meta, self._context.pods("epp"), "metrics")
-        if POD_MONITOR in self._context.platform.apis:
-            self._apply(monitor, "metrics of the picker")
+    def _monitor(self, component: Component, port: str) -> None:
+        """Dashboards, alerts and autoscalers find the component's metrics in Prometheus."""
+        context = self._context
+        meta, match = context.meta_of(component), context.pods(component)
+        monitor = pod_monitor(meta, match, port, context.platform, ours=True)
+        if POD_MONITOR in context.platform.apis:
+            self._apply(monitor, f"metrics of {component}")
         else:  # discovery may have missed the kind for a moment
             self._wanted.append(Ref.of(monitor))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from treeline_operator.world import Platform
+
 Object = dict[str, Any]
 
 USER: Final = 65532
@@ -44,10 +46,18 @@ def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int 
     return manifest("policy/v1", "PodDisruptionBudget", meta, spec=spec)
 
 
-def pod_monitor(meta: Object, match: dict[str, str], port: str) -> Object:
-    """What tells the Prometheus operator to read the metrics of pods, on this port of theirs."""
-    spec = {"selector": {"matchLabels": match}, "podMetricsEndpoints": [{"port": port, "path": "/metrics"}]}
-    return manifest("monitoring.coreos.com/v1", "PodMonitor", meta, spec=spec)
+def pod_monitor(meta: Object, match: dict[str, str], port: str, platform: Platform, *, ours: bool) -> Object:
+    """What tells the Prometheus operator to read the metrics of pods, on this port of theirs.
+
+    Of a program of `ours` the labels stay as they are: a picker's `endpoint` is no port of a pod. An engine may be any
+    program, and does not get to say whose pod it is.
+    """
+    endpoint = {"port": port, "path": "/metrics", **({"honorLabels": True} if ours else {})}
+    if platform.monitor_interval:
+        endpoint["interval"] = platform.monitor_interval
+    labelled = {**meta, "labels": {**dict(platform.monitor_labels), **meta["labels"]}}
+    spec = {"selector": {"matchLabels": match}, "podMetricsEndpoints": [endpoint]}
+    return manifest("monitoring.coreos.com/v1", "PodMonitor", labelled, spec=spec)
 
 
 def pod_security(*, fixed_user: bool = True, **more: Any) -> Object:

@@ -308,7 +308,7 @@ class _Planner:
         if POD_MONITOR not in self.world.platform.apis:
             self._leave(POD_MONITOR)
         elif scraped := scraped_port(pool, self.world.platform):
-            monitor = pod_monitor(self._meta(pool.name), match, scraped[0])
+            monitor = pod_monitor(self._meta(pool.name), match, scraped[0], self.world.platform, ours=False)
             yield from self._apply(monitor, "metrics of the pods")
 
     def _routes(self) -> Iterator[Action]:

@@ -94,6 +94,13 @@ def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
     return [*told, *([found] if (found := gateway_status.caution(view.shared)) else [])]
 
 
+def seen(now: datetime) -> PoolStatus:
+    """The first status of a pool, before anything is planned for it: it judges no generation of the spec yet."""
+    text = "the operator has seen the pool and will plan it in its turn"
+    found = [Finding(ConditionType.READY, "Unknown", Reason.PENDING, text)]
+    return PoolStatus(conditions=build(found, 0, (), now))
+
+
 def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
     """The status of an object whose spec does not fit our types: what was known stays, but for the conditions.
 
