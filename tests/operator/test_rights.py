@@ -213,6 +213,8 @@ async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> N
     async with running(room, witness, own, namespaces=()):
         await room.create_pool("a", replicas=0)
         await said(room, "a")
+        monitors = "/apis/monitoring.coreos.com/v1/namespaces/{}/podmonitors"
+        await room.until(lambda: names_of(room, monitors, "treeline-edge"), "the monitor of Envoy")
 
         await witness.has_only_read("keda", "gateway-api")
         await change(room, "a", autoscaling=KEDA)
