@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build programs and images before the first test: minutes that count against no test, and whose progress is seen."""
+    """Build programs and images before the first test, where their minutes count against no test and are seen."""
     asked = any("kube" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
     if asked and not session.config.option.collectonly:
         with suppress(ClusterError):  # the fixture says why there is no cluster

@@ -1,4 +1,4 @@
-"""Hand edits that would end the URL, and a pool whose removal would open it: the operator repairs, and keeps what guards."""
+"""Hand edits that would end the URL are repaired; API keys stay when the pool that named them goes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Lets torch's build with CUDA run on CPUs without CUDA's libraries (4 GB): a stub stands in for each of them.
 
-`python torch_without_cuda.py TORCH COMPILER…` looks at the ELF files of the package folder TORCH, and writes beside them a
-library for each one of NVIDIA's that they name as needed, with the symbols that they bind from it, in its version. A stub
+`python torch_without_cuda.py TORCH COMPILER…` reads the ELF files of the package folder TORCH. For each of NVIDIA's
+libraries that they need it writes one beside them, with the symbols that they bind from it, in their versions. A stub
 returns 100 (`cudaErrorNoDevice`), so `torch.cuda.is_available()` is False, as on a machine without a GPU.
 
 Images for CPUs are built so where the index of torch's build for CPUs cannot be reached.
@@ -62,7 +62,9 @@ def write(library: Path, versions: dict[str, set[str]], compiler: Sequence[str])
         symbols = sorted(set().union(*versions.values()))
         source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in symbols))
         named = {version: names for version, names in versions.items() if version}
-        script.write_text("".join(f"{v} {{ global: {' '.join(f'{n};' for n in sorted(names))} }};\n" for v, names in named.items()))
+        script.write_text(
+            "".join(f"{v} {{ global: {' '.join(f'{n};' for n in sorted(names))} }};\n" for v, names in named.items())
+        )
         versioned = [f"-Wl,--version-script={script}"] if named else []
         shared = [*compiler, "-shared", "-fPIC", "-nostdlib", "-w", f"-Wl,-soname,{library.name}", *versioned]
         subprocess.run([*shared, "-o", str(library), str(source)], check=True)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from support.runtime_grammars import MODEL, WithGrammars, backend, bundle, compiled, vocabulary
+from support.runtime_grammars import WithGrammars, backend, bundle, compiled, vocabulary
 from tokenizers import Tokenizer
 from treeline_runtime.attention import Layout
 from treeline_runtime.core import Req

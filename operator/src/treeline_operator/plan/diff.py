@@ -163,7 +163,7 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
             value = value.get(key, _NOTHING)
         elif form == "k" and isinstance(value, list):
             wanted = msgspec.json.decode(key)
-            items = (item for item in value if _key(item, tuple(wanted)) == tuple(wanted.values()))
+            items = (item for item in value if merge_key(item, tuple(wanted)) == tuple(wanted.values()))
             value = next(items, _NOTHING)
         else:
             return _NOTHING
