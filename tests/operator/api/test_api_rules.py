@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 from support.api_dry_run import Api
 from support.api_flow_control import ACCEPTED_FLOW_CONTROL, REFUSED_FLOW_CONTROL
+from support.api_hostile import HOSTILE_ENDS, HOSTILE_STRINGS, HOSTILE_WORDS
 from support.api_specs import Chance, document
 from support.control_plane import ControlPlane
 from treeline_operator.api.model import InferenceModel
@@ -21,11 +22,6 @@ from treeline_tools import crds
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
-
-HOSTILE_ENDS = (" x", *"\n\t\u00a0\u2028\u0000", "\u001b[0m", "$(HF_TOKEN)", "`id`", ";id", *"'\"é")
-"""What no name and no path may end in: blanks, controls, variables that the kubelet replaces, a shell's own."""
-HOSTILE_WORDS = ("--trust-remote-code", "-", *(f"a{end}" for end in HOSTILE_ENDS))
-"""What no word of a command line, path, label or header may be."""
 
 REFUSED_POOLS = [
     *REFUSED_FLOW_CONTROL,
@@ -322,61 +318,6 @@ REFUSED_BY_SHAPE = [
         "at most 10 items",
     ),
 ]
-HOSTILE_STRINGS = [
-    *(
-        ("InferencePool", text.replace("WORD", json.dumps(bad)), field)
-        for text, field in (
-            ("model: {uri: hf://o/n, name: WORD}", "spec.model.name"),
-            (
-                "{model: {uri: hf://o/n}, engine: {type: vllm, adapters: [{name: WORD, uri: hf://o/a}]}}",
-                "spec.engine.adapters[0].name",
-            ),
-            (
-                "endpointPicker: {flowControl: {enabled: true, fairnessHeader: WORD}}",
-                "spec.endpointPicker.flowControl.fairnessHeader",
-            ),
-            ("engine: {dtype: WORD}", "spec.engine.dtype"),
-            ("engine: {quantization: WORD}", "spec.engine.quantization"),
-            ("engine: {kvCacheDtype: WORD}", "spec.engine.kvCacheDtype"),
-            ("engine: {evictionPolicy: WORD}", "spec.engine.evictionPolicy"),
-            ("engine: {schedulePolicy: WORD}", "spec.engine.schedulePolicy"),
-            ("accelerator: {type: nvidia, class: WORD}", "spec.accelerator.class"),
-            ("accelerator: {type: nvidia, resourceName: WORD}", "spec.accelerator.resourceName"),
-            (
-                "accelerator: {type: nvidia, tolerations: [{key: WORD, operator: Exists}]}",
-                "spec.accelerator.tolerations[0].key",
-            ),
-            (
-                "accelerator: {type: nvidia, tolerations: [{key: a, value: WORD}]}",
-                "spec.accelerator.tolerations[0].value",
-            ),
-            ("{model: {uri: hf://o/n, tokenSecretRef: {name: WORD}}}", "spec.model.tokenSecretRef.name"),
-            ("{model: {uri: hf://o/n, chatTemplateRef: {name: WORD}}}", "spec.model.chatTemplateRef.name"),
-            ("{model: {uri: hf://o/n, cache: {claimName: WORD}}}", "spec.model.cache.claimName"),
-            ("gateway: {name: WORD}", "spec.gateway.name"),
-            ("gateway: {standalone: {apiKeysSecretRef: {name: WORD}}}", "apiKeysSecretRef.name"),
-            ("gateway: {parentRefs: [{name: g, group: WORD}]}", "spec.gateway.parentRefs[0].group"),
-            ("gateway: {parentRefs: [{name: g, kind: WORD}]}", "spec.gateway.parentRefs[0].kind"),
-            ("gateway: {parentRefs: [{name: g}], hostnames: [WORD]}", "spec.gateway.hostnames[0]"),
-        )
-        for bad in HOSTILE_WORDS
-    ),
-    ("InferencePool", "{model: {uri: hf://o/n, name: 'a=/etc'}}", "spec.model.name"),
-    *(
-        ("InferencePool", f"engine: {{image: {json.dumps('i' + end)}}}", "spec.engine.image")
-        for end in HOSTILE_ENDS[:7]
-    ),
-    *(
-        ("InferenceModel", text.replace("WORD", json.dumps(bad)), field)
-        for text, field in (
-            ("modelName: WORD", "spec.modelName"),
-            ("targetModels: [{name: WORD}]", "spec.targetModels[0].name"),
-            ("fallbackPools: [{name: WORD}]", "spec.fallbackPools[0].name"),
-        )
-        for bad in HOSTILE_WORDS
-    ),
-]
-"""Every string of a user's that stands in a command line, a path, a label, a header or an environment."""
 ACCEPTED_POOLS = [
     "",
     "engine: {args: [--ports, --log-level, debug, --admin-host=0.0.0.0, --served]}",
