@@ -162,7 +162,7 @@ class ServerArgs(SchedulerConfig):
         metavar="BYTES",
         at_least=LEAST_BYTES_IN_FLIGHT,
         help="memory for large bodies and prompts of all requests together, each HTTP worker has an equal part; "
-        "beyond it 503 (default: %(default)s)",
+        "a client named by the edge half of that; beyond it 503 (default: %(default)s)",
     )
 
     metrics_host: str = setting(

@@ -29,7 +29,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 async def read(pool: ReaderPool, prompt: str) -> Answered:
     body = json.dumps({"prompt": prompt}).encode()
-    room = Reservation(ByteBudget(1 << 30))
+    room = Reservation(ByteBudget(1 << 30), None)
     task = await pool.read("tokenize", [body], len(body), None, Caller(), room)
     assert isinstance(task, Answered)
     return task
@@ -111,7 +111,7 @@ async def test_clients_take_turns_and_the_one_with_most_waiting_is_refused_first
     budget = ByteBudget(1 << 30)
 
     def send(client: str | None, size: int = 1 << 14) -> asyncio.Task[object]:
-        room = Reservation(budget)
+        room = Reservation(budget, None)
         room.grow(size)
         return asyncio.create_task(pool.read("tokenize", [], size, None, Caller(), room, client))
 

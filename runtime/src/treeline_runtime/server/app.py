@@ -160,7 +160,7 @@ class App(FastAPI):
     async def _serve(self, route: Route, request: Request) -> Response | None:
         request.errors = route.errors
         self._surface.guard(request, route)
-        await request.read_body(route.max_body, Reservation(self._service.budget))
+        await request.read_body(route.max_body, Reservation(self._service.budget, request.client))
         answering = run_while_connected(request.receive, _call(route.handler, request))
         if not route.generates:
             return await answering

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from treeline_runtime.server.http import ApiError
@@ -35,28 +36,43 @@ class TooMuchInFlight(Exception):
 class ByteBudget:
     """Bytes that all requests in flight may hold together: bodies being read and prompts being answered.
 
-    The first `INLINE_BYTES` of a body are free, so that ordinary requests pass while large ones have to wait.
+    The first `INLINE_BYTES` of a body are free, so that ordinary requests pass while large ones have to wait. A client
+    holds at most as much as stays free, so one that fills its share leaves room for others (dynamic thresholds with
+    a factor of one: Choudhury and Hahne, 1998). Requests without a client (None) may hold everything.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
+        self._held: Counter[str] = Counter()
 
-    def reserve(self, size: int) -> None:
+    def most(self, client: str | None) -> int:
+        """What the client may hold where nobody else holds anything."""
+        return self.limit if client is None else self.limit // 2
+
+    def reserve(self, size: int, client: str | None) -> None:
         """Raises TooMuchInFlight; then nothing has been reserved."""
-        if self.used + size > self.limit:
+        free = self.limit - self.used - size
+        if free < (0 if client is None else self._held[client] + size):
             raise TooMuchInFlight
         self.used += size
+        if client is not None:
+            self._held[client] += size
 
-    def release(self, size: int) -> None:
+    def release(self, size: int, client: str | None) -> None:
         self.used -= size
+        if client is not None:
+            self._held[client] -= size
+            if not self._held[client]:
+                del self._held[client]
 
 
 class Reservation:
     """One request's share of a budget: grows with its body, and is given back once."""
 
-    def __init__(self, budget: ByteBudget, free: int = INLINE_BYTES) -> None:
+    def __init__(self, budget: ByteBudget, client: str | None, free: int = INLINE_BYTES) -> None:
         self._budget = budget
+        self._client = client
         self._free = free
         self._held = 0
 
@@ -64,24 +80,24 @@ class Reservation:
         """Raises TooMuchInFlight, or ApiError as `check`; then it is as large as before."""
         self.check(size)
         free = min(size, self._free)
-        self._budget.reserve(size - free)
+        self._budget.reserve(size - free, self._client)
         self._free -= free
         self._held += size - free
 
     def check(self, size: int) -> None:
         """Raises ApiError 413 if so much more would not fit if there were no other requests."""
-        needed, limit = self._held + size - self._free, self._budget.limit
+        needed, limit = self._held + size - self._free, self._budget.most(self._client)
         if needed > limit:
             raise ApiError(
                 413,
                 f"The request takes {needed} bytes of memory, more than the {limit} that all requests together may "
-                "take here (--max-bytes-in-flight, of which each HTTP worker has an equal part)",
+                "take here (--max-bytes-in-flight: each HTTP worker has an equal part, and a client half of that)",
                 code="request_too_large",
             )
 
     def release(self) -> None:
         """Idempotent."""
-        self._budget.release(self._held)
+        self._budget.release(self._held, self._client)
         self._held = 0
 
 

@@ -230,7 +230,7 @@ class Service:
         if self.state.holding:
             await self.state.resumed()
             self.admit()
-        reservation = Reservation(self.budget)
+        reservation = Reservation(self.budget, None if request is None else request.client)
         reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + job.grammar_chars + answer_bytes)
         try:
             span = None if request is None else request.span
