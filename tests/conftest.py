@@ -82,6 +82,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     if wanting:
         terminalreporter.write_line(
             f"{len(wanting)} tests were skipped because they need a real Kubernetes API server: "
-            "`make control-plane` builds it once (Go 1.26, some ten minutes), then run `make test` again",
+            "`make control-plane` builds it once (Go 1.26, some ten minutes), then run `make test-all` again",
             yellow=True,
         )

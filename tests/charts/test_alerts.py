@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from support import helm
-from support.control_plane import Missing, programs
+from support.control_plane import programs_or_skip
 
 pytestmark = pytest.mark.deep
 
@@ -205,10 +205,7 @@ MINUTES = 90
 
 def promtool(*arguments: str) -> str:
     """What promtool says; skips where it is not built."""
-    try:
-        program = programs("promtool")["promtool"] / "promtool"
-    except Missing as missing:
-        pytest.skip(str(missing))
+    program = programs_or_skip("promtool")["promtool"] / "promtool"
     done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

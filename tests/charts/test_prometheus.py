@@ -16,7 +16,7 @@ import promql_parser as promql
 import pytest
 import yaml
 from support import helm
-from support.control_plane import ROOT, Missing, programs
+from support.control_plane import ROOT, programs_or_skip
 from support.epp_io import data_plane, engines, until
 from support.gateway_cluster import Cluster
 from support.pool_world import a_pool, settled
@@ -84,10 +84,7 @@ def scrape(name: str, monitor: dict[str, Any], address: str) -> dict[str, Any]:
 @contextmanager
 def prometheus(folder: Path, jobs: list[dict[str, Any]]) -> Iterator[str]:
     """The URL of a Prometheus with these jobs and our alerts, which fire at once."""
-    try:
-        program = programs("prometheus")["prometheus"] / "prometheus"
-    except Missing as missing:
-        pytest.skip(str(missing))
+    program = programs_or_skip("prometheus")["prometheus"] / "prometheus"
     hasty = [
         {**group, "rules": [{k: v for k, v in rule.items() if k != "for"} for rule in group["rules"]]}
         for group in GROUPS

@@ -118,7 +118,7 @@ async def test_a_create_is_repeated_after_429_for_nothing_was_done(script: Scrip
 async def test_retry_after_is_obeyed(script: Script, cluster: Client) -> None:
     script.answers = [refusal(429, headers={"Retry-After": "1"})]
     await cluster.get(REF)
-    assert 1.0 <= script.times[1] - script.times[0] < 1.5
+    assert script.times[1] - script.times[0] >= 1.0
 
 
 async def test_a_wait_beyond_the_budget_is_left_to_the_caller(script: Script, cluster: Client) -> None:

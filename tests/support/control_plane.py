@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ __all__ = [
     "control_plane_or_skip",
     "namespace",
     "programs",
+    "programs_or_skip",
 ]
 
 
@@ -39,17 +41,25 @@ class ControlPlane(core.ControlPlane):
         super().__init__(**{"ports": free_ports(3), **options})
 
 
-def control_plane_or_skip(**options: Any) -> ControlPlane:
-    """A control plane, not started yet; where the programs are missing, the test is skipped and told how to build them.
+def programs_or_skip(*names: str) -> dict[str, Path]:
+    """Component → the folder with its programs; where one of them is not built the test is skipped and says how to.
 
-    With the variable CI set they must be there.
+    With the variable CI set they must be there, but for those that `make control-plane` does not build.
     """
     try:
-        return ControlPlane(**options)
+        return programs(*names)
     except Missing as missing:
-        if os.environ.get("CI"):
-            pytest.fail(str(missing))
-        pytest.skip(str(missing))
+        built = {"kubernetes", "etcd", "helm", "coredns"}.issuperset(names)
+        said = f"{missing}" + ("\nor: make control-plane" if built else "")
+        if built and os.environ.get("CI"):
+            pytest.fail(said)
+        pytest.skip(said)
+
+
+def control_plane_or_skip(**options: Any) -> ControlPlane:
+    """A control plane, not started yet; without its programs the test is skipped."""
+    programs_or_skip("kubernetes", "etcd")
+    return ControlPlane(**options)
 
 
 @pytest.fixture(scope="session")

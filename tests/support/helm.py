@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-from support.control_plane import Missing, programs
+from support.control_plane import programs_or_skip
 
 CHART = Path(__file__).parents[2] / "charts" / "treeline"
 
 
-@cache
-def _program() -> Path | Missing:
-    try:
-        return programs("helm")["helm"] / "helm"
-    except Missing as missing:
-        return missing
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run helm. Where it is not built the test is skipped and says how to; with the variable CI set it fails."""
-    program = _program()
-    if isinstance(program, Missing):
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(str(program))
+    """Run helm; where it is not built the test is skipped."""
+    program = programs_or_skip("helm")["helm"] / "helm"
     return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60, check=False)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import wire as support
+from support.cpu import reference_s
 from tokenizers import normalizers
 from treeline_wire.keys import KeySelfTestError, KeyTable, PrefixKeys, escape
 from treeline_wire.normalization import compile_normalizer, long_run
@@ -151,13 +152,13 @@ def test_half_a_megabyte_takes_milliseconds(name: str, keys_of: dict[str, Prefix
     text = ("The quick brown fox jumps over the lazy dog. <b>It</b> [sleeps].\n" * 9000)[:500_000]
     keys = keys_of[name]
     best = min(_seconds(keys, text) for _ in range(9))
-    assert best < 0.025, "about a millisecond on an idle machine; this one may be busy"
+    assert best < 20 * reference_s(), "about a fifth of one on an idle machine"
 
 
 def _seconds(keys: PrefixKeys, text: str) -> float:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     keys.prompt_key(text, True)
-    return time.perf_counter() - begin
+    return time.thread_time() - begin
 
 
 def test_long_runs_of_combining_marks_are_found_and_others_are_not() -> None:

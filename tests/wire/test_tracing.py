@@ -123,7 +123,7 @@ async def test_a_collector_that_says_nothing_does_not_keep_the_process(monkeypat
 
     class Silent(InMemorySpanExporter):
         def export(self, spans: Any) -> Any:
-            released.wait(30)
+            released.wait(300)
             return super().export(spans)
 
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_on")
@@ -131,7 +131,7 @@ async def test_a_collector_that_says_nothing_does_not_keep_the_process(monkeypat
     made.get_tracer("test").start_span("one").end()
     began = time.monotonic()
     await stop(made, 0.05)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     released.set()
 
 

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+from support.cpu import reference_s
 from support.epp_core import KEYS, WIDTH, Prompt, blocks, make_index
 from treeline_epp.index import node
 from treeline_epp.index.event_filter import Skip
@@ -30,7 +31,7 @@ def test_the_same_text_under_new_hashes_costs_no_more_the_more_there_are(count: 
         for _ in range(100):
             index.apply(pod, BlockStored(chain(prompt, draw), None, prompt.tokens, WIDTH), KEYS)
         turns.append(time.thread_time() - began)
-    assert min(turns[6:]) < 0.1, turns  # a hundred events
+    assert min(turns[6:]) < 60 * reference_s(), turns  # a hundred events
     assert pod.skipped == {Skip.CROWDED: count * (1200 - MAX_POD_RUNS)}
     assert pod.blocks == len(index.blocks_of(pod)) == count * MAX_POD_RUNS
     assert blocks(index, other, prompt) == blocks(index, pod, prompt)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from support.cpu import reference_s
 from treeline_epp.endpoints import model_server_metrics, prometheus_text
 from treeline_epp.endpoints.model_server_metrics import (
     KNOWN,
@@ -246,9 +247,9 @@ def test_a_page_full_of_what_is_looked_for_holds_nothing_up() -> None:
     names += [metric.name for pair in (*VLLM.prompts, *VLLM.prefills, *VLLM.steps) for metric in pair]
     labels = ",".join(f'label_{n}="\\\\{n}"' for n in range(100))
     lines = "".join(f'{name}{{{labels},n="{n}"}} 1\n' for name in dict.fromkeys(names) for n in range(160))
-    began = time.process_time()
+    began = time.thread_time()
     found = read(lines.encode(), (VLLM,))
-    assert time.process_time() - began < 0.5
+    assert time.thread_time() - began < 150 * reference_s()
     assert found is not None
     assert 64 <= found.running == found.waiting < 128, "not all of it"
     assert len(lines) > 1 << 21

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import zmq.asyncio
+from support.cpu import reference_s
 from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.index.index import Index
@@ -315,4 +316,4 @@ async def test_many_removals_at_once_hold_up_nobody_and_what_follows_comes_after
             await asyncio.gather(task, return_exceptions=True)
             context.destroy(linger=0)
     assert index.blocks_of(pod) == {hashes[0]}, "in the order in which they were published"
-    assert longest < 0.05
+    assert longest < 30 * reference_s()

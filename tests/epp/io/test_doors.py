@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cpu import reference_s
 from support.epp_io import small_bundle
 from treeline_epp.keyers import prompt_keyer
 from treeline_epp.requests.adapters import Adapters
@@ -413,6 +414,7 @@ HOSTILE: dict[str, Any] = {
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate"])
 @pytest.mark.parametrize("shape", HOSTILE)
 def test_hostile_bodies_are_refused_or_routed_quickly(shape: str, path: str) -> None:
+    most_s = 15 * reference_s()
     for served in (*BY_ENGINE.values(), FIRST["sglang"]):
         times = []
         for _ in range(3):
@@ -422,7 +424,7 @@ def test_hostile_bodies_are_refused_or_routed_quickly(shape: str, path: str) -> 
             assert isinstance(found, ParsedRequest | Refusal)
             if isinstance(found, Refusal):
                 assert found.status == 400
-        assert min(times) < 0.02, times
+        assert min(times) < most_s, times
 
 
 KINDS = st.sampled_from(

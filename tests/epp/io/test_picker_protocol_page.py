@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from support.control_plane import Missing, programs
+from support.control_plane import programs_or_skip
 from support.envoy import running_envoy
 from support.epp_io import engines, running_picker
 from support.http import client
@@ -238,10 +238,7 @@ def test_the_gateways_are_what_their_definitions_allow_and_what_the_route_names(
 
 
 def test_the_policies_of_envoy_gateway_are_what_its_definitions_allow() -> None:
-    try:
-        chart = programs("envoy-gateway")["envoy-gateway"] / "gateway-helm"
-    except Missing as missing:
-        pytest.skip(str(missing))
+    chart = programs_or_skip("envoy-gateway")["envoy-gateway"] / "gateway-helm"
     known = schemas(chart / "charts/crds/crds/generated")
     found = objects("Envoy Gateway", 1)
     check_kinds(found, known, {"GatewayClass", "Gateway"})

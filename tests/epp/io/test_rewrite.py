@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cpu import reference_s
 from treeline_epp.requests.rewrite import rewritten
 
 
@@ -68,9 +69,9 @@ def test_decoders_see_the_same_object_with_another_model(
 
 def test_a_long_prompt_costs_a_pass_and_not_more() -> None:
     long = json.dumps({"prompt": 'say "hi" {[ \n' * 100_000, "model": "a"}).encode()
-    started = time.perf_counter()
+    started = time.thread_time()
     assert rewritten(long, "b", {}).endswith(b'"model": "b"}')
-    assert time.perf_counter() - started < 0.5
+    assert time.thread_time() - started < 60 * reference_s()
 
 
 @pytest.mark.parametrize(

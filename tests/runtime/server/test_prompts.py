@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from support.cpu import reference_s
 from support.runtime_server import make_tokenizer
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.prompts import Prompts
@@ -135,7 +136,7 @@ async def test_the_event_loop_runs_while_hostile_templates_are_rendered(tokenize
         assert [type(task.exception()) for task in renderings] == [ApiError] * 4
     assert turns > 100
     # all four have their first few milliseconds in one turn of the loop
-    assert longest_s < 4 * 0.02
+    assert longest_s < 60 * reference_s()
 
 
 @pytest.mark.parametrize("depth", [20, 900])
