@@ -88,7 +88,7 @@ def test_what_is_llm_ds_alone_is_not_gies(text: str) -> None:
             HEAD + "".join(f"l{at}: &l{at} [{', '.join([f'*l{at - 1}' if at else 'x'] * 9)}]\n" for at in range(9)),
             "more than 20000 values",
         ),
-        (HEAD + "x: " + "[" * 2000 + "]" * 2000, "no YAML: maximum recursion depth"),
+        (HEAD + "x: " + "[" * 2000 + "]" * 2000, "no YAML: nested more than 100 deep"),
         (HEAD + "#" * (1024 * 1024), "more than 1048576 characters"),
     ],
 )

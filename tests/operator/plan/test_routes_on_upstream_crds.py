@@ -40,7 +40,8 @@ def test_taken_as_it_is(name: str, first: bool, plane: ControlPlane) -> None:
     pool = a_pool("tiny", metadata={"namespace": "default"}, gateway=GATEWAYS[name])
     cluster = SimCluster(replace(Platform(), apis=frozenset({ROUTE, UPSTREAM})))
     if not first:
-        cluster.others = (a_pool("older", uid="older", gateway=GATEWAYS["plain"]),)
+        model = {"uri": "builtin://tiny", "name": "older"}
+        cluster.others = (a_pool("older", uid="older", model=model, gateway=GATEWAYS["plain"]),)
     for action in cluster.plan(pool).actions:
         assert isinstance(action, Apply)
         if action.ref.kind in PLURALS:

@@ -38,9 +38,9 @@ def storm() -> None:
     compiler.get(grammar).result(60)
     ask, answers = compiler._ask, list[bytearray]()
 
-    def asked_once(order: Any, loaded: Any) -> bytearray:
+    def asked_once(order: Any, loaded: Any, on_late: Any = None) -> bytearray:
         if not answers:
-            answers.append(ask(order, loaded))
+            answers.append(ask(order, loaded, on_late))
         return answers[0]
 
     compiler._ask = asked_once  # type: ignore[method-assign]
