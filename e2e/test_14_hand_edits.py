@@ -33,7 +33,7 @@ def test_hand_edits_are_repaired(treeline: Installed) -> None:
     treeline.await_ready("tiny")
     url, service = treeline.url(), spec(treeline, "service", GATEWAY)
     (deployment,) = {
-        pod["metadata"]["labels"]["app.kubernetes.io/instance"] and owner["name"].rpartition("-")[0]
+        owner["name"].rpartition("-")[0]
         for pod in treeline.ready_pods("edge")
         for owner in pod["metadata"]["ownerReferences"]
     }
