@@ -200,6 +200,7 @@ def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> 
         "header_mutation",
         "api_key_auth",
         "ext_proc",
+        "rbac",
         "router",
     ]
     removed = filters[0]["typed_config"]["mutations"]["request_mutations"]

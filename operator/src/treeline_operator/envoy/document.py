@@ -8,7 +8,8 @@ promises:
   no answer.
 - Nothing a client sends can address a host: the first filter removes every destination header before the picker is
   asked.
-- The picker may be away: with `fail_open` requests are then spread evenly over the last known endpoints.
+- The picker may be away: with `fail_open` requests are then spread evenly over the last known endpoints, else they are
+  refused. A picker that dies takes nothing with it: another one is asked, and answers that run go on.
 - Which endpoints exist is learnt from the picker's EDS server; they stay in use while the picker is away.
 - No prompt text is ever logged: the access log has no body, no query string, and no header but the request id; nor have
   spans, but for the name of the client's program.

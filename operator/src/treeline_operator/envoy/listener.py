@@ -15,6 +15,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessL
 from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import ApiKeyAuth
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation, Mutations
+from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm_v3
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
@@ -36,6 +37,8 @@ from treeline_operator.envoy.config import (
 from treeline_operator.envoy.isolation import LOG_FIELDS, isolation_header
 from treeline_operator.envoy.replies import anything_else, expression, header, reply, status
 from treeline_operator.envoy.tls import from_file, to_clients
+
+_OTHER_HOSTS = "envoy.retry_host_predicates.previous_hosts"
 
 
 def listener(config: EnvoyConfig) -> Listener:
@@ -68,8 +71,9 @@ def _connection_manager(config: EnvoyConfig) -> hcm_v3.HttpConnectionManager:
         _filter("header_mutation", _edge_headers(config)),
         *_api_keys(config),
         *([] if rate is None else [_filter("local_ratelimit", rate)]),
-        # The routes of the allow-list switch it on.
+        # The routes of the allow-list switch these on.
         hcm_v3.HttpFilter(name=paths.EXT_PROC_FILTER, typed_config=Any.pack(_ext_proc(config)), disabled=True),
+        hcm_v3.HttpFilter(name=paths.PICKED_FILTER, typed_config=Any.pack(Rbac()), disabled=True),
         _filter("router", Router(suppress_envoy_headers=True)),
     ]
     return hcm_v3.HttpConnectionManager(
@@ -149,9 +153,21 @@ def _ext_proc(config: EnvoyConfig) -> ext_proc_v3.ExternalProcessor:
     def trailers(mode: BodyMode) -> ext_proc_v3.ProcessingModeHeaderSendMode:
         return send if mode == "FULL_DUPLEX_STREAMED" else skip  # Envoy refuses full duplex without trailers
 
+    # A picker that dies before its first word is replaced by another; the one that is gone held a reservation at most.
+    retry = core_v3.RetryPolicy(
+        retry_on="connect-failure,refused-stream,reset,unavailable",
+        num_retries=2,
+        retry_host_predicate=[
+            core_v3.RetryPolicyRetryHostPredicate(name=_OTHER_HOSTS, typed_config=Any.pack(PreviousHostsPredicate()))
+        ],
+        host_selection_retry_max_attempts=5,
+    )
+    picker = core_v3.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)
     return ext_proc_v3.ExternalProcessor(
-        grpc_service=core_v3.GrpcService(envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=EXT_PROC_CLUSTER)),
-        failure_mode_allow=config.fail_open,
+        grpc_service=core_v3.GrpcService(envoy_grpc=picker, retry_policy=retry),
+        # False would end answers that run, too, when their picker dies: what must not go on is stopped by a later
+        # filter. (In full duplex a body may be lost half way, so there it stays false.)
+        failure_mode_allow=config.request_body_mode != "FULL_DUPLEX_STREAMED",
         processing_mode=ext_proc_v3.ProcessingMode(
             request_header_mode=send,
             response_header_mode=send,
@@ -183,7 +199,7 @@ def _routes(config: EnvoyConfig) -> route_v3.RouteConfiguration:
         num_retries=2,
         retry_host_predicate=[
             route_v3.RetryPolicyRetryHostPredicate(
-                name="envoy.retry_host_predicates.previous_hosts",
+                name=_OTHER_HOSTS,
                 typed_config=Any.pack(PreviousHostsPredicate()),
             )
         ],
@@ -198,7 +214,7 @@ def _routes(config: EnvoyConfig) -> route_v3.RouteConfiguration:
     everything = route_v3.VirtualHost(
         name="all",
         domains=["*"],
-        routes=paths.routes(config.engines, to_pods),
+        routes=paths.routes(config.engines, to_pods, picked_only=not config.fail_open),
         request_body_buffer_limit=config.body_limit,
     )
     return route_v3.RouteConfiguration(name="gateway", virtual_hosts=[everything])
@@ -227,11 +243,14 @@ def _local_replies() -> hcm_v3.LocalReplyConfig:
             ),
             *reply(
                 # No response flag tells it, and the picker's own answers are 503 too.
-                expression('response.code_details.startsWith("ext_proc_error")'),
+                expression(
+                    'response.code_details.startsWith("ext_proc_error") || response.code_details.startsWith("rbac")'
+                ),
                 "The picker does not answer; try again.",
                 "service_unavailable",
                 "picker_unavailable",
                 retry_after="1",
+                as_status=503,
             ),
             *anything_else(),
         ]
