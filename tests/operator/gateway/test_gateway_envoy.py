@@ -15,6 +15,7 @@ from treeline_operator import names
 from treeline_operator.actions import Apply, Delete
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.envoy.keys import credentials, discovery_json
+from treeline_operator.envoy.paths import PICKED_FILTER
 from treeline_operator.plan import edge
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_wire import headers
@@ -69,7 +70,7 @@ def test_the_real_envoy_accepts_every_configuration(
         timeout=30,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ("failure_mode_allow" in data["envoy.json"]) is (mode == "FailOpen")
+    assert fails_open(cluster) is (mode == "FailOpen")
     assert "treeline-epp.ns.svc.cluster.local" in data["envoy.json"]
     assert "placeholder" not in data["envoy.json"]
     flags = container(cluster, "treeline-edge")["args"]
@@ -130,19 +131,25 @@ def test_clients_with_keys_have_caches_of_their_own_unless_they_are_to_share(
     assert ("--trust-edge" in container(cluster, "treeline-epp")["args"]) is trusted
 
 
-def fails_open(*pools: InferencePool) -> bool:
-    filters = envoys_listener(converged(*pools))["http_filters"]
-    (asking,) = [one["typed_config"] for one in filters if one["name"].endswith("ext_proc")]
-    return bool(asking.get("failure_mode_allow", False))
+def fails_open(cluster: Cluster) -> bool:
+    """Whether a request that no picker named an endpoint for may pass."""
+    asked = [
+        route["typed_per_filter_config"]
+        for host in envoys_listener(cluster)["route_config"]["virtual_hosts"]
+        for route in host["routes"]
+        if "typed_per_filter_config" in route
+    ]
+    (closed,) = {PICKED_FILTER in filters for filters in asked}
+    return not closed
 
 
 def test_without_a_picker_requests_are_refused_where_it_alone_keeps_clients_apart() -> None:
     ours = pool("ours", gateway=KEYED)
-    assert fails_open(ours), "the runtime reads the header itself"
-    assert not fails_open(pool("theirs", gateway=KEYED, **VLLM))
-    assert not fails_open(ours, pool("theirs", gateway=KEYED, **VLLM)), "one is enough: it is one Envoy"
-    assert fails_open(pool("theirs", gateway={**KEYED, "isolation": "Shared"}, **VLLM))
-    assert fails_open(pool("theirs", **VLLM))
+    assert fails_open(converged(ours)), "the runtime reads the header itself"
+    assert not fails_open(converged(pool("theirs", gateway=KEYED, **VLLM)))
+    assert not fails_open(converged(ours, pool("theirs", gateway=KEYED, **VLLM))), "one is enough: it is one Envoy"
+    assert fails_open(converged(pool("theirs", gateway={**KEYED, "isolation": "Shared"}, **VLLM)))
+    assert fails_open(converged(pool("theirs", **VLLM)))
 
 
 def test_an_engine_that_joins_changes_envoys_configuration_where_it_must() -> None:
