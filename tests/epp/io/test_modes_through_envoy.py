@@ -8,12 +8,18 @@ from typing import Any
 
 import pytest
 from support.epp_io import data_plane, engines
+from treeline_operator.envoy.paths import PICKED_FILTER
 
 
 def modes(**fields: str) -> Any:
+    """Another proxy's modes. It has no filter that looks for the picker's word in the headers, as ours does: where the
+    picker is not shown them, it speaks after that filter."""
+
     def patch(bootstrap: dict[str, Any]) -> None:
         listener = bootstrap["static_resources"]["listeners"][0]
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+            route.get("typed_per_filter_config", {}).pop(PICKED_FILTER, None)
         found = [f["typed_config"] for f in manager["http_filters"] if "processing_mode" in f.get("typed_config", {})]
         assert found
         for one in found:
