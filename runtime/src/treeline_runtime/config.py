@@ -190,8 +190,9 @@ class SchedulerConfig(EngineConfig):
         "fcfs",
         group="scheduling",
         metavar="NAME",
-        help="order of the waiting queue: fcfs; lpm = longest cached prefix first; dfs-weight = by prefixes, the most "
-        "wanted first; random; priority = by the requests' field (default: fcfs)",
+        help="order of one client's waiting requests, while clients take turns: fcfs; lpm = longest cached prefix "
+        "first; dfs-weight = by prefixes, the most wanted first; random; priority = by the requests' field "
+        "(default: fcfs)",
     )
     starvation_bound: float = setting(
         30.0,

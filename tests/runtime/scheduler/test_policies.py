@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,16 @@ class Recorder(Harness):
         super()._launch(batch)
 
 
-def request(ids: list[int], arrival: int = 0, *, priority: int = 0, since: float = 0.0, waited: float = 0.0) -> Req:
-    message = GenerateReq(str(arrival), ids, SamplingParams())
+def request(
+    ids: list[int],
+    arrival: int = 0,
+    *,
+    priority: int = 0,
+    since: float = 0.0,
+    waited: float = 0.0,
+    client: str | None = None,
+) -> Req:
+    message = GenerateReq(str(arrival), ids, SamplingParams(), client=client)
     req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=8, arrival=arrival, priority=priority)
     req.key, req.waiting_since, req.waited_s = key_of(ids), since, waited
     return req
@@ -189,6 +198,11 @@ def by_definition(waiting: list[Req], policy: Policy, view: View, now: float, bo
     return sorted(overdue, key=lambda req: req.arrival) + others
 
 
+def one_of_each(orders: list[list[Req]]) -> list[Req]:
+    """The first of each, then the second of each that has one, and so on."""
+    return [req for turn in zip_longest(*orders) for req in turn if req is not None]
+
+
 class Comings(RuleBasedStateMachine):
     """Requests come, leave, are admitted in order and retracted, and time passes."""
 
@@ -200,21 +214,27 @@ class Comings(RuleBasedStateMachine):
         self.order = WaitingOrder(SCHEDULE_POLICIES.get(self.policy), self.view, 10.0)
         self.waiting: list[Req] = []
         self.running: list[Req] = []
+        self.turns: list[str | None] = []
         self.now, self.count = 0.0, 0
 
-    @rule(ids=TOKENS, priority=st.integers(-2, 2))
-    def come(self, ids: list[int], priority: int) -> None:
+    @rule(ids=TOKENS, priority=st.integers(-2, 2), client=st.sampled_from([None, "ada", "bob"]))
+    def come(self, ids: list[int], priority: int, client: str | None) -> None:
         self.count += 1
-        req = request(ids, self.count, priority=priority, since=self.now)
+        req = request(ids, self.count, priority=priority, since=self.now, client=client)
         self.order.put(req)
         self.waiting.append(req)
+        self.turns += [client] if client not in self.turns else []
 
     @rule(which=st.integers(0, 20))
     def leave(self, which: int) -> None:
         if self.waiting:
             req = self.waiting.pop(which % len(self.waiting))
             self.order.leave(req)
-            self.order.leave(req)
+            self.had_its_turn(req.client)
+
+    def had_its_turn(self, client: str | None) -> None:
+        self.turns.remove(client)
+        self.turns += [client] if any(req.client == client for req in self.waiting) else []
 
     @rule(skipped=st.lists(st.booleans(), min_size=1, max_size=6))
     def admit(self, skipped: list[bool]) -> None:
@@ -224,6 +244,7 @@ class Comings(RuleBasedStateMachine):
                 req.waited_s += self.now - req.waiting_since
                 self.order.leave(req)
                 self.waiting.remove(req)
+                self.had_its_turn(req.client)
                 self.running.append(req)
 
     @rule(which=st.integers(0, 20))
@@ -233,6 +254,7 @@ class Comings(RuleBasedStateMachine):
             req.waiting_since = self.now
             self.order.put(req, front=True)
             self.waiting.insert(0, req)
+            self.turns += [req.client] if req.client not in self.turns else []
 
     @rule(seconds=st.integers(1, 4))
     def wait(self, seconds: int) -> None:
@@ -240,7 +262,9 @@ class Comings(RuleBasedStateMachine):
 
     @invariant()
     def the_order_is_what_sorting_says(self) -> None:
-        wanted = by_definition(self.waiting, SCHEDULE_POLICIES.get(self.policy), self.view, self.now, 10.0)
+        policy = SCHEDULE_POLICIES.get(self.policy)
+        own = [[req for req in self.waiting if req.client == client] for client in self.turns]
+        wanted = one_of_each([by_definition(reqs, policy, self.view, self.now, 10.0) for reqs in own])
         assert list(self.order.in_order(self.now)) == wanted
 
 
@@ -252,10 +276,26 @@ def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
     )
 
 
-def hostile(engine: Recorder, policy: str, i: int) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: Path, policy: str) -> None:
+    """Also when all of its requests have waited longer than the bound."""
+    engine = Recorder(tiny, schedule_policy=policy, starvation_bound=1.0, max_running_requests=1, overlap_depth=0)
+    for i in range(20):
+        hostile(engine, policy, i, client="ada")
+    for _ in range(5):
+        engine.step()
+    before = len(engine.prefills)
+    engine.submit("other", prompt(1, 30), max_new_tokens=2, client="bob")
+    while not any("other" in rids for rids in engine.prefills):
+        engine.step()
+    assert len(engine.prefills) - before <= 2
+    assert len(engine.prefill.waiting) >= 10
+
+
+def hostile(engine: Recorder, policy: str, i: int, **options: Any) -> None:
     """A request that `policy` prefers to one without priority and without anything cached."""
     priority = 5 if policy == "priority" else 0
-    engine.submit(str(i), [*prompt(9, 40), i % 90], max_new_tokens=2, priority=priority)
+    engine.submit(str(i), [*prompt(9, 40), i % 90], max_new_tokens=2, priority=priority, **options)
 
 
 def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, limit: int = 250) -> int | None:

@@ -1,7 +1,8 @@
 """In which order waiting requests are considered: pure functions of who waits and what is cached.
 
-No policy starves anybody: whoever has waited longer than a bound comes before all others (`WaitingOrder`), so a stream
-of requests that a policy prefers delays another one by the bound, and then by those that have waited as long.
+A policy orders the requests of one client; clients take turns (`WaitingOrder`). None starves anybody: whoever has waited
+longer than a bound comes before all others of its client, so a stream of requests that a policy prefers delays another
+one by the bound, and then by those that have waited as long.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from treeline_runtime.core import Req
@@ -10,6 +11,40 @@ from treeline_runtime.scheduler.ranked import Ranked
 
 
 class WaitingOrder:
+    """The clients of the edge take turns, first the one that was served longest ago: a client with a thousand requests
+    delays the first request of another by one. The order of a client's own requests is that of `_ClientOrder`."""
+
+    def __init__(self, policy: Policy, view: View, starvation_bound: float) -> None:
+        self._policy = policy
+        self._view = view
+        self._bound = starvation_bound
+        self._clients: dict[str | None, _ClientOrder] = {}
+        """Those who wait, in the order of their turns."""
+
+    def put(self, req: Req, *, front: bool = False) -> None:
+        """Behind all others of its client that wait, or before them, where the policy makes no difference."""
+        if req.client not in self._clients:
+            self._clients[req.client] = _ClientOrder(self._policy, self._view, self._bound)
+        self._clients[req.client].put(req, front=front)
+
+    def leave(self, req: Req) -> None:
+        """It waits no longer. Its client's next request comes after those of others."""
+        order = self._clients.pop(req.client)
+        order.leave(req)
+        if len(order):
+            self._clients[req.client] = order
+
+    def in_order(self, now: float) -> Iterator[Req]:
+        """Those who were given may leave meanwhile; nobody may come."""
+        turns = deque(order.in_order(now) for order in self._clients.values())
+        while turns:
+            order = turns.popleft()
+            if (req := next(order, None)) is not None:
+                yield req
+                turns.append(order)
+
+
+class _ClientOrder:
     """Who has waited `starvation_bound` seconds or more, the oldest first; then the others as the policy has it."""
 
     def __init__(self, policy: Policy, view: View, starvation_bound: float) -> None:
@@ -22,20 +57,20 @@ class WaitingOrder:
         """The others, by when they would have begun to wait if they had waited once."""
         self._count = 0
 
+    def __len__(self) -> int:
+        return len(self._others) + len(self._overdue)
+
     def put(self, req: Req, *, front: bool = False) -> None:
-        """Behind all others that wait, or before them, where the policy makes no difference."""
         self._count += 1
         place = -self._count if front else self._count
         self._others.put(req, (self._policy.rank(req, self._view), place))
         self._since.put(req, (req.waiting_since - req.waited_s,))
 
     def leave(self, req: Req) -> None:
-        """If it waits."""
         for queue in (self._others, self._overdue, self._since):
             queue.leave(req)
 
     def in_order(self, now: float) -> Iterator[Req]:
-        """Those who were given may leave meanwhile; nobody may come."""
         while (longest := self._since.first()) is not None and now - longest[0][0] >= self._bound:
             req = longest[1]
             self.leave(req)
