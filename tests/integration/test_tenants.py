@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 from zlib import crc32
 
@@ -134,6 +137,27 @@ def test_the_access_log_names_the_client_and_no_key(stack: Stack) -> None:
     line = next(line for line in log.splitlines() if "who-was-it" in line)
     assert '"api_client":"bob"' in line
     assert "sk-" not in log
+
+
+def test_answers_that_one_client_does_not_read_keep_no_other_out(stack: Stack) -> None:
+    host, _, port = stack.url.removeprefix("http://").rpartition(":")
+
+    def streams() -> float:
+        return stack.metrics()["treeline_epp_extproc_streams"]
+
+    with ExitStack() as unread:
+        for seed in range(200):  # three times as many as the runtime computes at once
+            asked = {"model": "tiny", "prompt": text(20, seed=seed), "max_tokens": 900, "ignore_eos": True}
+            body = json.dumps(asked | {"stream": True}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: edge\r\nx-api-key: {KEYS['ada']}\r\n"
+            fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection = unread.enter_context(socket.create_connection((host, int(port))))
+            connection.sendall((head + fields).encode() + body)
+        until(lambda: streams() == 200, "all of them are asked")
+        for seed in range(10):
+            ask(stack, "bob", text(20, seed=1000 + seed), max_tokens=4)
+        assert streams() == 200, "ada's answers are still being computed"
+    until(lambda: streams() == 0, "they are cancelled")
 
 
 def test_clients_are_kept_apart_while_no_picker_answers(stack: Stack) -> None:

@@ -83,6 +83,8 @@ class Health:
 class _Check:
     """Implements `Call`: one request, one answer."""
 
+    lingers = False
+
     def __init__(self, health: Health) -> None:
         self._health = health
         self.ended = False
@@ -101,7 +103,7 @@ class _Check:
 class _Watch:
     """Implements `Call`: the status now, and whenever it changes."""
 
-    ended = False
+    ended, lingers = False, False
 
     def __init__(self, health: Health, push: Push) -> None:
         self._health = health

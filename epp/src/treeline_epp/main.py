@@ -364,7 +364,9 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
             strip_response_headers=not options.expose_routing,
             tell_served=options.conformance_headers,
             tell_scores=options.emit_endpoint_scores,
-            clients=None if options.max_client_requests is None else Clients(options.max_client_requests),
+            clients=None
+            if options.max_client_requests is None
+            else Clients(options.max_client_requests, options.max_body_bytes),
             waiting=BodyBudget(options.max_waiting_body_bytes),
         ),
     )

@@ -239,8 +239,10 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         None,
         metavar="N",
         at_least=1,
-        help="requests of one client whose answer has not begun; more are answered 429. Only behind a proxy that sets "
-        "x-treeline-client or x-forwarded-for itself, as our own Envoy does (default: any number)",
+        help="requests of one client at one time: with an API key until their answers have ended, and with bodies on "
+        "their way of 8 times --max-body-bytes; by address until their answers begin. More are answered 429. Only "
+        "behind a proxy that sets x-treeline-client or x-forwarded-for itself, as our own Envoy does (default: any "
+        "number)",
     )
     max_waiting_body_bytes: int = setting(
         512 * 1024 * 1024,

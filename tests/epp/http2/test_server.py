@@ -27,6 +27,7 @@ class Echo:
     """Implements `Call`: each message comes back; `turns` makes it give others a turn, `end` is the last one."""
 
     open = 0
+    lingers = False
     closed: asyncio.Event
 
     def __init__(self, _push: Push, _fields: Fields) -> None:

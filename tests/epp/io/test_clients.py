@@ -1,33 +1,79 @@
-"""How many requests of each client the picker lets in."""
+"""How much each client may have at the picker."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import contextlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.epp_io import data_plane, engines, until
-from treeline_epp.extproc.clients import Clients, client_of
+from treeline_epp.extproc.clients import BODIES, Clients, Present, TooMuch, client_of
 from treeline_epp.options import options_of
 
+KEYED, LARGEST = "x-treeline-client", 1000
 
-@given(st.lists(st.tuples(st.booleans(), st.sampled_from("abc")), max_size=60), st.integers(1, 4))
-def test_no_client_has_more_than_its_share_and_none_is_remembered_without_a_request(
-    steps: list[tuple[bool, str]], limit: int
-) -> None:
-    clients, inside = Clients(limit), Counter[str]()
-    for enters, name in steps:
-        if enters:
-            let_in = clients.enter({"x-treeline-client": name})
-            assert (let_in == name) == (inside[name] < limit)
-            inside[name] += let_in is not None
-        elif inside[name]:
-            clients.leave(name)
-            inside[name] -= 1
-        assert len(clients) == len(+inside)
+
+class Crowd(RuleBasedStateMachine):
+    """Requests of clients with and without keys come, arrive and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clients = Clients(3, LARGEST)
+        self.here: list[tuple[Present, str, str]] = []
+        self.coming: list[int] = []
+
+    @rule(
+        header=st.sampled_from([KEYED, "x-forwarded-for"]),
+        name=st.sampled_from("ab"),
+        length=st.sampled_from(["", "0", "10", "900", "1000", "5000", "-1", "\u0663", "9" * 5000]),
+    )
+    def come(self, header: str, name: str, length: str) -> None:
+        size = int(length) if length in ("0", "10", "900") else LARGEST
+        size = size if header == KEYED else 0
+        own = [i for i, (_, *who) in enumerate(self.here) if who[1] == name]
+        fits = len(own) < 3 and sum(self.coming[i] for i in own) + size <= BODIES * LARGEST
+        present: Present | None = None
+        with contextlib.suppress(TooMuch):
+            present = self.clients.enter({header: name, "content-length": length})
+        assert fits == (present is not None)
+        if present is not None:
+            assert present.keyed == (header == KEYED)
+            self.here.append((present, header, name))
+            self.coming.append(size)
+
+    @precondition(lambda self: self.here)
+    @rule(which=st.integers(0, 9), goes=st.booleans())
+    def leave(self, which: int, goes: bool) -> None:
+        which %= len(self.here)
+        present = self.here[which][0]
+        for _ in range(2):
+            present.close() if goes else present.arrived()
+        self.coming[which] = 0
+        if goes:
+            del self.here[which], self.coming[which]
+
+    @invariant()
+    def none_is_remembered_without_a_request(self) -> None:
+        assert len(self.clients) == len({name for *_, name in self.here})
+
+
+def test_no_client_has_more_than_its_share() -> None:
+    run_state_machine_as_test(Crowd, settings=settings(max_examples=60, deadline=None, derandomize=True))
+
+
+def test_bodies_of_a_client_are_bounded_together() -> None:
+    clients = Clients(100, LARGEST)
+    sending = [clients.enter({KEYED: "ada"}) for _ in range(BODIES)]
+    with pytest.raises(TooMuch, match="8000 bytes"):
+        clients.enter({KEYED: "ada", "content-length": "1"})
+    clients.enter({KEYED: "ada"}, has_body=False)
+    clients.enter({KEYED: "bob"})
+    sending[0].arrived()
+    clients.enter({KEYED: "ada", "content-length": "1000"})
 
 
 @pytest.mark.parametrize(
@@ -87,3 +133,52 @@ async def test_a_client_with_its_share_of_half_sent_requests_is_429_at_once_and_
         await until(served, "the client may ask again")
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_refusals_total{code="too_many_requests"}'] >= 2
+
+
+@pytest.mark.integration
+async def test_a_request_of_a_key_counts_until_its_answer_has_ended(tmp_path: Path) -> None:
+    keys = {"api_keys": {"ada": "sk-ada", "bob": "sk-bob"}}
+    ada, bob = ({"x-api-key": f"sk-{name}"} for name in ("ada", "bob"))
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, "--max-client-requests", "3", **keys) as plane:
+        fakes[0].hold_body = asyncio.Event()
+        running = [asyncio.create_task(plane.complete(headers=ada)) for _ in range(3)]
+
+        async def begun() -> bool:
+            (count,) = (await plane.envoy.stats("cluster.pods.upstream_rq_2xx$")).values() or (0,)
+            return int(count) == 3
+
+        await until(begun, "the answers to all three have begun")
+        refused = await plane.complete(headers=ada)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+        running.append(asyncio.create_task(plane.complete(headers=bob)))
+        await until(lambda: len(fakes[0].served) == 4, "another key is served")
+        fakes[0].hold_body.set()
+        assert {(await answer).status_code for answer in running} == {200}
+
+        async def served() -> bool:
+            return (await plane.complete(headers=ada)).status_code == 200
+
+        await until(served, "the client may ask again")
+
+        async def gone() -> bool:
+            return (await plane.picker.metrics())["treeline_epp_extproc_streams"] == 0
+
+        await until(gone, "no stream is left")
+
+
+@pytest.mark.integration
+async def test_a_picker_that_stops_waits_for_no_answer_of_a_key(tmp_path: Path) -> None:
+    keys = {"api_keys": {"ada": "sk-ada"}}
+    async with engines(1) as fakes:
+        fakes[0].hold_body = asyncio.Event()
+        flags = ("--max-client-requests", "3", "--drain-timeout", "600")
+        async with data_plane(tmp_path, fakes, *flags, **keys) as plane:
+            running = asyncio.create_task(plane.complete(headers={"x-api-key": "sk-ada"}))
+
+            async def begun() -> bool:
+                return 1 in (await plane.envoy.stats("cluster.pods.upstream_rq_2xx$")).values()
+
+            await until(begun, "the answer has begun")
+            await asyncio.wait_for(plane.picker.stop(), 60)
+            fakes[0].hold_body.set()
+            assert (await running).status_code == 200

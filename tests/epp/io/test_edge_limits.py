@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,27 +17,30 @@ from support.epp_io import Plane, data_plane, engines, until
 from support.http import client
 from support.ports import free_ports
 from support.raw_http import http1, http2
+from treeline_epp.extproc.clients import BODIES
 from treeline_operator.envoy.config import Limits
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
+
+Tasks = list[asyncio.Task[bytes]]
 
 MB = 1024 * 1024
 SIZE = 8_000_000
 
 
-def head(length: int, *, path: str = "/v1/completions") -> bytes:
-    fields = f"POST {path} HTTP/1.1\r\nhost: edge\r\ncontent-type: application/json\r\n"
+def head(length: int, *, path: str = "/v1/completions", key: str = "") -> bytes:
+    fields = f"POST {path} HTTP/1.1\r\nhost: edge\r\ncontent-type: application/json\r\nx-api-key: {key}\r\n"
     return f"{fields}content-length: {length}\r\n\r\n".encode()
 
 
-async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0) -> bytes:
+async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0, key: str = "") -> bytes:
     """Send a request but for its last byte, and return what came back until the connection was closed.
 
     `pause_s` after every megabyte makes it a slow client.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.suppress(ConnectionError):
-        writer.write(head(size))
+        writer.write(head(size, key=key))
         for start in range(0, size - 1, MB):
             writer.write(b"x" * min(MB, size - 1 - start))
             await writer.drain()
@@ -56,8 +60,8 @@ async def allocated(plane: Plane) -> int:
 
 
 @contextlib.asynccontextmanager
-async def many(count: int, port: int, *, pause_s: float = 0.0) -> AsyncIterator[list[asyncio.Task[bytes]]]:
-    tasks = [asyncio.create_task(half_sent(port, pause_s=pause_s)) for _ in range(count)]
+async def many(count: int, port: int, **options: Any) -> AsyncIterator[Tasks]:
+    tasks = [asyncio.create_task(half_sent(port, **options)) for _ in range(count)]
     try:
         yield tasks
     finally:
@@ -149,6 +153,53 @@ async def test_near_the_heap_limit_bodies_are_ended_and_the_memory_stays_below_i
         await until(served, "requests are served again")
         overload = await plane.envoy.stats("overload.envoy.load_shed_points.http1_server_abort_dispatch")
         assert max(overload.values()) >= 12
+
+
+async def test_half_sent_bodies_of_one_key_take_nothing_from_another(tmp_path: Path) -> None:
+    limit = 4 * MB
+    settings = {
+        "limits": Limits(heap_bytes=128 * MB, body_timeout_s=600),
+        "api_keys": {"ada": "sk-ada", "bob": "sk-bob"},
+        "body_limit": limit,
+    }
+    flags = ("--max-client-requests", "1000", "--max-body-bytes", str(limit))
+    bob = {"x-api-key": "sk-bob"}
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, *flags, **settings) as plane:
+        tasks: Tasks = []
+        async with contextlib.AsyncExitStack() as stack:
+            for wave in range(1, 11):  # 400 MB in all
+                sent = many(10, plane.envoy.config.listen_port, size=limit - MB // 10, key="sk-ada")
+                tasks += await stack.enter_async_context(sent)
+
+                async def refused(count: int = 10 * wave - BODIES, tasks: Tasks = tasks) -> bool:
+                    assert (await plane.complete(headers=bob)).status_code == 200
+                    return sum(task.done() for task in tasks) >= count
+
+                await until(refused, "so many bodies of a client are on their way, and the others are refused", 60)
+            # Who still writes when the connection is closed sees that alone.
+            assert {task.result()[:13] for task in tasks if task.done()} <= {b"HTTP/1.1 429 ", b""}
+            assert [(await plane.complete(headers=bob)).status_code for _ in range(50)] == [200] * 50
+
+
+async def test_when_memory_is_short_silent_bodies_end_before_others_are_refused(tmp_path: Path) -> None:
+    limits = Limits(heap_bytes=128 * MB, body_timeout_s=600)
+    tasks: Tasks = []
+    async with (
+        engines(1) as fakes,
+        data_plane(tmp_path, fakes, limits=limits) as plane,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        while not any(task.done() for task in tasks):
+            held = await allocated(plane)
+            if held < limits.heap_bytes * 0.84:
+                tasks += await stack.enter_async_context(many(2, plane.envoy.config.listen_port, size=MB))
+
+            async def seen(held: int = held, tasks: Tasks = tasks) -> bool:
+                assert (await plane.complete()).status_code == 200
+                return await allocated(plane) >= held + MB or any(task.done() for task in tasks)
+
+            await until(seen, "Envoy holds them, or ends some of them", 60)
+        assert (await plane.complete()).status_code == 200
 
 
 async def test_near_the_heap_limit_the_largest_streams_of_http2_are_reset(tmp_path: Path) -> None:

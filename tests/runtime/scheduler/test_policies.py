@@ -292,6 +292,31 @@ def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: 
     assert len(engine.prefill.waiting) >= 10
 
 
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "pages"])
+def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) -> None:
+    """They take all rows, or all pages, but what is kept for clients of which nothing runs."""
+    engine = Recorder(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)
+    for i in range(40):
+        engine.submit(f"long-{i}", prompt(i, 30), max_new_tokens=400, ignore_eos=True, client="ada")
+    for _ in range(20):
+        engine.step()
+    most = len(engine.decode.running)
+    assert most == 14 if rows else 6 <= most <= 12
+    for i in range(3):
+        engine.submit(f"short-{i}", prompt(100 + i, 30), max_new_tokens=4, ignore_eos=True, client="bob")
+    begun = engine.steps
+    while not all(ended(engine, f"short-{i}") for i in range(3)):
+        engine.step()
+        assert engine.steps < begun + 60
+    assert not any(ended(engine, f"long-{i}") for i in range(40))
+    engine.submit("nobody's", prompt(200, 30), max_new_tokens=4)
+    engine.run()
+
+
+def ended(engine: Recorder, rid: str) -> bool:
+    return bool(engine.outs.get(rid)) and engine.last(rid).finish is not None
+
+
 def hostile(engine: Recorder, policy: str, i: int, **options: Any) -> None:
     """A request that `policy` prefers to one without priority and without anything cached."""
     priority = 5 if policy == "priority" else 0

@@ -63,6 +63,8 @@ class ChildSpec:
 
 
 LOOPBACK = "127.0.0.1"
+_CLIENT_REQUESTS = 1000
+"""As the gateway of a cluster has it by default."""
 TINY_MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny"
 
 
@@ -119,7 +121,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
     if options.api_keys:
-        argv += ["--trust-edge"]
+        argv += ["--trust-edge", f"--max-client-requests={_CLIENT_REQUESTS}"]
     if options.tracing is not None:
         argv += ["--tracing"]
     return ChildSpec(

@@ -1,43 +1,85 @@
-"""How many requests of each client are at the picker: none may have more than its share.
+"""What each client has at the picker at one time: none may have more than its share.
 
-A request is here from its headers on until its answer begins, which is as long as the proxy holds its body. The proxy
-must be one that says who the client is and lets nobody else say it, as our own Envoy does.
+A request of a client with an API key counts until its answer has ended; one of an address, which many may share, until
+its answer begins. The proxy must be one that says who the client is and lets nobody else say it, as our own Envoy does.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Mapping
+from typing import Final
 
 from treeline_wire import headers as names
 
+BODIES: Final = 8
+"""Largest bodies that one client may be sending. The proxy holds them until they are whole, in a memory that all
+clients share: with the defaults of our own Envoy, a third of it."""
+
+
+class TooMuch(Exception):
+    """A client has its share already; the message says of what."""
+
 
 class Clients:
-    """Counts requests by client. `limit` is the most that one may have."""
+    """Counts by client. `requests` is the most that one may have, `body_bytes` the largest body; `BODIES` times as many
+    bytes may be on their way from a client with an API key."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._present: dict[str, int] = {}
+    def __init__(self, requests: int, body_bytes: int = sys.maxsize) -> None:
+        self._requests = requests
+        self._body_bytes = body_bytes
+        self._present: Counter[str] = Counter()
+        self._coming: Counter[str] = Counter()
 
-    def enter(self, headers: Mapping[str, str]) -> str | None:
-        """A request comes: its client, to be given to `leave` when it goes; `None` where it may not come in."""
-        client = client_of(headers)
-        present = self._present.get(client, 0)
-        if present >= self.limit:
-            return None
-        self._present[client] = present + 1
-        return client
+    def enter(self, headers: Mapping[str, str], *, has_body: bool = True) -> Present:
+        """A request comes; what is returned is to be closed when it goes. Raises TooMuch.
 
-    def leave(self, client: str) -> None:
-        """A request that `enter` let in has gone. Clients without a request are forgotten."""
-        left = self._present[client] - 1
-        if left:
-            self._present[client] = left
-        else:
-            del self._present[client]
+        A body counts as `content-length` says, and as the largest one without: nobody sees it before it is whole.
+        """
+        client, keyed = client_of(headers), names.CLIENT in headers
+        if self._present[client] >= self._requests:
+            raise TooMuch(f"This client has {self._requests} requests that are not answered yet")
+        size = _announced(headers, self._body_bytes) if keyed and has_body else 0
+        if size and self._coming[client] + size > BODIES * self._body_bytes:
+            raise TooMuch(f"This client is sending request bodies of {self._coming[client]} bytes")
+        self._present[client] += 1
+        self._coming[client] += size
+        return Present(self, client, keyed, size)
+
+    def left(self, client: str, requests: int, coming: int) -> None:
+        """So much less. Clients without anything are forgotten."""
+        for counter, less in ((self._present, requests), (self._coming, coming)):
+            counter[client] -= less
+            if not counter[client]:
+                del counter[client]
 
     def __len__(self) -> int:
         """Clients that have a request here."""
         return len(self._present)
+
+
+class Present:
+    """A request that is here. `keyed`: its client has an API key."""
+
+    __slots__ = ("_client", "_clients", "_coming", "_here", "keyed")
+
+    def __init__(self, clients: Clients, client: str, keyed: bool, coming: int) -> None:
+        self._clients = clients
+        self._client = client
+        self._coming = coming
+        self._here = 1
+        self.keyed = keyed
+
+    def arrived(self) -> None:
+        """Its body is whole. May be called again."""
+        self._clients.left(self._client, 0, self._coming)
+        self._coming = 0
+
+    def close(self) -> None:
+        """It has gone. May be called again."""
+        self._clients.left(self._client, self._here, self._coming)
+        self._here = self._coming = 0
 
 
 def client_of(headers: Mapping[str, str]) -> str:
@@ -45,3 +87,8 @@ def client_of(headers: Mapping[str, str]) -> str:
     the list in `x-forwarded-for`."""
     named = headers.get(names.CLIENT)
     return named if named is not None else headers.get(names.FORWARDED_FOR, "").rpartition(",")[2].strip()
+
+
+def _announced(headers: Mapping[str, str], most: int) -> int:
+    length = headers.get("content-length", "")
+    return min(int(length), most) if length.isdecimal() and len(length) < 20 else most

@@ -60,6 +60,11 @@ class Call(Protocol):
         """There is nothing more to say."""
         ...
 
+    @property
+    def lingers(self) -> bool:
+        """Though it has ended, it stays open until the peer closes it, or the server stops."""
+        ...
+
     def answers(self, data: bytes) -> Iterator[bytes | Awaited | None]:
         """To one message; None where others should have a turn, and what there is to wait for, which comes again when
         it is asked too soon. Raises CallError, ValueError: no such message."""
@@ -371,7 +376,7 @@ class _Peer(asyncio.Protocol):
                 if not self._answer(stream, run):
                     return
                 run.answering = None
-                if run.call.ended:
+                if run.call.ended and (self._server.draining or not run.call.lingers):
                     self._finish(stream, Status.OK)
                     return
         except CallError as error:
@@ -467,8 +472,10 @@ class _Peer(asyncio.Protocol):
         self._counted = count
 
     def leave(self) -> None:
-        """No more calls; those that are open go on."""
+        """No more calls; those that are open go on, if they have anything to say."""
         self.leaving = True
+        for stream in [stream for stream, run in self._running.items() if run.call.ended and run.call.lingers]:
+            self._finish(stream, Status.OK)
         self._connection.leave()
         self._flush()
 

@@ -37,6 +37,11 @@ class ProcessCall:
         """There is nothing more to say."""
         return self._session.ended
 
+    @property
+    def lingers(self) -> bool:
+        """It stays open, though it has ended, until the proxy closes it."""
+        return self._session.lingers
+
     def answers(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
         """To one message, as `ExtProcSession.steps`. Raises BadMessage."""
         try:
@@ -86,7 +91,7 @@ class ExtProcService:
                 except BadMessage as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 del answers
-                if call.ended:
+                if call.ended and not call.lingers:
                     return
         finally:
             call.close()

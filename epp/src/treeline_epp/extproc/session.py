@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 from treeline_wire import headers as names
 
-from treeline_epp.extproc.clients import Clients
+from treeline_epp.extproc.clients import Clients, Present, TooMuch
 from treeline_epp.extproc.convert import UnknownMessage, override_timeout, read, to_response
 from treeline_epp.extproc.state import (
     BodyMode,
@@ -52,7 +52,7 @@ _SLICE_PIECES = 4
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
     """What all streams of a port share. `body_bytes` bounds one request's body, `waiting` all of them together,
-    `clients` the requests of each client. `strip_response_headers` keeps from clients what runtimes tell us in headers,
+    `clients` what each client has here. `strip_response_headers` keeps from clients what runtimes tell us in headers,
     `tell_served` gives them the endpoint that answered (for conformance tests). `tell_scores` gives the proxy what
     speaks for each endpoint.
     """
@@ -73,7 +73,7 @@ class ExtProcSession:
         self._router = router
         self._limits = limits
         self._metadata = metadata
-        self._client: str | None = None
+        self._present: Present | None = None
         self._state: ExtProcState | None = None
         self._routed: RoutedRequest | None = None
         self._ticket: Ticket[Routed] | None = None
@@ -90,6 +90,11 @@ class ExtProcSession:
         if state is None:
             return False
         return state.finished or (self._observed and state.request_phase not in _UNDECIDED)
+
+    @property
+    def lingers(self) -> bool:
+        """It stays open, though it has ended, while its client's answer runs, which counts until then."""
+        return self._present is not None and self._present.keyed and self._state is not None and not self._state.closed
 
     def steps(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
         """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a
@@ -126,6 +131,8 @@ class ExtProcSession:
         yield from self._answers(outputs)
         if state.request_phase is not RequestPhase.COLLECTING:
             self._share.close()
+            if self._present is not None:
+                self._present.arrived()
 
     def _begin_response(self, routed: RoutedRequest, message: Message, outputs: list[Output]) -> list[Output]:
         """What its client is told: what a policy has for it, and what is left of its quota."""
@@ -185,9 +192,8 @@ class ExtProcSession:
                 self._router.used(self._routed, usage)
             self._usage = None
             self._router.release(self._routed)
-        if self._limits.clients is not None and self._client is not None:
-            self._limits.clients.leave(self._client)
-            self._client = None
+        if self._present is not None:
+            self._present.close()
 
     def _receive(self, state: ExtProcState, message: Message) -> list[Output]:
         """What the state machine says, unless a bound is reached. Raises `ExtProcError`."""
@@ -200,9 +206,10 @@ class ExtProcSession:
             return state.refuse(self._refused(refusals.no_room(waiting.limit)))
         outputs = state.receive(message)
         if clients is not None and message.kind is Kind.REQUEST_HEADERS:
-            self._client = clients.enter(message.headers)
-            if self._client is None:
-                return state.refuse(self._refused(refusals.too_many_requests(clients.limit)))
+            try:
+                self._present = clients.enter(message.headers, has_body=not message.end_of_stream)
+            except TooMuch as error:
+                return state.refuse(self._refused(refusals.too_many_requests(str(error))))
         return outputs
 
     def _route(

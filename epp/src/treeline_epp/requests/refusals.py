@@ -77,10 +77,9 @@ def path_not_served() -> Refusal:
     return Refusal(404, message, "not_found")
 
 
-def too_many_requests(limit: int) -> Refusal:
-    """429: the client has as many requests without an answer as it may."""
-    message = f"This client has {limit} requests whose answer has not begun, which is as many as it may have."
-    return Refusal(429, message, "too_many_requests", retry_after_s=1)
+def too_many_requests(why: str) -> Refusal:
+    """429: the client has as much here as it may; `why` says what of."""
+    return Refusal(429, f"{why}, which is as much as it may have.", "too_many_requests", retry_after_s=1)
 
 
 def body_too_large(limit: int) -> Refusal:

@@ -109,7 +109,8 @@ class ClientLimits(Part):
     """Requests of one client a second at one Envoy, of which two seconds' worth may come at once; more are answered
     429. A client is who has an API key, and without keys an address. Absent means any number."""
     unanswered_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 1000
-    """Requests of one client whose answer has not begun, at one picker; more are answered 429."""
+    """Requests of one client at one picker; more are answered 429. A request with an API key counts until its answer
+    has ended, and one without until it begins."""
 
 
 class Standalone(Part):

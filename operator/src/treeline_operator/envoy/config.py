@@ -140,6 +140,11 @@ class EnvoyConfig:
     """Shorter than the 5 s after which common Python servers close an idle connection, so that a request never races
     with that close."""
 
+    @property
+    def knows_clients(self) -> bool:
+        """By their API keys."""
+        return bool(self.api_keys or self.api_keys_file)
+
     def __post_init__(self) -> None:
         if self.request_body_mode == "FULL_DUPLEX_STREAMED" and self.fail_open:
             raise ValueError("fail_open does not work with FULL_DUPLEX_STREAMED bodies: Envoy answers 500 instead")

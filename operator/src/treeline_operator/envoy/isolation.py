@@ -18,7 +18,7 @@ def isolation_header(config: EnvoyConfig) -> str | None:
     Without API keys there is nobody to tell apart. Clients that share a cache are kept from learning of each other, but
     not where everybody is to see the routing.
     """
-    if not (config.api_keys or config.api_keys_file):
+    if not config.knows_clients:
         return None
     if config.isolation == "PerKey":
         return headers.PER_KEY

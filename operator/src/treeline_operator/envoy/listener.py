@@ -30,7 +30,6 @@ from treeline_operator.envoy.config import (
     LONGEST_HOLD,
     NO_TIMEOUT,
     PODS_CLUSTER,
-    BodyMode,
     EnvoyConfig,
     address,
 )
@@ -150,8 +149,10 @@ def _filter(name: str, message: betterproto2.Message) -> hcm_v3.HttpFilter:
 def _ext_proc(config: EnvoyConfig) -> ext_proc_v3.ExternalProcessor:
     send, skip = ext_proc_v3.ProcessingModeHeaderSendMode.SEND, ext_proc_v3.ProcessingModeHeaderSendMode.SKIP
 
-    def trailers(mode: BodyMode) -> ext_proc_v3.ProcessingModeHeaderSendMode:
-        return send if mode == "FULL_DUPLEX_STREAMED" else skip  # Envoy refuses full duplex without trailers
+    # Envoy refuses full duplex without trailers.
+    request_trailers = send if config.request_body_mode == "FULL_DUPLEX_STREAMED" else skip
+    # While trailers may come the stream stays open: so the picker knows how long a client's answer runs.
+    response_trailers = send if config.response_body_mode == "FULL_DUPLEX_STREAMED" or config.knows_clients else skip
 
     # A picker that dies before its first word is replaced by another; the one that is gone held a reservation at most.
     retry = core_v3.RetryPolicy(
@@ -173,8 +174,8 @@ def _ext_proc(config: EnvoyConfig) -> ext_proc_v3.ExternalProcessor:
             response_header_mode=send,
             request_body_mode=ext_proc_v3.ProcessingModeBodySendMode[config.request_body_mode],
             response_body_mode=ext_proc_v3.ProcessingModeBodySendMode[config.response_body_mode],
-            request_trailer_mode=trailers(config.request_body_mode),
-            response_trailer_mode=trailers(config.response_body_mode),
+            request_trailer_mode=request_trailers,
+            response_trailer_mode=response_trailers,
         ),
         message_timeout=timedelta(seconds=config.message_timeout_s),
         max_message_timeout=LONGEST_HOLD,

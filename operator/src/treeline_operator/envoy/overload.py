@@ -35,20 +35,27 @@ _TRACKED_STREAM = 20
 """Streams with at least two to this power bytes in buffers can be found and ended."""
 _STREAM_WINDOW = 256 * 1024
 _CONNECTION_WINDOW = 1024 * 1024
+_SILENT_S = 10
+"""How long a request may be silent when memory is short."""
 _CLIENTS = 10_000
 """How many clients' rates are remembered at once."""
 _CLIENT = "client"
 
 
 def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
-    """From 85 % of the heap limit on HTTP/2 streams with large bodies are reset, the largest first; from 90 % on idle
-    connections are closed; from 95 % on new requests are answered 503, and HTTP/1.1 requests that are still arriving
-    too."""
+    """From 75 % of the heap limit on idle connections and silent requests are ended sooner, and from 85 % on after
+    seconds; then HTTP/2 streams with large bodies are reset, the largest first; from 95 % on new requests are answered
+    503, and HTTP/1.1 requests that are still arriving too."""
+    timers = overload_v3.ScaleTimersOverloadActionConfigTimerType
     reduced = overload_v3.ScaleTimersOverloadActionConfig(
         timer_scale_factors=[
-            overload_v3.ScaleTimersOverloadActionConfigScaleTimer(
-                timer=overload_v3.ScaleTimersOverloadActionConfigTimerType.HTTP_DOWNSTREAM_CONNECTION_IDLE,
-                min_timeout=timedelta(seconds=2),
+            overload_v3.ScaleTimersOverloadActionConfigScaleTimer(timer=timer, min_timeout=timedelta(seconds=seconds))
+            for timer, seconds in (
+                (timers.HTTP_DOWNSTREAM_CONNECTION_IDLE, 2),
+                # Nothing comes and nothing goes: a body that stops half way, an answer that nobody reads. (So does a
+                # request that waits for its first token: of those that take longer some are lost, which is better than
+                # all newcomers.)
+                (timers.HTTP_DOWNSTREAM_STREAM_IDLE, _SILENT_S),
             )
         ]
     )
@@ -64,7 +71,7 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
         buffer_factory_config=overload_v3.BufferFactoryConfig(minimum_account_to_track_power_of_two=_TRACKED_STREAM),
         actions=[
             _action("reset_high_memory_stream", _between(0.85, 0.95)),
-            _action("reduce_timeouts", _between(0.85, 0.95), reduced),
+            _action("reduce_timeouts", _between(0.75, 0.85), reduced),
             _action("shrink_heap", _at(0.9)),
             _action("disable_http_keepalive", _at(0.9)),
             _action("stop_accepting_requests", _at(0.95)),
@@ -99,7 +106,7 @@ def client_rate(config: EnvoyConfig) -> LocalRateLimit | None:
     rate = config.limits.client_requests_per_s
     if rate is None:
         return None
-    if config.api_keys or config.api_keys_file:
+    if config.knows_clients:
         named = route_v3.RateLimitActionRequestHeaders(header_name=keys.CLIENT_HEADER, descriptor_key=_CLIENT)
         entry, action = _CLIENT, route_v3.RateLimitAction(request_headers=named)
     else:

@@ -1,6 +1,6 @@
 """In which order waiting requests are considered: pure functions of who waits and what is cached.
 
-A policy orders the requests of one client; clients take turns (`WaitingOrder`). None starves anybody: whoever has waited
+A policy orders the requests of one client; clients take turns (`WaitingOrder`). None starves anybody: who has waited
 longer than a bound comes before all others of its client, so a stream of requests that a policy prefers delays another
 one by the bound, and then by those that have waited as long.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
@@ -29,11 +29,16 @@ def check_policies(config: SchedulerConfig) -> None:
         raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
 
 
+SPARE = 8
+"""One in so many rows and pages is for clients of the edge of which nothing runs: whoever fills the rest with long
+answers does not keep others out. Requests without a client are not concerned."""
+
+
 class PrefillManager:
     """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
 
     def __init__(
-        self, config: SchedulerConfig, chunk_tokens: int, cache: CacheManager, clock: Callable[[], float]
+        self, config: SchedulerConfig, num_rows: int, chunk_tokens: int, cache: CacheManager, clock: Callable[[], float]
     ) -> None:
         """Raises ConfigError as `check_policies`."""
         check_policies(config)
@@ -41,6 +46,8 @@ class PrefillManager:
         self._clock = clock
         self._page_size = config.page_size
         self._chunk_tokens = chunk_tokens
+        self._spare_rows = num_rows // SPARE
+        self._spare_pages = cache.pool.num_pages // SPARE
         self._waits_for_prefixes = config.prefix_cache == "radix"
         """A request finds what another one with its prefix is about to compute."""
         policy = SCHEDULE_POLICIES.get(config.schedule_policy)
@@ -90,7 +97,7 @@ class PrefillManager:
 
     def check_integrity(self) -> None:
         assert self._uncached_waiting == sum(req.uncached_tokens for req in self.waiting.values())
-        order = list(self._in_order())
+        order = list(self._order.in_order(self._clock()))
         assert len(order) == len(self.waiting)
         assert set(order) == set(self.waiting.values())
 
@@ -119,9 +126,6 @@ class PrefillManager:
 
     # ---- the choice ---------------------------------------------------------------------------------------
 
-    def _in_order(self) -> Iterator[Req]:
-        return self._order.in_order(self._clock())
-
     def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
         """Admit what fits and give it pages; None if nothing can be prefilled now.
 
@@ -140,15 +144,25 @@ class PrefillManager:
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        for req in self._in_order():
+        busy = {req.client for req in (*running, *batch.reqs)}
+        full: set[str | None] = set()
+
+        def may_come(client: str | None) -> bool:
+            return client is None or (client not in full and (client not in busy or free_rows > self._spare_rows))
+
+        for req in self._order.in_order(self._clock(), may_come):
             if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
                 break
+            spare = 0 if req.client is None or req.client not in busy else self._spare_pages
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
             if self._waits_for_prefixes and pending.saves_tokens(req, matched):
                 continue
             alone = not running and not batch.reqs
-            if not self._fits(req, match, None if alone else reserved):
+            if not self._fits(req, match, None if alone else reserved + spare):
+                if spare:
+                    full.add(req.client)
+                    continue
                 break
             if tokens_left < len(req.tokens) - matched and tokens_left < self._page_size:
                 break
@@ -156,6 +170,7 @@ class PrefillManager:
             tokens_left -= self._append(batch, req, tokens_left)
             reserved += reserved_pages([req], ratio, self._page_size)
             pending.add(req)
+            busy.add(req.client)
             free_rows -= 1
         return batch if batch.reqs else None
 
@@ -175,7 +190,7 @@ class PrefillManager:
         if self._threshold is None or not self.waiting:
             return []
         everyone = [*running] if self.chunked is None else [*running, self.chunked]
-        first = next(self._in_order())
+        first = next(self._order.in_order(self._clock()))
         others = candidates(first, everyone, threshold=self._threshold, starvation_bound=self._starvation_bound)
         others.sort(key=lambda req: req is not self.chunked)  # which loses nothing
         match = self._cache.match(first)

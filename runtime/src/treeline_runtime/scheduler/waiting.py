@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from treeline_runtime.core import Req
 from treeline_runtime.scheduler.policy import MATCH_LIMIT, Policy, View
@@ -34,14 +34,15 @@ class WaitingOrder:
         if len(order):
             self._clients[req.client] = order
 
-    def in_order(self, now: float) -> Iterator[Req]:
-        """Those who were given may leave meanwhile; nobody may come."""
-        turns = deque(order.in_order(now) for order in self._clients.values())
+    def in_order(self, now: float, may_come: Callable[[str | None], bool] = lambda _: True) -> Iterator[Req]:
+        """Those who were given may leave meanwhile; nobody may come. `may_come` is asked before each turn of a client;
+        once it says no, the client has no more turns."""
+        turns = deque((client, order.in_order(now)) for client, order in self._clients.items())
         while turns:
-            order = turns.popleft()
-            if (req := next(order, None)) is not None:
+            client, order = turns.popleft()
+            if may_come(client) and (req := next(order, None)) is not None:
                 yield req
-                turns.append(order)
+                turns.append((client, order))
 
 
 class _ClientOrder:
