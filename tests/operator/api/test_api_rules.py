@@ -89,12 +89,17 @@ REFUSED_POOLS = [
             ("rememberS", 2, "lora_affinity"),
         )
     ),
-    ("accelerator: {count: 2}", "count is for type nvidia only"),
-    ("accelerator: {class: H100}", "class is for type nvidia only"),
-    ("accelerator: {resourceName: amd.com/gpu}", "resourceName is for type nvidia only"),
+    ("accelerator: {count: 2}", "count is for GPUs only"),
+    ("accelerator: {class: H100}", "class is for GPUs only"),
+    ("accelerator: {resourceName: amd.com/gpu}", "resourceName is for GPUs only"),
     (
         "accelerator: {tolerations: [{key: a, operator: Exists}]}",
         "use template.spec.tolerations for other taints",
+    ),
+    ("accelerator: {type: amd}", "engine treeline computes on CPUs and on NVIDIA's GPUs"),
+    (
+        "{model: {uri: hf://o/n}, accelerator: {type: amd}, engine: {type: vllm}}",
+        "set engine.image to one of your engine for ROCm",
     ),
     ("accelerator: {type: nvidia, tolerations: [{value: x}]}", "set operator to Exists, or name the key"),
     (

@@ -354,6 +354,34 @@ def test_requests_that_somebody_names_are_taken_one_by_one() -> None:
     assert made["limits"] == {"nvidia.com/gpu": "1", "memory": "30Gi"}
 
 
+def test_devices_that_are_claimed_are_not_asked_for_by_their_resource_too() -> None:
+    claimed = {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "one-gpu"}]}
+    ours = {"name": "runtime", "resources": {"claims": [{"name": "gpu"}]}}
+    made = template(**GPU, template={"spec": {**claimed, "containers": [ours]}})["spec"]
+    resources = made["containers"][0]["resources"]
+    assert resources["claims"] == [{"name": "gpu"}]
+    assert "limits" not in resources
+    assert sorted(resources["requests"]) == ["cpu", "memory"]
+    assert made["resourceClaims"] == claimed["resourceClaims"]
+    beside = {"name": "sidecar", "image": "x", "resources": {"claims": [{"name": "gpu"}]}}
+    kept = template(**GPU, template={"spec": {**claimed, "containers": [beside]}})["spec"]["containers"]
+    assert kept[0]["resources"]["limits"] == {"nvidia.com/gpu": "1"}, "another container's claim is not the engine's"
+
+
+def test_devices_of_amd_are_asked_for_by_their_own_names() -> None:
+    engine = {"type": "vllm", "image": "docker.io/rocm/vllm:latest"}
+    device = {"type": "amd", "count": 2, "class": "AMD_Instinct_MI300X_OAM"}
+    made = template(model={"uri": "hf://o/n"}, engine=engine, accelerator=device)["spec"]
+    assert made["containers"][0]["resources"]["limits"] == {"amd.com/gpu": "2"}
+    assert made["nodeSelector"] == {"amd.com/gpu.product-name": "AMD_Instinct_MI300X_OAM"}
+    assert [toleration["key"] for toleration in made["tolerations"]] == ["amd.com/gpu"]
+    assert "--tensor-parallel-size=2" in made["containers"][0]["args"]
+    own = template(
+        model={"uri": "hf://o/n"}, engine=engine, accelerator={"type": "amd", "resourceName": "amd.com/part"}
+    )
+    assert own["spec"]["containers"][0]["resources"]["limits"] == {"amd.com/part": "1"}
+
+
 def volumes(**spec: Any) -> dict[str, Any]:
     return {volume.pop("name"): volume for volume in template(**spec)["spec"]["volumes"]}
 

@@ -123,7 +123,7 @@ def _own_flags_rule(engine: EngineType, flags: Mapping[str, str]) -> Rule:
     )
 
 
-_NVIDIA_ONLY: Final = "is for type nvidia only: remove it, or set type to nvidia"
+_GPU_ONLY: Final = "is for GPUs only: remove it, or set type to nvidia or amd"
 
 
 class Accelerator(Part):
@@ -131,47 +131,58 @@ class Accelerator(Part):
 
     RULES = (
         forbidden(
-            "self.type == 'nvidia' || self.count == 1",
-            f"count {_NVIDIA_ONLY}; CPUs are asked for by engine.resources",
+            "self.type != 'cpu' || self.count == 1",
+            f"count {_GPU_ONLY}; CPUs are asked for by engine.resources",
             field=".count",
         ),
         forbidden(
-            "self.type == 'nvidia' || !has(self.class)",
-            f"class {_NVIDIA_ONLY}; choose nodes by template.spec.nodeSelector",
+            "self.type != 'cpu' || !has(self.class)",
+            f"class {_GPU_ONLY}; choose nodes by template.spec.nodeSelector",
             field=".class",
         ),
         forbidden(
-            f"self.type == 'nvidia' || self.resourceName == '{RESOURCE_NAME}'",
-            f"resourceName {_NVIDIA_ONLY}",
+            f"self.type != 'cpu' || self.resourceName == '{RESOURCE_NAME}'",
+            f"resourceName {_GPU_ONLY}",
             field=".resourceName",
         ),
         forbidden(
-            "self.type == 'nvidia' || !has(self.tolerations) || self.tolerations.size() == 0",
-            "these tolerations are for type nvidia only: use template.spec.tolerations for other taints",
+            "self.type != 'cpu' || !has(self.tolerations) || self.tolerations.size() == 0",
+            "these tolerations are for GPUs only: use template.spec.tolerations for other taints",
             field=".tolerations",
         ),
     )
 
-    type: Literal["cpu", "nvidia"] = "cpu"
+    type: Literal["cpu", "nvidia", "amd"] = "cpu"
     """Kind of device."""
     count: Annotated[StrictInt, Field(ge=1, le=16)] = 1
-    """Devices per pod. For type nvidia."""
+    """Devices per pod. For GPUs."""
     class_: Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, min_length=1, max_length=63)] | None = Field(
         default=None, alias="class"
     )
-    """Product of the device: value of the node label `nvidia.com/gpu.product`. For type nvidia."""
+    """Product of the device: value of the node label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`."""
     runtime_class_name: DnsName | None = None
     """RuntimeClass of the pods, where the device needs one."""
     resource_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")] = (
         RESOURCE_NAME
     )
-    """Extended resource by which the device is asked for. For type nvidia."""
+    """Extended resource by which the device is asked for; with type amd the default means `amd.com/gpu`. A container
+    with `resources.claims` in `template` has its devices from them, and asks for none by this name."""
     tolerations: Annotated[tuple[Toleration, ...], Field(max_length=16)] = ()
-    """Taints of the nodes that have the device. For type nvidia."""
+    """Taints of the nodes that have the device. For GPUs."""
 
     @property
     def is_gpu(self) -> bool:
         return self.type != "cpu"
+
+    @property
+    def resource(self) -> str:
+        """The extended resource of the device."""
+        return "amd.com/gpu" if self.type == "amd" and self.resource_name == RESOURCE_NAME else self.resource_name
+
+    @property
+    def product_label(self) -> str:
+        """The label of nodes that says which device they have, as its vendor's labeller sets it."""
+        return "amd.com/gpu.product-name" if self.type == "amd" else "nvidia.com/gpu.product"
 
 
 class Adapter(Part):

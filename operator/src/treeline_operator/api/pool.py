@@ -89,23 +89,33 @@ class PoolSpec(Part):
             field=".engine.adapters",
         ),
         Rule(
-            "self.accelerator.type != 'nvidia' || self.engine.type != 'treeline' || self.accelerator.count == 1",
+            "self.accelerator.type == 'cpu' || self.engine.type != 'treeline' || self.accelerator.count == 1",
             "engine treeline computes on one device: set accelerator.count to 1 and raise replicas",
             field=".accelerator.count",
         ),
         Rule(
-            "self.accelerator.type != 'nvidia' || !has(self.engine.tensorParallel)"
+            "self.accelerator.type == 'cpu' || !has(self.engine.tensorParallel)"
             " || self.accelerator.count % self.engine.tensorParallel == 0",
             "layers are split over tensorParallel devices: set accelerator.count to a multiple of it",
             field=".accelerator.count",
         ),
         Rule(
-            "self.accelerator.type != 'nvidia'"
+            "self.accelerator.type == 'cpu'"
             " || self.accelerator.count >="
             " (has(self.engine.tensorParallel) ? self.engine.tensorParallel : 1) * self.engine.dataParallel"
             f" || (has(self.engine.args) && self.engine.args.exists(a, a in {list(_OTHER_SPLITS)}))",
             "every copy of the model needs its devices: set accelerator.count to tensorParallel times dataParallel",
             field=".accelerator.count",
+        ),
+        forbidden(
+            "self.accelerator.type != 'amd' || self.engine.type != 'treeline'",
+            "engine treeline computes on CPUs and on NVIDIA's GPUs: use engine sglang, vllm or custom",
+            field=".engine.type",
+        ),
+        Rule(
+            "self.accelerator.type != 'amd' || has(self.engine.image)",
+            "the operator's own images are for CPUs and NVIDIA's GPUs: set engine.image to one of your engine for ROCm",
+            field=".engine.image",
         ),
         *template_rules(f"self.engine.type == 'custom' && k in {_TOLD_BY_CUSTOM}"),
         forbidden(

@@ -165,7 +165,7 @@ def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, i
     if accelerator.is_gpu:
         spec["tolerations"] = _tolerations(pool)
         if accelerator.class_:
-            spec["nodeSelector"] = {"nvidia.com/gpu.product": accelerator.class_}
+            spec["nodeSelector"] = {accelerator.product_label: accelerator.class_}
     if fetch is not None:
         spec["initContainers"] = [{**fetch, "securityContext": security}]
     spec["containers"] = [_runtime(pool, found, start, pull)]
@@ -222,8 +222,8 @@ def _resources(pool: InferencePool) -> Object:
     accelerator, own = pool.spec.accelerator, pool.spec.engine.resources
     asked = requests(pool)
     limits: dict[str, str] = {}
-    if accelerator.is_gpu:
-        limits[accelerator.resource_name] = asked[accelerator.resource_name] = str(accelerator.count)
+    if accelerator.is_gpu and not _claims_devices(pool):
+        limits[accelerator.resource] = asked[accelerator.resource] = str(accelerator.count)
     if own is not None:
         # A limit without a request asks for as much as the limit.
         asked = {k: v for k, v in asked.items() if k not in own.limits} | own.requests
@@ -234,11 +234,24 @@ def _resources(pool: InferencePool) -> Object:
     return resources
 
 
+def _claims_devices(pool: InferencePool) -> bool:
+    """Whether the user's fragment gives the engine's container devices by dynamic resource allocation: one that asks
+    for them by their resource as well would have twice as many."""
+    asked = (pool.spec.template or {}).get("spec") or {}
+    containers = asked.get("containers") if isinstance(asked, dict) else None
+    return any(
+        isinstance(container, dict)
+        and container.get("name") == CONTAINER
+        and bool((container.get("resources") or {}).get("claims"))
+        for container in containers or ()
+    )
+
+
 def _tolerations(pool: InferencePool) -> list[Object]:
     accelerator = pool.spec.accelerator
     if accelerator.tolerations:
         return [t.model_dump(mode="json", by_alias=True, exclude_none=True) for t in accelerator.tolerations]
-    return [{"key": accelerator.resource_name, "operator": "Exists", "effect": "NoSchedule"}]
+    return [{"key": accelerator.resource, "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def _spread(pool: InferencePool, revision: str) -> list[Object]:
