@@ -437,7 +437,7 @@ def gateway() -> Iterator[str]:
     HOME.mkdir(parents=True, exist_ok=True)
     ports = {"--port": PORT, "--runtime-port": RUNTIME_PORT, "--events-port": 8500, "--replay-port": 8510,
              "--load-port": 8520, "--ext-proc-port": 8530, "--eds-port": 8531, "--metrics-port": 8532,
-             "--envoy-admin-port": 8533, "--picker-admin-port": 8534, "--runtime-admin-port": 8550,
+             "--picker-admin-port": 8534, "--runtime-admin-port": 8550,
              "--runtime-metrics-port": RUNTIME_METRICS_PORT}  # fmt: skip
     command = [
         str(ROOT / ".venv" / "bin" / "treeline"),

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.integration
 
 
 def command(*more: str) -> list[str]:
-    gateway, ext_proc, eds, metrics, picker_admin, admin = free_ports(6)
+    gateway, ext_proc, eds, metrics, picker_admin = free_ports(5)
     words = [sys.executable, "-m", "treeline", "up", "--port", str(gateway), "--ext-proc-port", str(ext_proc)]
-    words += ["--eds-port", str(eds), "--metrics-port", str(metrics), "--envoy-admin-port", str(admin)]
+    words += ["--eds-port", str(eds), "--metrics-port", str(metrics)]
     words += ["--picker-admin-port", str(picker_admin)]
     several = ["--runtime-port", "--runtime-metrics-port", "--runtime-admin-port"]
     for option in (*several, "--events-port", "--replay-port", "--load-port"):

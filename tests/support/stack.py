@@ -65,7 +65,6 @@ class Stack:
             "eds_port",
             "metrics_port",
             "picker_admin_port",
-            "envoy_admin_port",
         )
         ports = {name: free_base(replicas) for name in several} | dict(
             zip(single, free_ports(len(single)), strict=True)
@@ -74,7 +73,7 @@ class Stack:
         self.options = UpOptions(replicas=replicas, **settings)
         folder.mkdir(parents=True, exist_ok=True)
         bootstrap = folder / "envoy.json"
-        bootstrap.write_text(bootstrap_json(envoy_config(self.options)))
+        bootstrap.write_text(bootstrap_json(envoy_config(self.options, folder)))
         specs = plan(self.options, envoy_binary(), bootstrap)
         self.processes = {spec.name: Process(spec, folder / f"{spec.name}.log") for spec in specs}
         self.url = gateway_url(self.options)

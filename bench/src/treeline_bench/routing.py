@@ -176,7 +176,6 @@ def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[
         "eds-port",
         "metrics-port",
         "picker-admin-port",
-        "envoy-admin-port",
     )
     ports = dict(zip(names, free_ports(len(names), run=2), strict=True))
     argv = [sys.executable, "-m", "treeline", "up", "--model", str(context.model)]

@@ -115,7 +115,6 @@ def _add_ports(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
         "eds-port": "the picker's EDS and health port",
         "metrics-port": "the picker's metrics port",
         "picker-admin-port": "the picker's admin port",
-        "envoy-admin-port": "Envoy's admin port",
     }.items():
         default = getattr(defaults, option.replace("-", "_"))
         up.add_argument(
@@ -198,11 +197,12 @@ def _api_keys(folder: Path | None) -> dict[str, str]:
     return {client: keys[0] for client, keys in found.items()}
 
 
-def envoy_config(options: UpOptions) -> EnvoyConfig:
+def envoy_config(options: UpOptions, folder: Path) -> EnvoyConfig:
+    """`folder`: for the socket of Envoy's admin page."""
     return EnvoyConfig(
         listen_host=options.host,
         listen_port=options.port,
-        admin_port=options.envoy_admin_port,
+        admin_socket=str(folder / "envoy-admin.sock"),
         ext_proc_port=options.ext_proc_port,
         eds_port=options.eds_port,
         api_keys=options.api_keys,
@@ -240,7 +240,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
             soft_wrap=True,
         )
         return 1
-    bootstrap.write_text(bootstrap_json(envoy_config(options)))
+    bootstrap.write_text(bootstrap_json(envoy_config(options, folder)))
     supervisor = Supervisor(children, log_dir)
     progress = asyncio.create_task(show(supervisor.children, console))
     try:

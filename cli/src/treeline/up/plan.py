@@ -33,7 +33,6 @@ class UpOptions:
     eds_port: int = ports.EDS
     metrics_port: int = ports.METRICS
     picker_admin_port: int = ports.PICKER_ADMIN
-    envoy_admin_port: int = 9901
     runtime_args: tuple[str, ...] = ()
     debug_endpoints: bool = False
     log_level: str = "info"
@@ -138,7 +137,7 @@ def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
         argv=tuple(envoy.command(str(binary), str(bootstrap), concurrency=1, drain_s=5)),
         # Through everything: Envoy asks the picker, the picker names a runtime, the runtime answers.
         ready_url=f"{gateway_url(options)}/health",
-        ports={"gateway": (options.host, options.port), "admin": (LOOPBACK, options.envoy_admin_port)},
+        ports={"gateway": (options.host, options.port)},
         after=("picker",),
         ready_headers={"x-api-key": next(iter(options.api_keys.values()))} if options.api_keys else {},
     )

@@ -113,6 +113,8 @@ class EnvoyConfig:
     listen_host: str = "127.0.0.1"
     listen_port: int = ports.GATEWAY
     admin_port: int = 0
+    admin_socket: str = ""
+    """A file, in the place of the port: no page in a browser reaches it."""
     epp_host: str = "127.0.0.1"
     ext_proc_port: int = ports.EXT_PROC
     eds_port: int = ports.EDS

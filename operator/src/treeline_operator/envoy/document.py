@@ -26,7 +26,7 @@ from typing import Any
 
 import betterproto2
 from envoy_data_plane.envoy.config.bootstrap.v3 import Admin, Bootstrap, BootstrapStaticResources
-from envoy_data_plane.envoy.config.core.v3 import Node
+from envoy_data_plane.envoy.config.core import v3 as core_v3
 
 from treeline_operator.envoy.clusters import (
     admin_cluster,
@@ -48,10 +48,15 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
     if config.health_port is not None:
         listeners.append(health_listener(config.listen_host, config.health_port))
         clusters.append(admin_cluster(config))
+    # The admin page can stop the process and shows the configuration with its keys: for its owner, or loopback only.
+    admin = (
+        core_v3.Address(pipe=core_v3.Pipe(path=config.admin_socket, mode=0o600))
+        if config.admin_socket
+        else address("127.0.0.1", config.admin_port)
+    )
     message = Bootstrap(
-        node=Node(id="treeline", cluster="treeline"),
-        # The admin page can stop the process and shows the configuration with its keys: loopback only.
-        admin=Admin(address=address("127.0.0.1", config.admin_port), ignore_global_conn_limit=True),
+        node=core_v3.Node(id="treeline", cluster="treeline"),
+        admin=Admin(address=admin, ignore_global_conn_limit=True),
         overload_manager=overload_manager(config),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
     )
