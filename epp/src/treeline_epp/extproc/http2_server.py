@@ -58,12 +58,10 @@ class Call(Protocol):
     @property
     def ended(self) -> bool:
         """There is nothing more to say."""
-        ...
 
     @property
     def lingers(self) -> bool:
         """Though it has ended, it stays open until the peer closes it, or the server stops."""
-        ...
 
     def answers(self, data: bytes) -> Iterator[bytes | Awaited | None]:
         """To one message; None where others should have a turn, and what there is to wait for, which comes again when
@@ -72,7 +70,6 @@ class Call(Protocol):
 
     def close(self) -> None:
         """The call is over."""
-        ...
 
 
 class Certificate(Protocol):
@@ -80,11 +77,9 @@ class Certificate(Protocol):
 
     def context(self) -> ssl.SSLContext:
         """For the first time."""
-        ...
 
     def changed(self) -> ssl.SSLContext | None:
         """A new one, if there is."""
-        ...
 
 
 Push = Callable[[bytes], None]

@@ -15,6 +15,7 @@ from treeline_runtime.scheduler.dedup import MIN_SHARED_TOKENS, PendingPrefixes,
 from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, View
 from treeline_runtime.scheduler.preemption import candidates, fewest
 from treeline_runtime.scheduler.ranked import Ranked
+from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.waiting import WaitingOrder
 
 ESTIMATED_WAITING = 64
@@ -38,15 +39,15 @@ class PrefillManager:
     """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
 
     def __init__(
-        self, config: SchedulerConfig, num_rows: int, chunk_tokens: int, cache: CacheManager, clock: Callable[[], float]
+        self, config: SchedulerConfig, limits: Resolved, cache: CacheManager, clock: Callable[[], float]
     ) -> None:
         """Raises ConfigError as `check_policies`."""
         check_policies(config)
         self._cache = cache
         self._clock = clock
         self._page_size = config.page_size
-        self._chunk_tokens = chunk_tokens
-        self._spare_rows = num_rows // SPARE
+        self._chunk_tokens = limits.chunked_prefill_size
+        self._spare_rows = limits.max_running_requests // SPARE
         self._spare_pages = cache.pool.num_pages // SPARE
         self._waits_for_prefixes = config.prefix_cache == "radix"
         """A request finds what another one with its prefix is about to compute."""

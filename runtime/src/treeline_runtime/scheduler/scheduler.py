@@ -86,9 +86,7 @@ class Scheduler:
             scratch_page=limits.num_pages,
         )
         self.cache = CacheManager(config, limits.num_pages, self.table)
-        self.prefill = PrefillManager(
-            config, limits.max_running_requests, limits.chunked_prefill_size, self.cache, clock
-        )
+        self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
         self.residence = Residence(config, limits, self.table, model, self.warm_up)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
