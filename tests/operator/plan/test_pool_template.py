@@ -143,6 +143,8 @@ def test_labels_ports_and_the_time_to_drain_stay_ours() -> None:
     [
         ({"spec": {"containers": "none"}}, "containers must be a list"),
         ({"spec": {"containers": [{"image": "x"}]}}, "every item of containers needs a name"),
+        ({"spec": {"containers": 5}}, "containers must be a list"),
+        ({"spec": {"containers": [{"name": "runtime", "resources": "x"}]}}, "resources must be a map"),
         ({"spec": {"securityContext": [1]}}, "securityContext must be a map"),
         ({"specs": {}}, "specs is not part of a pod template"),
     ],

@@ -132,6 +132,17 @@ def test_the_fewest_that_are_enough(sizes: list[int], needed: int) -> None:
         assert sum(sizes[: len(found)]) >= needed > sum(sizes[: len(found) - 1])
 
 
+def test_an_urgent_request_of_a_client_that_has_its_share_takes_the_place_of_its_own(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=16, max_total_tokens=16384, **PREEMPTING)
+    for i in range(16):
+        engine.submit(f"low-{i}", prompt(i, 30), max_new_tokens=100, ignore_eos=True, client="ada")
+    while len(engine.decode.running) < 14:
+        engine.step()
+    engine.submit("urgent", prompt(50, 30), max_new_tokens=2, priority=50, client="ada")
+    assert order_of_endings(engine)[0] == "urgent"
+    assert sum(engine.last(f"low-{i}").retractions for i in range(16)) == 1
+
+
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"mixed_chunk": True}])
 def test_an_urgent_request_takes_the_row_of_another_whose_answer_stays_the_same(
     tiny: Path, settings: dict[str, Any]

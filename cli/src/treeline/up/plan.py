@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeline_operator import envoy
+from treeline_operator.api.gateway import ClientLimits
 from treeline_wire import ports
 
 
@@ -62,8 +63,6 @@ class ChildSpec:
 
 
 LOOPBACK = "127.0.0.1"
-_CLIENT_REQUESTS = 1000
-"""As the gateway of a cluster has it by default."""
 TINY_MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny"
 
 
@@ -120,7 +119,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
     if options.api_keys:
-        argv += ["--trust-edge", f"--max-client-requests={_CLIENT_REQUESTS}"]
+        argv += ["--trust-edge", f"--max-client-requests={ClientLimits().unanswered_requests}"]
     if options.tracing is not None:
         argv += ["--tracing"]
     return ChildSpec(

@@ -1,12 +1,12 @@
-"""What each client has at the picker at one time: none may have more than its share.
+"""How many requests, and how many bytes of bodies, each client has at the picker at one time, and no more.
 
-A request of a client with an API key counts until its answer has ended; one of an address, which many may share, until
-its answer begins. The proxy must be one that says who the client is and lets nobody else say it, as our own Envoy does.
+A client is an API key or, without one, an address. A request with a key counts until its answer has ended. A request
+without a key counts until its answer begins, since many users may share an address. The proxy must say who the client
+is, and must not let clients say it themselves; our own Envoy does so.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Final
@@ -26,16 +26,17 @@ class Clients:
     """Counts by client. `requests` is the most that one may have, `body_bytes` the largest body; `BODIES` times as many
     bytes may be on their way from a client with an API key."""
 
-    def __init__(self, requests: int, body_bytes: int = sys.maxsize) -> None:
+    def __init__(self, requests: int, body_bytes: int) -> None:
         self._requests = requests
         self._body_bytes = body_bytes
         self._present: Counter[str] = Counter()
         self._coming: Counter[str] = Counter()
 
     def enter(self, headers: Mapping[str, str], *, has_body: bool = True) -> Present:
-        """A request comes; what is returned is to be closed when it goes. Raises TooMuch.
+        """Count a request that comes. The caller closes what this returns when the request goes. Raises TooMuch.
 
-        A body counts as `content-length` says, and as the largest one without: nobody sees it before it is whole.
+        A body counts with its `content-length`. A body that does not tell its length counts as the largest one, since
+        the picker does not see it before it is whole.
         """
         client, keyed = client_of(headers), names.CLIENT in headers
         if self._present[client] >= self._requests:

@@ -57,11 +57,11 @@ class Call(Protocol):
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to say."""
+        """There is nothing more to say, and nothing to wait for."""
 
     @property
     def lingers(self) -> bool:
-        """Though it has ended, it stays open until the peer closes it, or the server stops."""
+        """There is nothing more to say, but it stays open until the peer closes it, or the server stops."""
 
     def answers(self, data: bytes) -> Iterator[bytes | Awaited | None]:
         """To one message; None where others should have a turn, and what there is to wait for, which comes again when
@@ -371,7 +371,7 @@ class _Peer(asyncio.Protocol):
                 if not self._answer(stream, run):
                     return
                 run.answering = None
-                if run.call.ended and (self._server.draining or not run.call.lingers):
+                if run.call.ended or (self._server.draining and run.call.lingers):
                     self._finish(stream, Status.OK)
                     return
         except CallError as error:
@@ -469,7 +469,7 @@ class _Peer(asyncio.Protocol):
     def leave(self) -> None:
         """No more calls; those that are open go on, if they have anything to say."""
         self.leaving = True
-        for stream in [stream for stream, run in self._running.items() if run.call.ended and run.call.lingers]:
+        for stream in [stream for stream, run in self._running.items() if run.call.lingers]:
             self._finish(stream, Status.OK)
         self._connection.leave()
         self._flush()

@@ -34,12 +34,12 @@ class ProcessCall:
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to say."""
+        """There is nothing more to say, and nothing to wait for."""
         return self._session.ended
 
     @property
     def lingers(self) -> bool:
-        """It stays open, though it has ended, until the proxy closes it."""
+        """There is nothing more to say, but it stays open until the proxy closes it."""
         return self._session.lingers
 
     def answers(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
@@ -91,7 +91,7 @@ class ExtProcService:
                 except BadMessage as error:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 del answers
-                if call.ended and not call.lingers:
+                if call.ended:
                     return
         finally:
             call.close()

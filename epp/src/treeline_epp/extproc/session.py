@@ -84,17 +84,26 @@ class ExtProcSession:
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to say: the response's headers or an immediate response were the last word. Of what the
-        proxy only shows, nothing more is looked at once the request is decided."""
+        """There is nothing more to say, and nothing to wait for."""
+        return self._said and not self._counts
+
+    @property
+    def lingers(self) -> bool:
+        """There is nothing more to say, but the client's request counts until its answer has ended."""
+        return self._said and self._counts
+
+    @property
+    def _said(self) -> bool:
+        """The response's headers or an immediate response were the last word. Of what the proxy only shows, nothing
+        more is looked at once the request is decided."""
         state = self._state
         if state is None:
             return False
         return state.finished or (self._observed and state.request_phase not in _UNDECIDED)
 
     @property
-    def lingers(self) -> bool:
-        """It stays open, though it has ended, while its client's answer runs, which counts until then."""
-        return self._present is not None and self._present.keyed and self._state is not None and not self._state.closed
+    def _counts(self) -> bool:
+        return self._present is not None and self._present.keyed and not (self._state is None or self._state.closed)
 
     def steps(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
         """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a

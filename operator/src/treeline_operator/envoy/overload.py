@@ -52,9 +52,8 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
             overload_v3.ScaleTimersOverloadActionConfigScaleTimer(timer=timer, min_timeout=timedelta(seconds=seconds))
             for timer, seconds in (
                 (timers.HTTP_DOWNSTREAM_CONNECTION_IDLE, 2),
-                # Nothing comes and nothing goes: a body that stops half way, an answer that nobody reads. (So does a
-                # request that waits for its first token: of those that take longer some are lost, which is better than
-                # all newcomers.)
+                # A stream is idle when its body stops half way, when nobody reads its answer, and also while it waits
+                # for its first token. Some of the latter are lost; without this, every new request would be.
                 (timers.HTTP_DOWNSTREAM_STREAM_IDLE, _SILENT_S),
             )
         ]

@@ -15,7 +15,7 @@ from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines.base import TEMPLATE_DIR, Launch, start_seconds
 from treeline_operator.plan.engines.registry import launch
 from treeline_operator.plan.engines.treeline import KEYS_DIR
-from treeline_operator.plan.merge import TemplateInvalid, laid_over, overruled
+from treeline_operator.plan.merge import TemplateInvalid, laid_over, merged, overruled
 from treeline_operator.plan.objects import (
     Object,
     container_port,
@@ -236,15 +236,10 @@ def _resources(pool: InferencePool) -> Object:
 
 def _claims_devices(pool: InferencePool) -> bool:
     """Whether the user's fragment gives the engine's container devices by dynamic resource allocation: one that asks
-    for them by their resource as well would have twice as many."""
-    asked = (pool.spec.template or {}).get("spec") or {}
-    containers = asked.get("containers") if isinstance(asked, dict) else None
-    return any(
-        isinstance(container, dict)
-        and container.get("name") == CONTAINER
-        and bool((container.get("resources") or {}).get("claims"))
-        for container in containers or ()
-    )
+    for them by their resource as well would have twice as many. Raises TemplateInvalid."""
+    asked = merged({"spec": {"containers": [{"name": CONTAINER, "resources": {}}]}}, pool.spec.template or {})
+    main = _container(asked.get("spec", {}).get("containers", ()), CONTAINER)
+    return bool(main.get("resources", {}).get("claims"))
 
 
 def _tolerations(pool: InferencePool) -> list[Object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
@@ -20,6 +20,9 @@ from treeline_runtime.scheduler.waiting import WaitingOrder
 
 ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
+SPARE = 8
+"""One row and page in so many stays free for clients that have nothing running, so that nobody's long answers keep them
+out. A request that comes without a client may take all."""
 
 
 def check_policies(config: SchedulerConfig) -> None:
@@ -28,11 +31,6 @@ def check_policies(config: SchedulerConfig) -> None:
     EVICTION_POLICIES.get(config.eviction_policy)
     if config.priority_preemption_threshold is not None and config.schedule_policy != "priority":
         raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
-
-
-SPARE = 8
-"""One in so many rows and pages is for clients of the edge of which nothing runs: whoever fills the rest with long
-answers does not keep others out. Requests without a client are not concerned."""
 
 
 class PrefillManager:
@@ -149,12 +147,12 @@ class PrefillManager:
         full: set[str | None] = set()
 
         def may_come(client: str | None) -> bool:
-            return client is None or (client not in full and (client not in busy or free_rows > self._spare_rows))
+            return client not in full and free_rows > self._spare(client, busy)[0]
 
         for req in self._order.in_order(self._clock(), may_come):
             if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
                 break
-            spare = 0 if req.client is None or req.client not in busy else self._spare_pages
+            _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
             if self._waits_for_prefixes and pending.saves_tokens(req, matched):
@@ -174,6 +172,10 @@ class PrefillManager:
             busy.add(req.client)
             free_rows -= 1
         return batch if batch.reqs else None
+
+    def _spare(self, client: str | None, busy: Set[str | None]) -> tuple[int, int]:
+        """The rows and pages that a request of this client leaves free. `busy`: the clients that have one running."""
+        return (self._spare_rows, self._spare_pages) if client is not None and client in busy else (0, 0)
 
     def _fits(self, req: Req, match: Match, reserved: int | None, more: int = 0) -> bool:
         """`reserved`: pages that admitted requests will take. None: there are none, and then a request is admitted if
@@ -201,9 +203,10 @@ class PrefillManager:
             staying = [req for req in everyone if req not in gone]
             if self.chunked in staying:
                 return False  # nobody is admitted before its last chunk
-            reserved = reserved_pages(staying, ratio, self._page_size) if staying else None
+            rows, pages = self._spare(first.client, {req.client for req in staying})
+            reserved = reserved_pages(staying, ratio, self._page_size) + pages if staying else None
             more = self._cache.pages_of_release(victims, match)
-            return free_rows + len(victims) > 0 and self._fits(first, match, reserved, more)
+            return free_rows + len(victims) > rows and self._fits(first, match, reserved, more)
 
         return fewest(others, enough)
 

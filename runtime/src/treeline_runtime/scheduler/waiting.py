@@ -35,8 +35,8 @@ class WaitingOrder:
             self._clients[req.client] = order
 
     def in_order(self, now: float, may_come: Callable[[str | None], bool] = lambda _: True) -> Iterator[Req]:
-        """Those who were given may leave meanwhile; nobody may come. `may_come` is asked before each turn of a client;
-        once it says no, the client has no more turns."""
+        """While this goes on, requests that it gave may leave, and none may be put. `may_come` says before each turn of
+        a client whether it has this turn; after a no it has no more."""
         turns = deque((client, order.in_order(now)) for client, order in self._clients.items())
         while turns:
             client, order = turns.popleft()
