@@ -19,7 +19,7 @@ from treeline_operator.plan.download import files
 from treeline_operator.plan.engines.registry import launch
 from treeline_operator.world import Images
 from treeline_runtime.args import parse_args
-from treeline_runtime.fetch import parse
+from treeline_runtime.fetch.__main__ import parse
 
 NAMES = st.from_regex(re.compile(SERVED_NAME_PATTERN, re.ASCII), fullmatch=True).filter(lambda n: len(n) <= 256)
 PARTS = st.from_regex(re.compile(_PART, re.ASCII), fullmatch=True).filter(lambda p: p != "..")

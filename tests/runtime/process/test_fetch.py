@@ -14,8 +14,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
-from treeline_runtime import fetch
-from treeline_runtime.fetch import MARKER, Progress, Wanted, main
+from treeline_runtime.fetch.__main__ import main, wanted
+from treeline_runtime.fetch.folder import MARKER, Progress, fetch
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000}
 
@@ -88,7 +88,7 @@ def test_progress_grows_and_counts_all_folders(hub: Hub, tmp_path: Path) -> None
     seen = threading.Event()
     hub.during = lambda: (seen.wait(0.05), None)[1]
     for name in ("one", "two"):
-        fetch.fetch(Wanted.parse("hf://org/" + name, str(tmp_path / name)), progress, every_s=0.01)
+        fetch(wanted("hf://org/" + name, str(tmp_path / name)), progress, every_s=0.01)
     states = [json.loads(line) for line in out.getvalue().splitlines()]
     assert states[-1] == {"bytes_done": 10004, "bytes_total": 10004}
     done = [state["bytes_done"] for state in states]
@@ -204,7 +204,7 @@ def test_a_download_that_ends_short_is_a_failure(hub: Hub, tmp_path: Path, monke
     assert not (tmp_path / "m").exists()
 
 
-@pytest.mark.parametrize("uri", ["org/name", "hf://name", "hf://org/name/more", "s3://org/name"])
+@pytest.mark.parametrize("uri", ["org/name", "hf://name", "hf://org/name/more", "az://org/name"])
 def test_what_is_no_model_of_the_hub_is_said_so(uri: str, tmp_path: Path) -> None:
     assert run(tmp_path / "m", uri=uri) == 1
     assert "is no model of the Hub" in (tmp_path / "termination-log").read_text()

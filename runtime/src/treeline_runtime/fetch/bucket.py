@@ -1,0 +1,175 @@
+"""Models in object stores, `s3://bucket/folder` and `gs://bucket/folder`.
+
+Credentials, the region and another endpoint than the cloud's are in the environment, under the names that the clouds'
+own tools give them (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL,
+GOOGLE_SERVICE_ACCOUNT_KEY). Without any, the bucket is read as one that is public. obstore refuses keys that lead out
+of a folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import obstore
+from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import from_url
+
+from treeline_runtime.download import IGNORED
+from treeline_runtime.fetch.origin import TOKENIZER_FILES, WEIGHT_FILES, FetchError, Listing
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
+
+SUMS: Final = "SHA256SUMS"
+"""What `sha256sum * > SHA256SUMS` writes: where the folder has it, its files are compared with it."""
+PIECE: Final = 16 << 20
+"""Bytes of a request: one that fails is repeated, and so many bytes of each file at once are in memory."""
+_PIECE_TIMEOUT: Final = timedelta(minutes=5)
+_FILES_AT_ONCE: Final = 8
+_VERSION: Final = ".treeline-version"
+_CREDENTIALS: Final = {
+    "s3": (
+        "AWS",
+        {
+            *("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"),
+            *("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+        },
+    ),
+    "gs": (
+        "GOOGLE",
+        {
+            *("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH"),
+            "GOOGLE_APPLICATION_CREDENTIALS",
+        },
+    ),
+}
+"""Scheme → the prefix of its variables, and those that have credentials or say where they are."""
+_STATUS: Final = re.compile(r"status code: (\d{3})")
+_CODE: Final = re.compile("<Code>(.*?)</Code>")
+
+
+class Bucket:
+    """A folder of a bucket. Implements `Origin`; the version is a digest of names, sizes and entity tags."""
+
+    def __init__(self, uri: str, *, weights: bool = True) -> None:
+        """Raises FetchError."""
+        self.name = uri
+        self._patterns = WEIGHT_FILES if weights else TOKENIZER_FILES
+        self._weights = weights
+        self._tags: dict[str, str | None] = {}
+        prefix, variables = _CREDENTIALS[uri.partition("://")[0]]
+        self._unsigned = variables.isdisjoint(os.environ) and f"{prefix}_SKIP_SIGNATURE" not in os.environ
+        with self._told():
+            # The clouds' own addresses are https. An address with http:// is one that the pool's owner gave.
+            options: ClientConfig = {"timeout": _PIECE_TIMEOUT, "allow_http": True}
+            if self._unsigned:
+                self._store = from_url(uri, client_options=options, skip_signature=True)
+            else:
+                self._store = from_url(uri, client_options=options)
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """See Origin. A folder that changed in the bucket is still the same to us."""
+        return {"uri": self.name, "weights": self._weights}
+
+    def look(self, to: Path) -> Listing:
+        """See Origin."""
+        with self._told():
+            found = [one for page in obstore.list(self._store) for one in page if self._is_wanted(one["path"])]
+        if not found:
+            raise FetchError("WeightsMissing", f"{self.name} has no files of a model: correct the bucket or the folder")
+        self._tags = {one["path"]: one["e_tag"] for one in found}
+        seen = sorted((one["path"], one["size"], one["e_tag"]) for one in found)
+        return Listing(
+            {one["path"]: one["size"] for one in found}, hashlib.sha256(repr(seen).encode()).hexdigest()[:40]
+        )
+
+    def download(self, listed: Listing, to: Path) -> None:
+        """See Origin. What is there of another version is removed: files of two versions make no model."""
+        version = to / _VERSION
+        if not version.is_file() or version.read_text() != listed.version:
+            shutil.rmtree(to, ignore_errors=True)
+            to.mkdir(parents=True)
+            version.write_text(listed.version or "")
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+            running = [threads.submit(self._file, name, size, to / name) for name, size in listed.sizes.items()]
+            try:
+                for one in running:
+                    one.result()
+            finally:
+                threads.shutdown(cancel_futures=True)
+        self._compare(to)
+        version.unlink()
+
+    def _is_wanted(self, path: str) -> bool:
+        asked = path == SUMS or any(fnmatch(path, pattern) for pattern in self._patterns)
+        return asked and not any(fnmatch(path, pattern) for pattern in IGNORED)
+
+    def _file(self, name: str, size: int, to: Path) -> None:
+        try:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            with to.open("ab") as file:
+                there = file.tell()
+                while there < size:
+                    piece = self._piece(name, there, min(there + PIECE, size))
+                    file.write(piece)
+                    there += len(piece)
+        except (NotADirectoryError, FileExistsError, IsADirectoryError) as error:
+            raise FetchError("DownloadFailed", f"{self.name}: {name} is a file and a folder: remove one") from error
+
+    def _piece(self, name: str, start: int, end: int) -> memoryview:
+        """Bytes of the object that was listed: one that has been replaced since is refused."""
+        with self._told():
+            asked = obstore.get(self._store, name, options={"range": (start, end), "if_match": self._tags[name]})
+            piece = memoryview(asked.bytes())
+        if len(piece) != end - start:
+            raise FetchError("DownloadFailed", f"{self.name}: {len(piece)} bytes of {name} came, not {end - start}")
+        return piece
+
+    def _compare(self, folder: Path) -> None:
+        """With the digests that the folder itself has. A file that differs is removed and fetched at the next try."""
+        if SUMS not in self._tags:
+            return
+        for line in (folder / SUMS).read_text(errors="replace").splitlines():
+            digest, _, name = line.partition(" ")
+            name = name.lstrip(" *").removeprefix("./")
+            if name not in self._tags or name == SUMS:
+                continue
+            with (folder / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() == digest.lower():
+                    continue
+            (folder / name).unlink()
+            raise FetchError("DownloadFailed", f"{self.name}: {name} is not what {SUMS} says: upload it again")
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the library raises becomes a FetchError. Its text may have the answer's body, of which the code of the
+        error is shown."""
+        try:
+            yield
+        except (BaseError, ValueError) as error:
+            text = str(error).partition("Debug source")[0]
+            status, code = _STATUS.search(text), _CODE.search(text)
+            number = int(status[1]) if status else 0
+            what = f"{number} {code[1] if code else ''}".strip() if number else text.partition("\n")[0].strip()
+            if number in (401, 403) or isinstance(error, PermissionDeniedError | UnauthenticatedError):
+                tried = "without credentials" if self._unsigned else "with these credentials"
+                why = f"may not be read {tried} ({what}): correct the Secret of model.credentialsSecretRef"
+                raise FetchError("DownloadFailed", f"{self.name} {why}") from error
+            if number == 404 or isinstance(error, NotFoundError):
+                why = f"is not there ({what}): correct the bucket, the folder, or the region"
+                raise FetchError("WeightsMissing", f"{self.name} {why}") from error
+            if number == 412:
+                why = "was changed while it was downloaded; it is tried again"
+                raise FetchError("DownloadFailed", f"{self.name} {why}") from error
+            raise FetchError("DownloadFailed", f"{self.name} could not be downloaded: {what}") from error

@@ -1,0 +1,157 @@
+"""One folder for a model: downloaded once, whoever asks, and kept in part when a try fails.
+
+Several pods may share the folder's volume: one downloads under a lock while the others wait, and a folder that is
+complete carries a marker, so that the next pod asks nothing of the network. What was downloaded before a crash is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final
+
+from treeline_runtime.fetch.origin import DISK_ERRORS, FetchError, Origin
+
+MARKER: Final = ".treeline-complete"
+PROGRESS_S: Final = 3.0
+SPARE_BYTES: Final = 64 << 20
+
+logger = logging.getLogger("treeline.fetch")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be had, and the folder that it is to be in. `weights`: not its tokenizer alone."""
+
+    origin: Origin
+    to: Path
+    weights: bool = True
+
+    @property
+    def partial(self) -> Path:
+        return self.to.with_name(f"{self.to.name}.partial")
+
+    @property
+    def is_complete(self) -> bool:
+        try:
+            found = json.loads((self.to / MARKER).read_text())
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and self.origin.identity.items() <= found.items()
+
+
+class Progress:
+    """Says from time to time how much of all folders together is there."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._before = 0
+        self._last: tuple[int, int] | None = None
+        self.total = 0
+
+    def tell(self, done: int) -> None:
+        """Print the state, unless it is the one that was printed last."""
+        state = (min(self._before + done, self.total), self.total)
+        if state != self._last:
+            self._last = state
+            print(json.dumps({"bytes_done": state[0], "bytes_total": state[1]}), file=self._out, flush=True)
+
+    def finish(self, size: int) -> None:
+        """A folder is there, `size` bytes of it."""
+        self._before += size
+        self.tell(0)
+
+
+def fetch(wanted: Wanted, progress: Progress, *, every_s: float = PROGRESS_S) -> None:
+    """Have the folder complete, by whomever. Raises FetchError."""
+    try:
+        wanted.to.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(wanted):
+            if not wanted.is_complete:
+                _download(wanted, progress, every_s)
+                return
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | PermissionError) or error.errno in DISK_ERRORS:
+            raise FetchError("DownloadFailed", f"cannot write {wanted.to}: {error.strerror}") from error
+        raise
+    size = _size(wanted.to)
+    progress.total += size
+    progress.finish(size)
+
+
+@contextlib.contextmanager
+def _locked(wanted: Wanted) -> Iterator[None]:
+    """One downloader at a time. A volume without locks goes without: its folder is still made complete in one move."""
+    with wanted.to.with_name(f"{wanted.to.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("%s is being downloaded by another pod; waiting for it", wanted.origin.name)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("the volume of %s has no locks: %s", wanted.to, error)
+        yield
+
+
+def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
+    name = wanted.origin.name
+    listed = wanted.origin.look(wanted.partial)
+    if wanted.weights and not any(file.endswith(".safetensors") for file in listed.sizes):
+        raise FetchError("WeightsMissing", f"{name} has no *.safetensors weights; other formats are not read")
+    total = sum(listed.sizes.values())
+    progress.total += total
+    missing = total - _size(wanted.partial)
+    free = shutil.disk_usage(wanted.to.parent).free
+    if missing + SPARE_BYTES > free:
+        raise FetchError("ModelTooLarge", f"needs {_gib(missing)}, {_gib(free)} free in {wanted.to.parent}")
+    with _telling(lambda: progress.tell(_size(wanted.partial)), every_s):
+        wanted.origin.download(listed, wanted.partial)
+    there = sum((wanted.partial / file).stat().st_size for file in listed.sizes if (wanted.partial / file).is_file())
+    if there < total:
+        raise FetchError("DownloadFailed", f"{name}: {there} of {total} bytes arrived; it is tried again")
+    (wanted.partial / MARKER).write_text(json.dumps({**wanted.origin.identity, "commit": listed.version}))
+    shutil.rmtree(wanted.to, ignore_errors=True)
+    wanted.partial.rename(wanted.to)
+    progress.finish(total)
+
+
+@contextlib.contextmanager
+def _telling(tell: Callable[[], None], every_s: float) -> Iterator[None]:
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.wait(every_s):
+            tell()
+
+    tell()
+    thread = threading.Thread(target=loop, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _size(folder: Path) -> int:
+    """Bytes on disk, those of unfinished files too."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                # Space may be reserved before the bytes are there: what counts is what is written.
+                found = os.stat(os.path.join(root, name))
+                total += min(found.st_size, found.st_blocks * 512) if name.endswith(".incomplete") else found.st_size
+    return total
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

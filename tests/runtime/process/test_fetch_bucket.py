@@ -1,0 +1,249 @@
+"""Models in object stores: what is taken of a bucket, what is kept of a try, what is said where it cannot be read."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+from support.fake_s3 import FakeS3, running_s3
+from treeline_runtime.fetch import bucket
+from treeline_runtime.fetch.__main__ import main
+from treeline_runtime.fetch.folder import MARKER
+
+WEIGHTS = b"w" * 5000
+FILES = {"config.json": b"{}", "model.safetensors": WEIGHTS, "notes.md": b"#", "original/model.safetensors": b"again"}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    with running_s3() as store:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", store.url),
+            ("AWS_REGION", "us-east-1"),
+            ("AWS_ACCESS_KEY_ID", "models"),
+            ("AWS_SECRET_ACCESS_KEY", store.keys["models"]),
+        ):
+            monkeypatch.setenv(name, value)
+        yield store
+
+
+def run(to: Path, uri: str = "s3://weights/llama") -> tuple[int, str]:
+    log = to.parent / "termination-log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("")
+    status = main(["--uri", uri, "--to", str(to), "--termination-log", str(log), "--progress-seconds", "0.01"])
+    return status, log.read_text()
+
+
+def test_a_folder_of_a_bucket_is_downloaded_once(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.put(FILES)
+    store.put({"config.json": b"another model"}, "llama-2/")
+    to = tmp_path / "m"
+    assert run(to) == (0, "")
+    there = {str(path.relative_to(to)) for path in to.rglob("*") if path.is_file()}
+    assert there == {"config.json", "model.safetensors", MARKER}
+    assert (to / "model.safetensors").read_bytes() == WEIGHTS
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"bytes_done": 5002, "bytes_total": 5002}
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert run(to) == (0, "")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[tuple[str, Any]]:
+    """The objects and ranges that are asked for; the one after `most` fails."""
+    asked: list[tuple[str, Any]] = []
+    really: Callable[..., Any] = obstore.get
+
+    def get(store: Any, name: str, *, options: Any) -> Any:
+        if len(asked) == most:
+            raise obstore.exceptions.GenericError("the network is gone")
+        asked.append((name, options["range"]))
+        return really(store, name, options=options)
+
+    monkeypatch.setattr(bucket.obstore, "get", get)
+    return asked
+
+
+def test_a_public_bucket_needs_no_credentials(store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put(FILES)
+    store.public = True
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert run(tmp_path / "m") == (0, "")
+
+
+def test_a_try_goes_on_where_the_one_before_ended(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put({"model.safetensors": bytes(range(250)) * 20})
+    monkeypatch.setattr(bucket, "PIECE", 1000)
+    with monkeypatch.context() as broken:
+        counted(broken, most=3)
+        status, said = run(tmp_path / "m")
+    assert status == 1
+    assert said == "DownloadFailed: s3://weights/llama could not be downloaded: the network is gone"
+    assert not (tmp_path / "m").exists()
+    asked = counted(monkeypatch)
+    assert run(tmp_path / "m") == (0, "")
+    assert [span for _, span in asked] == [(3000, 4000), (4000, 5000)]
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == bytes(range(250)) * 20
+
+
+def test_what_was_downloaded_of_other_contents_is_not_used(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(FILES)
+    monkeypatch.setattr(bucket, "PIECE", 1000)
+    with monkeypatch.context() as broken:
+        counted(broken, most=3)
+        assert run(tmp_path / "m")[0] == 1
+    store.put({"model.safetensors": b"n" * 5000})
+    assert run(tmp_path / "m") == (0, "")
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == b"n" * 5000
+
+
+def test_an_object_that_is_replaced_meanwhile_is_refused(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put({"model.safetensors": WEIGHTS})
+    really: Callable[..., Any] = bucket.Bucket.look
+
+    def look(folder: bucket.Bucket, to: Path) -> Any:
+        listed = really(folder, to)
+        store.put({"model.safetensors": b"n" * 5000})
+        return listed
+
+    with monkeypatch.context() as hasty:
+        hasty.setattr(bucket.Bucket, "look", look)
+        status, said = run(tmp_path / "m")
+    assert status == 1
+    assert "was changed while it was downloaded" in said
+    assert run(tmp_path / "m") == (0, "")
+    assert (tmp_path / "m" / "model.safetensors").read_bytes() == b"n" * 5000
+
+
+def test_files_are_what_the_folders_own_digests_say(store: FakeS3, tmp_path: Path) -> None:
+    good = hashlib.sha256(WEIGHTS).hexdigest()
+    wrong = hashlib.sha256(b"other").hexdigest()
+    files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
+    store.put({**files, "SHA256SUMS": f"{wrong}  model.safetensors\n{good}  ../../etc/passwd\n".encode()})
+    status, said = run(tmp_path / "m")
+    assert status == 1
+    assert said.startswith("DownloadFailed: s3://weights/llama: model.safetensors is not what SHA256SUMS says")
+    assert not (tmp_path / "m").exists()
+    store.put({**files, "SHA256SUMS": f"{good} *./model.safetensors\n".encode()})
+    assert run(tmp_path / "m") == (0, "")
+
+
+@pytest.mark.parametrize("key", ["../evil.json", "/evil.json", "../../m/evil.json", "./evil.json"])
+def test_no_key_leads_out_of_the_folder(store: FakeS3, tmp_path: Path, key: str) -> None:
+    store.put(FILES)
+    store.put({key: b"{}"})
+    status, said = run(tmp_path / "deep" / "m")
+    assert (status, list(tmp_path.rglob("evil.json"))) == (1, [])
+    assert said.startswith(
+        "DownloadFailed: s3://weights/llama could not be downloaded: Encountered object with invalid"
+    )
+
+
+def test_a_file_that_is_a_folder_too_is_refused(store: FakeS3, tmp_path: Path) -> None:
+    store.put({**FILES, "a.json": b"{}", "a.json/b.json": b"{}"})
+    status, said = run(tmp_path / "m")
+    assert status == 1
+    assert "is a file and a folder" in said
+
+
+@pytest.mark.parametrize(
+    ("uri", "env", "line"),
+    [
+        ("s3://weights/nothing", {}, "WeightsMissing: s3://weights/nothing has no files of a model"),
+        ("s3://weights", {}, "WeightsMissing: s3://weights has no *.safetensors weights"),
+        ("s3://no-such-bucket/m", {}, "WeightsMissing: s3://no-such-bucket/m is not there (404 NoSuchBucket)"),
+        (
+            "s3://weights/llama",
+            {"AWS_SECRET_ACCESS_KEY": "wrong"},
+            "DownloadFailed: s3://weights/llama may not be read with these credentials (403 SignatureDoesNotMatch)",
+        ),
+        (
+            "s3://weights/llama",
+            {"AWS_ACCESS_KEY_ID": "AKIANOBODY"},
+            "DownloadFailed: s3://weights/llama may not be read with these credentials (403 InvalidAccessKeyId)",
+        ),
+        (
+            "s3://weights/llama",
+            {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None},
+            "DownloadFailed: s3://weights/llama may not be read without credentials (403 AccessDenied)",
+        ),
+    ],
+)
+def test_why_it_cannot_be_read_is_said_in_one_line(
+    store: FakeS3,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    uri: str,
+    env: dict[str, str | None],
+    line: str,
+) -> None:
+    store.put({"config.json": b"{}"})
+    for name, value in env.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    status, said = run(tmp_path / "m", uri)
+    assert status == 1
+    assert said.startswith(line)
+    assert "\n" not in said
+    assert store.keys["models"] not in said
+
+
+class FakeGcs(FakeS3):
+    """Answers who has signed with the service account's key, as Google Cloud Storage does."""
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+
+    def problem(self, request: BaseHTTPRequestHandler) -> str:
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        signed, _, signature = token.rpartition(".")
+        try:
+            self.key.public_key().verify(_plain(signature), signed.encode(), padding.PKCS1v15(), hashes.SHA256())
+            who = json.loads(_plain(signed.partition(".")[2]))["iss"]
+        except (InvalidSignature, ValueError):
+            who = ""
+        return "" if who == "models@example.iam.gserviceaccount.com" else "AccessDenied"
+
+
+def _plain(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def test_a_bucket_of_google_is_read_with_the_key_of_a_service_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    with running_s3(FakeGcs()) as store:
+        store.put(FILES)
+        account = {
+            "type": "service_account",
+            "client_email": "models@example.iam.gserviceaccount.com",
+            "private_key": FakeGcs.key.private_bytes(*pem).decode(),
+            "private_key_id": "1",
+            "gcs_base_url": store.url,
+        }
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
+        assert run(tmp_path / "m", "gs://weights/llama") == (0, "")
+        assert (tmp_path / "m" / "model.safetensors").read_bytes() == WEIGHTS
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps({**account, "client_email": "stranger"}))
+        status, said = run(tmp_path / "other", "gs://weights/llama")
+        assert status == 1
+        assert "gs://weights/llama may not be read with these credentials (403 AccessDenied)" in said
