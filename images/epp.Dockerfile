@@ -19,7 +19,9 @@ COPY wire wire
 COPY kube kube
 COPY epp epp
 COPY cli cli
-RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./kube ./epp ./cli \
+# For its download, treeline_runtime.fetch: pods of foreign engines fetch their models with this image, which is small.
+COPY runtime runtime
+RUN python3 -m pip --python /tmp/builder/bin/python wheel --no-deps --no-build-isolation -w /tmp/wheels ./wire ./kube ./epp ./cli ./runtime \
  && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --no-index /tmp/wheels/*.whl
 
 FROM ${BASE_IMAGE}

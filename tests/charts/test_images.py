@@ -25,7 +25,7 @@ IMAGES = ROOT / "images"
 DOCKERFILES = sorted(IMAGES.glob("*.Dockerfile"))
 ROOMS = {
     "operator": ("treeline_wire", "treeline_kube", "treeline_operator"),
-    "epp": ("treeline_wire", "treeline_kube", "treeline_epp"),
+    "epp": ("treeline_wire", "treeline_kube", "treeline_epp", "treeline_runtime.fetch"),
     "edge": ("treeline_operator.envoy",),
     "runtime": ("treeline_wire", "treeline_runtime"),
 }

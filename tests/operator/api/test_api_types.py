@@ -40,7 +40,7 @@ def test_an_object_of_a_newer_version_is_read_and_a_file_with_a_slip_is_not():
 
 
 def test_what_cannot_be_understood_is_an_error():
-    for text in ("model: {uri: s3://bucket/x}", "engine: {type: other}", "accelerator: {type: tpu}"):
+    for text in ("model: {uri: az://bucket/x}", "engine: {type: other}", "accelerator: {type: tpu}"):
         with pytest.raises(ValidationError):
             pool(text)
 
@@ -58,6 +58,15 @@ def test_specs_cannot_be_changed_by_accident():
         ("hf://org/name@v1", Source("hf", "org/name", revision="v1"), "name"),
         ("pvc://claim/a/b", Source("pvc", "claim", "a/b"), "b"),
         ("pvc://claim", Source("pvc", "claim"), "claim"),
+        ("s3://bucket/a/b", Source("s3", "bucket", "a/b"), "b"),
+        ("gs://bucket", Source("gs", "bucket"), "bucket"),
+        ("oci://r.io:5000/org/name:v1", Source("oci", "r.io:5000/org/name:v1"), "name"),
+        ("oci://r.io/org/name:v1/a/b", Source("oci", "r.io/org/name:v1", "a/b"), "b"),
+        (
+            f"oci://r.io/name@sha256:{'0' * 64}",
+            Source("oci", f"r.io/name@sha256:{'0' * 64}"),
+            "name",
+        ),
         ("path:///models/x", Source("path", "/models/x"), "x"),
         ("builtin://tiny", Source("builtin", "tiny"), "tiny"),
     ],

@@ -24,9 +24,9 @@ from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template, template_problem
 from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Images
-from treeline_runtime import fetch
 from treeline_runtime.args import parse_args
 from treeline_runtime.config import EngineConfig
+from treeline_runtime.fetch.__main__ import parse
 
 
 def patched(**container: Any) -> dict[str, Any]:
@@ -217,11 +217,40 @@ def test_the_download_takes_its_command_line() -> None:
         engine={"type": "vllm", "adapters": [{"name": "a", "uri": "hf://org/adapter"}]},
     )
     (init,) = pod_template(pool, "abc", Images())["spec"]["initContainers"]
-    assert init["command"] == ["python", "-m", fetch.__name__]
-    parsed = fetch.parse(init["args"])
+    assert init["command"] == ["python", "-m", parse.__module__.removesuffix(".__main__")]
+    parsed = parse(init["args"])
     assert parsed.uri == ["hf://org/name@v1", "hf://org/adapter"]
     assert parsed.tokenizer_uri == "hf://org/words"
     assert parsed.to[0] == files(pool).model == "/models/org--name--v1"
+    assert init["image"] == Images().epp, "the engine's node need not have the runtime's image"
+
+
+def test_credentials_of_an_object_store_reach_the_download_alone() -> None:
+    pool = a_pool(model={"uri": "s3://bucket/llama/8b", "credentialsSecretRef": {"name": "store"}})
+    pod = pod_template(pool, "abc", Images())["spec"]
+    (init,) = pod["initContainers"]
+    assert init["args"] == ["--uri=s3://bucket/llama/8b", "--to=/models/s3,bucket,llama,8b"]
+    assert init["envFrom"] == [{"secretRef": {"name": "store"}}]
+    assert "store" not in json.dumps(pod["containers"])
+    assert "/models/s3,bucket,llama,8b" in json.dumps(pod["containers"])
+
+
+def test_a_model_in_an_image_is_mounted_and_not_downloaded() -> None:
+    adapter = {"name": "a", "uri": "oci://r.io/org/adapter:v2"}
+    pool = a_pool(
+        model={"uri": "oci://r.io:5000/org/name:v1/weights"},
+        accelerator={"type": "nvidia"},
+        engine={"type": "vllm", "adapters": [adapter]},
+    )
+    pod = pod_template(pool, "abc", Images())["spec"]
+    assert "initContainers" not in pod
+    images = {volume["name"]: volume["image"]["reference"] for volume in pod["volumes"] if "image" in volume}
+    assert sorted(images.values()) == ["r.io/org/adapter:v2", "r.io:5000/org/name:v1"]
+    (main,) = pod["containers"]
+    places = {images[m["name"]]: m["mountPath"] for m in main["volumeMounts"] if m["name"] in images}
+    assert places["r.io:5000/org/name:v1"] == "/mnt/images/r.io=5000/org/name=v1"
+    assert files(pool).model == f"{places['r.io:5000/org/name:v1']}/weights"
+    assert files(pool).adapters == {"a": places["r.io/org/adapter:v2"]}
 
 
 def test_every_setting_that_the_api_takes_reaches_the_engine() -> None:

@@ -40,14 +40,15 @@ class HubModel(NamedTuple):
 def served_name(name: str | None, uri: str) -> str:
     """The name under which a pool's engines serve their model: the one given, else the last part of the URI.
 
-    The revision of a Hugging Face repository is not part of it.
+    The revision of a Hugging Face repository and the tag of an image are not part of it.
     """
     if name:
         return name
     scheme, _, rest = uri.rpartition("://")
     if scheme == "hf":
         rest = rest.partition("@")[0]
-    return rest.rstrip("/").rpartition("/")[2]
+    last = rest.rstrip("/").rpartition("/")[2]
+    return re.split("[:@]", last)[0] if scheme == "oci" else last
 
 
 class ModelRule(msgspec.Struct, frozen=True):

@@ -218,7 +218,8 @@ class Reason(StrEnum):
     DOWNLOAD_FAILED = _needs_you(
         "DownloadFailed",
         "The download of the weights fails; the message says why.",
-        "Correct model.uri or model.tokenSecretRef (gated models need a token), or allow egress to the source.",
+        "Correct model.uri, model.tokenSecretRef (gated models need a token) or model.credentialsSecretRef, or allow"
+        " egress to the source.",
     )
     MODEL_TOO_LARGE = _needs_you(
         "ModelTooLarge",

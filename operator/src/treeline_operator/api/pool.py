@@ -22,7 +22,7 @@ from treeline_operator.api.parts import (
     Resource,
 )
 from treeline_operator.api.rules import Rule, forbidden
-from treeline_operator.api.source import ModelSource
+from treeline_operator.api.source import ModelSource, is_downloaded
 from treeline_operator.api.template import template_rules, template_schema
 from treeline_operator.names import MAX_NAME
 
@@ -56,7 +56,7 @@ class PoolSpec(Part):
     RULES = (
         Rule(
             "self.engine.type == 'treeline' || !self.model.uri.startsWith('builtin://')",
-            "builtin:// models are in the image of engine treeline: use hf://, pvc:// or path://",
+            "builtin:// models are in the image of engine treeline: use hf://, s3://, gs://, oci://, pvc:// or path://",
             field=".model.uri",
         ),
         forbidden(
@@ -76,10 +76,11 @@ class PoolSpec(Part):
             field=".model.pickerReadsClaim",
         ),
         forbidden(
-            "!has(self.model.cache) || self.model.uri.startsWith('hf://')"
-            " || (has(self.model.tokenizer) && self.model.tokenizer.startsWith('hf://'))"
-            " || (has(self.engine.adapters) && self.engine.adapters.exists(a, a.uri.startsWith('hf://')))",
-            "nothing is downloaded, so there is nothing to cache: remove model.cache, or use an hf:// uri",
+            "!has(self.model.cache) || self.model.uri.matches('^(hf|s3|gs)://')"
+            " || (has(self.model.tokenizer) && self.model.tokenizer.matches('^(hf|s3|gs)://'))"
+            " || (has(self.engine.adapters) && self.engine.adapters.exists(a, a.uri.matches('^(hf|s3|gs)://')))",
+            "nothing is downloaded, so there is nothing to cache: remove model.cache, or use an hf://, s3:// or gs://"
+            " uri",
             field=".model.cache",
         ),
         Rule(
@@ -162,8 +163,8 @@ class PoolSpec(Part):
 
     @property
     def downloads(self) -> bool:
-        """Whether anything comes from Hugging Face."""
-        return self.model.downloads or any(a.uri.startswith("hf://") for a in self.engine.adapters)
+        """Whether anything is downloaded."""
+        return self.model.downloads or any(is_downloaded(a.uri) for a in self.engine.adapters)
 
     @property
     def tensor_parallel(self) -> int:

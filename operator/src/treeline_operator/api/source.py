@@ -8,10 +8,12 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import AfterValidator, Field, StrictBool, StringConstraints
 from treeline_wire.models import served_name
 
-from treeline_operator.api.parts import SET, ConfigMapKeyRef, DnsName, KeyRef, Part, Quantity, ServedName
+from treeline_operator.api.parts import SET, ConfigMapKeyRef, DnsName, KeyRef, NamedRef, Part, Quantity, ServedName
 from treeline_operator.api.rules import KEYWORD, Rule, forbidden
 
-Scheme = Literal["hf", "pvc", "path", "builtin"]
+Scheme = Literal["hf", "s3", "gs", "oci", "pvc", "path", "builtin"]
+DOWNLOADED: Final = ("hf", "s3", "gs")
+"""The schemes of what is downloaded into a volume before the engine starts."""
 
 _PART: Final = "[A-Za-z0-9_.@+][A-Za-z0-9_.@+=-]*"
 """One part of a path. Paths stand in command lines, mounts and environments: nothing there may be taken for a flag, for
@@ -24,6 +26,23 @@ _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
         "hf://",
         rf"^hf://[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*(@{_REVISION}(/{_REVISION})*)?$",
         "hf:// needs an organisation and a name: write hf://org/name or hf://org/name@revision",
+    ),
+    (
+        "s3://",
+        rf"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/{_PART})*$",
+        f"s3:// needs a bucket and a folder in it: write s3://bucket/folder, {_PLAIN}",
+    ),
+    (
+        "gs://",
+        rf"^gs://[a-z0-9][a-z0-9._-]*[a-z0-9](/{_PART})*$",
+        f"gs:// needs a bucket and a folder in it: write gs://bucket/folder, {_PLAIN}",
+    ),
+    (
+        "oci://",
+        "^oci://[a-z0-9][a-z0-9.-]*(:[0-9]+)?(/[a-z0-9][a-z0-9._-]*)+"
+        rf"(:[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{{64}})(/{_PART})*$",
+        "oci:// needs an image with a registry and a tag or digest: write oci://registry/org/name:tag, or"
+        " oci://registry/org/name:tag/folder",
     ),
     (
         "pvc://",
@@ -47,7 +66,10 @@ _MERGED: Final = "^hf://.*(--|[.][.])"
 _MERGED_MESSAGE: Final = (
     "an organisation, name or revision of Hugging Face has no -- or .. in it: correct the hf:// uri"
 )
-_SCHEMES: Final = "write hf://org/name, pvc://claim/path, path:///directory or builtin://tiny"
+_SCHEMES: Final = (
+    "write hf://org/name, s3://bucket/folder, gs://bucket/folder, oci://registry/org/name:tag, pvc://claim/path,"
+    " path:///directory or builtin://tiny"
+)
 
 
 def _check_uri(uri: str) -> str:
@@ -64,7 +86,7 @@ def _check_uri(uri: str) -> str:
 
 
 _URI_RULES: Final = [
-    {"rule": "self.matches('^(hf|pvc|path|builtin)://.')", "message": f"no model URI: {_SCHEMES}"},
+    {"rule": "self.matches('^(hf|s3|gs|oci|pvc|path|builtin)://.')", "message": f"no model URI: {_SCHEMES}"},
     *(
         {"rule": f"!self.startsWith('{scheme}') || self.matches('{form}')", "message": message}
         for scheme, form, message in _FORMS
@@ -84,7 +106,7 @@ Uri = Annotated[
 class Source(NamedTuple):
     """A model URI taken apart.
 
-    `root` is the repository, claim, directory or built-in name, `path` what is in it.
+    `root` is the repository, bucket, image, claim, directory or built-in name, `path` what is in it.
     """
 
     scheme: Scheme
@@ -100,14 +122,24 @@ class Source(NamedTuple):
             case "hf":
                 repository, _, revision = rest.partition("@")
                 return cls("hf", repository, revision=revision)
-            case "pvc":
-                claim, _, path = rest.partition("/")
-                return cls("pvc", claim, path.strip("/"))
+            case ("s3" | "gs" | "pvc") as volume:
+                root, _, path = rest.partition("/")
+                return cls(volume, root, path.strip("/"))
+            case "oci":
+                # The registry may have a port; after it the first colon or @ is that of the tag or digest.
+                registry, _, named = rest.partition("/")
+                if (tagged := re.match("[^:@]+[:@][^/]+", named)) is not None:
+                    return cls("oci", f"{registry}/{tagged[0]}", named[tagged.end() :].strip("/"))
             case "path":
                 return cls("path", rest)
             case "builtin":
                 return cls("builtin", rest)
-        raise ValueError(f"{uri!r} is no model URI; write hf://, pvc://, path:// or builtin://")
+        raise ValueError(f"{uri!r} is no model URI: {_SCHEMES}")
+
+
+def is_downloaded(uri: str) -> bool:
+    """Whether the download of a pod fetches it."""
+    return uri.partition("://")[0] in DOWNLOADED
 
 
 class Cache(Part):
@@ -152,6 +184,12 @@ class ModelSource(Part):
             field=".tokenSecretRef",
         ),
         forbidden(
+            "!has(self.credentialsSecretRef) || self.uri.startsWith('s3://') || self.uri.startsWith('gs://')"
+            " || (has(self.tokenizer) && (self.tokenizer.startsWith('s3://') || self.tokenizer.startsWith('gs://')))",
+            "nothing comes from an object store: remove credentialsSecretRef, or use an s3:// or gs:// uri",
+            field=".credentialsSecretRef",
+        ),
+        forbidden(
             "!self.pickerReadsClaim || (has(self.tokenizer) ? self.tokenizer : self.uri).startsWith('pvc://')",
             "the tokenizer is on no claim: remove pickerReadsClaim, or set tokenizer to a pvc:// uri",
             field=".pickerReadsClaim",
@@ -165,8 +203,9 @@ class ModelSource(Part):
     )
 
     uri: Uri
-    """Where the weights are: `hf://org/name[@revision]`, `pvc://claim/path`, `builtin://tiny`, or `path:///directory`
-    in the image or in a volume of the template."""
+    """Where the weights are: `hf://org/name[@revision]`, `s3://bucket/folder`, `gs://bucket/folder`,
+    `oci://registry/org/name:tag[/folder]` (mounted as an image volume), `pvc://claim/path`, `builtin://tiny`, or
+    `path:///directory` in the image or in a volume of the template."""
     name: ServedName | None = None
     """Name under which clients ask for the model; absent means the last part of the uri."""
     tokenizer: Uri | None = None
@@ -178,6 +217,11 @@ class ModelSource(Part):
     token_secret_ref: KeyRef | None = None
     """Secret with the Hugging Face token, for gated models. The kubelet hands it to the download and, with an engine
     that serves no tokenizer (any but treeline), to the picker, which downloads that; to nobody else."""
+    credentials_secret_ref: NamedRef | None = None
+    """Secret of which each key is a variable in the environment of the download: for s3:// `AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, `AWS_REGION` and, for a store that is not Amazon's, `AWS_ENDPOINT_URL`; for gs://
+    `GOOGLE_SERVICE_ACCOUNT_KEY`. Absent means that the bucket is public, or that the cloud gives the pod an identity by
+    its environment."""
     picker_reads_claim: StrictBool = False
     """Mount the claim that the tokenizer is on read-only into the picker too, which reads it there. Only for claims
     that pods on several nodes can mount (ReadOnlyMany, ReadWriteMany): for any other the picker might wait for ever.
@@ -194,8 +238,8 @@ class ModelSource(Part):
 
     @property
     def downloads(self) -> bool:
-        """Whether the weights or the tokenizer come from Hugging Face."""
-        return any(uri.startswith("hf://") for uri in (self.uri, self.tokenizer or ""))
+        """Whether the weights or the tokenizer are downloaded."""
+        return any(is_downloaded(uri) for uri in (self.uri, self.tokenizer or ""))
 
     @property
     def served_name(self) -> str:

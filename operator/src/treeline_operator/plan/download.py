@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.api.source import Source
+from treeline_operator.api.source import DOWNLOADED, Source
 from treeline_operator.plan.objects import mount
 from treeline_operator.plan.pod_state import DOWNLOAD
 
@@ -15,6 +15,7 @@ BUILTIN_ROOT: Final = "/opt/treeline/models"
 """Where the runtime image has the models that come with it."""
 DOWNLOADS: Final = "/models"
 CLAIMS: Final = "/mnt/models"
+IMAGES: Final = "/mnt/images"
 _VOLUME: Final = "models"
 _UNSAFE: Final = re.compile(r"[^\w.-]+")
 
@@ -42,13 +43,13 @@ def files(pool: InferencePool) -> Files:
     fetches = [
         arg
         for uri, source in sources.items()
-        if source.scheme == "hf"
+        if source.scheme in DOWNLOADED
         for arg in (f"--uri={uri}", f"--to={path(source)}")
     ]
     tokenizer = spec.model.tokenizer
     if tokenizer and tokenizer not in sources:
         sources[tokenizer] = Source.parse(tokenizer)
-        if sources[tokenizer].scheme == "hf":
+        if sources[tokenizer].scheme in DOWNLOADED:
             fetches += [f"--tokenizer-uri={tokenizer}", f"--tokenizer-to={path(sources[tokenizer])}"]
     volumes: list[dict[str, Any]] = []
     mounts: list[dict[str, Any]] = []
@@ -56,6 +57,10 @@ def files(pool: InferencePool) -> Files:
         name = f"claim-{number}"
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim, "readOnly": True}})
         mounts.append(mount(name, f"{CLAIMS}/{claim}"))
+    for number, image in enumerate(sorted({s.root for s in sources.values() if s.scheme == "oci"})):
+        name = f"image-{number}"
+        volumes.append({"name": name, "image": {"reference": image}})
+        mounts.append(mount(name, path(Source("oci", image))))
     if fetches:
         volumes.append({"name": _VOLUME, **_downloads_volume(pool)})
         mounts.append(mount(_VOLUME, DOWNLOADS))
@@ -78,6 +83,12 @@ def path(source: Source) -> str:
             return source.root
         case "pvc":
             return f"{CLAIMS}/{source.root}/{source.path}".rstrip("/")
+        case "oci":
+            # A path to mount at has no colon.
+            return f"{IMAGES}/{source.root.replace(':', '=')}/{source.path}".rstrip("/")
+        case "s3" | "gs":
+            # No part of a URI has a comma: no two sources are one folder.
+            return f"{DOWNLOADS}/{','.join([source.scheme, source.root, *filter(None, source.path.split('/'))])}"
     folder = f"{source.root}@{source.revision}" if source.revision else source.root
     return f"{DOWNLOADS}/{_UNSAFE.sub('--', folder)}"
 
@@ -90,7 +101,7 @@ def _downloads_volume(pool: InferencePool) -> dict[str, Any]:
 
 
 def init_container(pool: InferencePool, found: Files, image: str, pull_policy: str) -> dict[str, Any] | None:
-    """The container that downloads, None if there is nothing to download. Only it ever sees the token."""
+    """The container that downloads, None if there is nothing to download. Only it ever sees token and credentials."""
     if not found.fetches:
         return None
     model = pool.spec.model
@@ -116,6 +127,8 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
         "terminationMessagePolicy": "File",
         "volumeMounts": [{"name": _VOLUME, "mountPath": DOWNLOADS}, {"name": "tmp", "mountPath": "/tmp"}],
     }
+    if model.credentials_secret_ref is not None:
+        container["envFrom"] = [{"secretRef": {"name": model.credentials_secret_ref.name}}]
     if model.cache is None and model.size is not None:
         container["resources"]["requests"]["ephemeral-storage"] = model.size
     return container

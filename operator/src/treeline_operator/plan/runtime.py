@@ -117,7 +117,7 @@ def images_of(there: ExistingRevision, otherwise: Images) -> Images:
     image = seen.get("image", otherwise.runtime)
     policy = seen.get("imagePullPolicy", otherwise.pull_policy)
     secrets = tuple(secret["name"] for secret in pod.get("imagePullSecrets") or ())
-    return Images(runtime=image, runtime_cuda=image, pull_policy=policy, pull_secrets=secrets)
+    return Images(runtime=image, runtime_cuda=image, epp=image, pull_policy=policy, pull_secrets=secrets)
 
 
 def names_model(deployment: Mapping[str, Any], name: str) -> bool:
@@ -149,7 +149,7 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
 def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, images: Images) -> Object:
     accelerator, security = pool.spec.accelerator, _container_security(pool)
     pull = pool.spec.engine.image_pull_policy or images.pull_policy
-    fetch_image = start.image if start.downloads else images.runtime
+    fetch_image = start.image if start.downloads else images.epp
     fetch = init_container(pool, found, fetch_image, pull)
     spec: Object = {
         "automountServiceAccountToken": False,
