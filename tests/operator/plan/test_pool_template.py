@@ -17,7 +17,6 @@ from support.pool_world import SimCluster, a_pool, runtime, template
 from treeline_operator.api.engine import SETTINGS, WORDS
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
-from treeline_operator.plan.download import files
 from treeline_operator.plan.engines.registry import ADAPTERS
 from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.revision import inputs
@@ -26,7 +25,6 @@ from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Images
 from treeline_runtime.args import parse_args
 from treeline_runtime.config import EngineConfig
-from treeline_runtime.fetch.__main__ import parse
 
 
 def patched(**container: Any) -> dict[str, Any]:
@@ -210,49 +208,6 @@ def test_the_words_that_a_pool_may_use_are_those_that_our_runtime_takes() -> Non
     assert closed == {setting: WORDS[setting] for setting in ("dtype", "quantization", "kvCacheDtype")}
 
 
-def test_the_download_takes_its_command_line() -> None:
-    pool = a_pool(
-        model={"uri": "hf://org/name@v1", "tokenizer": "hf://org/words"},
-        accelerator={"type": "nvidia"},
-        engine={"type": "vllm", "adapters": [{"name": "a", "uri": "hf://org/adapter"}]},
-    )
-    (init,) = pod_template(pool, "abc", Images())["spec"]["initContainers"]
-    assert init["command"] == ["python", "-m", parse.__module__.removesuffix(".__main__")]
-    parsed = parse(init["args"])
-    assert parsed.uri == ["hf://org/name@v1", "hf://org/adapter"]
-    assert parsed.tokenizer_uri == "hf://org/words"
-    assert parsed.to[0] == files(pool).model == "/models/org--name--v1"
-    assert init["image"] == Images().epp, "the engine's node need not have the runtime's image"
-
-
-def test_credentials_of_an_object_store_reach_the_download_alone() -> None:
-    pool = a_pool(model={"uri": "s3://bucket/llama/8b", "credentialsSecretRef": {"name": "store"}})
-    pod = pod_template(pool, "abc", Images())["spec"]
-    (init,) = pod["initContainers"]
-    assert init["args"] == ["--uri=s3://bucket/llama/8b", "--to=/models/s3,bucket,llama,8b"]
-    assert init["envFrom"] == [{"secretRef": {"name": "store"}}]
-    assert "store" not in json.dumps(pod["containers"])
-    assert "/models/s3,bucket,llama,8b" in json.dumps(pod["containers"])
-
-
-def test_a_model_in_an_image_is_mounted_and_not_downloaded() -> None:
-    adapter = {"name": "a", "uri": "oci://r.io/org/adapter:v2"}
-    pool = a_pool(
-        model={"uri": "oci://r.io:5000/org/name:v1/weights"},
-        accelerator={"type": "nvidia"},
-        engine={"type": "vllm", "adapters": [adapter]},
-    )
-    pod = pod_template(pool, "abc", Images())["spec"]
-    assert "initContainers" not in pod
-    images = {volume["name"]: volume["image"]["reference"] for volume in pod["volumes"] if "image" in volume}
-    assert sorted(images.values()) == ["r.io/org/adapter:v2", "r.io:5000/org/name:v1"]
-    (main,) = pod["containers"]
-    places = {images[m["name"]]: m["mountPath"] for m in main["volumeMounts"] if m["name"] in images}
-    assert places["r.io:5000/org/name:v1"] == "/mnt/images/r.io=5000/org/name=v1"
-    assert files(pool).model == f"{places['r.io:5000/org/name:v1']}/weights"
-    assert files(pool).adapters == {"a": places["r.io/org/adapter:v2"]}
-
-
 def test_every_setting_that_the_api_takes_reaches_the_engine() -> None:
     for setting, engines in SETTINGS.items():
         for engine, adapter in ADAPTERS.items():
@@ -318,13 +273,6 @@ def test_the_users_command_and_arguments_hold() -> None:
     made = runtime(engine={"command": ["numactl", "serve"], "args": ["--more"]})
     assert made["command"] == ["numactl", "serve"]
     assert made["args"][-1] == "--more"
-
-
-def test_the_token_is_in_the_download_only() -> None:
-    made = template(model={"uri": "hf://org/name", "tokenSecretRef": {"name": "hf", "key": "t"}})
-    assert json.dumps(made["spec"]["containers"]).count("HF_TOKEN") == 0
-    (init,) = made["spec"]["initContainers"]
-    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "t"}}} in init["env"]
 
 
 def test_registry_credentials_reach_the_pods_and_the_fragment_may_add_some() -> None:

@@ -32,8 +32,8 @@ from treeline_operator.envoy import EnvoyConfig
 from treeline_operator.envoy.launcher import options_of as launcher_options
 from treeline_operator.plan import edge, revision
 from treeline_operator.world import TEMPLATE_VERSION, PickerEndpoint, Platform
-from treeline_runtime import fetch
 from treeline_runtime.args import parse_args as runtime_options
+from treeline_runtime.fetch.__main__ import parse as download_options
 from treeline_wire import frames
 from treeline_wire.events import decode_batch
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, decode_load
@@ -218,7 +218,7 @@ def test_components_of_this_version_take_the_flags_of_the_last_release(
     found = [(parse, told["args"]) for name, parse in taken.items() for _, told in containers(name)]
     own = ["python", "-m", "treeline_runtime"]
     found += [(runtime_options, told["args"]) for _, told in containers("runtime") if told.get("command") == own]
-    found += [(fetch.parse, told["args"]) for _, told in containers("model")]
+    found += [(download_options, told["args"]) for _, told in containers("model")]
     assert len(found) >= 3 + 2 + 2 + 1
     for parse, arguments in found:
         assert parse(arguments)
