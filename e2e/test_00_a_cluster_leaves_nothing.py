@@ -38,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     run("down")
     # the kernel takes down namespaces a moment after their last process
     with contextlib.suppress(ClusterError):
-        until(lambda: not compare(before, snapshot()), "nothing to be left", 10)
+        until(lambda: not compare(before, snapshot()), "nothing to be left")
     assert compare(before, snapshot()) == []
 
 

@@ -129,5 +129,5 @@ def test_the_books_balance(treeline: Installed, kept: Path) -> None:
         kept.with_suffix(".books").write_text("".join(lines))
         return all(book.balances for book in found.values())
 
-    treeline.until(balanced, "pages, reservations and the picker's tree to add up", 20.0)
+    treeline.until(balanced, "pages, reservations and the picker's tree to add up")
     treeline.conclude()

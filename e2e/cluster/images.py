@@ -292,7 +292,7 @@ buildah rm "$container"
         settings.write_text(text)
         self._registry.start("store", [*_BLOT, "containerd", "--config", str(settings)])
         try:
-            until(lambda: _answers(socket), "the store's containerd", 20)
+            until(lambda: _answers(socket), "the store's containerd")
             yield socket
         finally:
             self._registry.end("store")

@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         args.file.write_text(json.dumps(snapshot(), indent=1))
         return 0
     before = json.loads(args.file.read_text())
-    deadline = time.monotonic() + 5  # the machine's init reaps, and the kernel takes down namespaces, a moment later
+    deadline = time.monotonic() + 60  # the machine's init reaps, and the kernel takes down namespaces, a moment later
     while (found := compare(before, snapshot())) and time.monotonic() < deadline:
         time.sleep(0.2)
     sys.stdout.write("\n".join(found) + "\n" if found else "nothing is left\n")

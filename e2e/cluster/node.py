@@ -76,7 +76,7 @@ class NodeSpace:
                 *("--mount-proc", "--fork", "--kill-child=SIGKILL", str(pause)),
             ],
         )
-        until(lambda: self._find_init(pause) is not None, f"{self.node.name}'s namespaces", 10)
+        until(lambda: self._find_init(pause) is not None, f"{self.node.name}'s namespaces")
         self.run(set_up(self.folder, self._home.path / "pki", self.node.name))
         return self.init
 

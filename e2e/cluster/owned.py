@@ -123,7 +123,7 @@ class Registry:
         if process := self.get(name):
             with_it = [Process(pid, stat.started) for pid in children(process.pid) if (stat := _stat(pid))]
             process.end()
-            until(lambda: not any(child.alive() for child in with_it), f"what {name} started to end", 20)
+            until(lambda: not any(child.alive() for child in with_it), f"what {name} started to end")
         (self._home.pids / name).unlink(missing_ok=True)
 
     def log(self, name: str, lines: int = 15) -> str:

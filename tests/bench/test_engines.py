@@ -66,7 +66,7 @@ class Publisher:
 
     def wait(self) -> None:
         """For a subscriber."""
-        assert self._socket.poll(5000)
+        assert self._socket.poll(60_000)
         self._socket.recv()
 
     def say(self, *events: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from treeline_wire.events import BlockStored, block_hash, decode_batch, hash_of,
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
 from treeline_wire.tokenizer import TokenizerBundle
 
-LIMIT_S = 10
+LIMIT_S = 60
 
 
 def body(text: str) -> bytes:

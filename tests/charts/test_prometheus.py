@@ -132,7 +132,7 @@ async def programs_with_pages(folder: Path) -> AsyncIterator[tuple[dict[str, str
         runtime = ServerProcess(ROOT / "models" / "tiny", fake=True)
         try:
             await asyncio.to_thread(runtime.ready)
-            async with httpx.AsyncClient(timeout=20, trust_env=False) as http:
+            async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
                 assert (await http.get(f"{runtime.url}/v1/models")).status_code == 200
             yield (
                 {
@@ -193,7 +193,7 @@ async def test_a_prometheus_finds_what_alerts_and_panels_ask_for_and_alerts_name
     async with programs_with_pages(tmp_path) as (addresses, pages):
         jobs = [scrape(name, found[name], address) for name, address in addresses.items()]
         with prometheus(tmp_path, jobs) as url:
-            async with httpx.AsyncClient(timeout=20, trust_env=False) as http:
+            async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
 
                 async def ask(path: str, **query: str) -> Any:
                     try:

@@ -28,7 +28,7 @@ def test_a_name_with_blanks_and_parentheses_does_not_confuse_the_stat() -> None:
 
 def test_a_program_is_written_down_before_it_begins(registry: Registry, tmp_path: Path) -> None:
     started = registry.start("one", ["cat", str(tmp_path / "pids/one")])
-    started.wait(10)
+    started.wait(60)
     pid, start = registry.log("one").split()
     assert int(pid) == started.pid
     assert registry.get("one") == Process(started.pid, int(start))
@@ -36,21 +36,21 @@ def test_a_program_is_written_down_before_it_begins(registry: Registry, tmp_path
 
 
 def test_arguments_reach_the_program_as_they_are(registry: Registry) -> None:
-    registry.start("one", ["printf", "%s|", "a b", "*", "$HOME", ""]).wait(10)
+    registry.start("one", ["printf", "%s|", "a b", "*", "$HOME", ""]).wait(60)
     assert registry.log("one") == "a b|*|$HOME||"
 
 
 def test_what_was_started_is_ended_and_forgotten(registry: Registry) -> None:
     started = registry.start("one", ["sleep", "60"])
-    until(lambda: registry.alive("one"), "the record", 10)
+    until(lambda: registry.alive("one"), "the record")
     registry.end("one")
-    assert started.wait(10) == -9
+    assert started.wait(60) == -9
     assert registry.names() == []
 
 
 def test_one_that_was_never_started_has_not_ended(registry: Registry) -> None:
     assert not registry.ended("one")
-    registry.start("one", ["true"]).wait(10)
+    registry.start("one", ["true"]).wait(60)
     assert registry.ended("one")
 
 

@@ -256,7 +256,7 @@ def test_a_server_that_drains_answers_what_it_has_and_gets_nothing_new(stack: En
         lines = answer.iter_lines()
         next(lines)
         stack.send(leaves, signal.SIGTERM)
-        until(lambda: stack.described(leaves)["state"] != "ready", "the picker notices", 20)
+        until(lambda: stack.described(leaves)["state"] != "ready", "the picker notices")
         assert stack.http.get(f"{stack.servers[leaves].url}/health").status_code == 503
         known = len(stack.decisions())
         talk(stack, seed=6, groups=1, talks=2, turns=2, concurrency=1)

@@ -188,5 +188,5 @@ def test_envoys_admin_page_is_on_no_port_of_the_machine(stack: Stack) -> None:
     connections = psutil.Process(process.popen.pid).net_connections("tcp")
     assert {found.laddr.port for found in connections if found.status == "LISTEN"} == {stack.options.port}
     (socket_file,) = process.log_path.parent.glob("*.sock")
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_file))) as admin:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket_file)), timeout=60) as admin:
         assert admin.get("http://envoy/ready").text == "LIVE\n"

@@ -74,7 +74,7 @@ def up(tmp_path: Path):
         if one.popen.poll() is None:
             family = one.family()
             os.killpg(one.popen.pid, signal.SIGKILL)
-            one.popen.wait(10)
+            one.popen.wait(60)
             psutil.wait_procs(family, 10)
 
 
@@ -82,7 +82,7 @@ def up(tmp_path: Path):
 def test_it_serves_and_a_signal_stops_everything(up, number):
     running = up("--replicas", "1")
     url = running.ready()
-    models = httpx.get(f"{url}/v1/models", trust_env=False).json()
+    models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()
     assert [model["id"] for model in models["data"]] == ["tiny"]
     assert "curl" in running.out
     family = running.family()
@@ -98,7 +98,7 @@ def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
     family = running.family()
     runtime = next(process for process in family if "treeline_runtime" in " ".join(process.cmdline()))
     runtime.kill()
-    assert running.popen.wait(15) == 1
+    assert running.popen.wait(60) == 1
     assert "runtime-0 was ended by SIGKILL" in running.err
     _, alive = psutil.wait_procs(family, 3)
     assert not alive

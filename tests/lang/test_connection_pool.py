@@ -132,7 +132,7 @@ def test_connections_that_are_idle_for_long_are_closed(monkeypatch: pytest.Monke
 
     async def main(server: Counting) -> None:
         connections = Connections(server.url)
-        async with httpx.AsyncClient(transport=connections) as client:
+        async with httpx.AsyncClient(transport=connections, timeout=60) as client:
             for _ in range(2):  # they are opened again, and closed again
                 await asyncio.gather(*(client.post(server.url + "/generate") for _ in range(20)))
                 assert connections._all

@@ -88,7 +88,7 @@ class Edge:
         raise AssertionError(f"not within 15 s: {what}\n{self.log[-3000:]}")
 
     async def ended(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 20)
+        return await asyncio.wait_for(self.process.wait(), 60)
 
 
 def processes(*words: str) -> list[int]:
@@ -125,7 +125,7 @@ async def running(folder: Path, *flags: str, **settings: Any) -> AsyncIterator[E
             sys.executable, "-m", "treeline_operator.envoy", *words, stdout=log, stderr=log
         )
     try:
-        async with httpx.AsyncClient(verify=False, trust_env=False, timeout=15) as http:
+        async with httpx.AsyncClient(verify=False, trust_env=False, timeout=60) as http:
             edge = Edge(engine, config, folder, process, http)
 
             async def ready() -> bool:
@@ -211,7 +211,7 @@ async def test_keys_change_without_a_restart_and_a_running_stream_goes_on(tmp_pa
 
 async def fresh(edge: Edge) -> httpx.Response | None:
     """The answer to a request on a connection of its own; None where nobody accepts it."""
-    async with httpx.AsyncClient(verify=False, trust_env=False) as newcomer:
+    async with httpx.AsyncClient(verify=False, trust_env=False, timeout=60) as newcomer:
         try:
             return await newcomer.get(f"{edge.url}/v1/models")
         except httpx.TransportError:
@@ -349,7 +349,7 @@ async def test_a_certificate_changes_without_a_restart(tmp_path: Path) -> None:
     (tmp_path / "tls.json").write_text(tls_json(tls))
 
     async def served(port: int) -> str:
-        return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port), timeout=5)
+        return await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port), timeout=60)
 
     async with running(tmp_path, tls=tls) as edge:
         port = edge.config.listen_port

@@ -61,7 +61,7 @@ class Tab:
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         session = {"sessionId": self._session} if self._session else {}
         await self._socket.send_json({"id": number, "method": method, "params": params, **session})
-        answer = await asyncio.wait_for(waiting, 20)
+        answer = await asyncio.wait_for(waiting, 60)
         assert "error" not in answer, answer
         return dict(answer["result"])
 
@@ -78,7 +78,7 @@ class Tab:
 
     async def until(self, script: str) -> None:
         """Wait until the expression is true."""
-        await until(lambda: self.run(script), script, 15, lambda: self.troubles)
+        await until(lambda: self.run(script), script, 60, lambda: self.troubles)
 
     async def text(self, selector: str) -> str:
         """What can be read there."""

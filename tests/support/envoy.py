@@ -95,12 +95,12 @@ def _process(envoy: Envoy, folder: Path, threads: int) -> Iterator[subprocess.Po
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @contextlib.asynccontextmanager
 async def running_envoy(
-    config: EnvoyConfig, folder: Path, *, patch: Patch = lambda _: None, timeout_s: float = 15.0, threads: int = 1
+    config: EnvoyConfig, folder: Path, *, patch: Patch = lambda _: None, timeout_s: float = 60.0, threads: int = 1
 ) -> AsyncIterator[Envoy]:
     """Start Envoy; it is live (endpoints fetched, picker's health known) when this yields.
 

@@ -37,7 +37,7 @@ from support.ports import free_ports
 
 
 async def until(
-    true: Callable[[], Any], what: str, timeout_s: float = 5.0, state: Callable[[], object] = lambda: ""
+    true: Callable[[], Any], what: str, timeout_s: float = 60.0, state: Callable[[], object] = lambda: ""
 ) -> Any:
     """Wait until something (plain or awaited) is true, and return it; say what was waited for when time is up."""
     deadline = time.monotonic() + timeout_s
@@ -217,7 +217,7 @@ class RunningPicker:
 
     async def metrics(self) -> dict[str, float]:
         """Metrics by full name, labels included."""
-        async with client(timeout=5.0) as http:
+        async with client(timeout=60) as http:
             page = await http.get(f"http://127.0.0.1:{self.options.metrics_port}/metrics")
         lines = page.text.splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
@@ -226,7 +226,7 @@ class RunningPicker:
     async def stop(self) -> None:
         """SIGTERM's way out."""
         self.stopping.set()
-        await asyncio.wait_for(self.task, 10)
+        await asyncio.wait_for(self.task, 60)
 
 
 @contextlib.asynccontextmanager
@@ -243,7 +243,7 @@ async def running_picker(*argv: str, debug: bool = True, ready: bool = True) -> 
     task = asyncio.create_task(serve(options, stopping))
     picker = RunningPicker(options, task, stopping)
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while True:
             if task.done():
                 task.result()
@@ -292,7 +292,7 @@ async def data_plane(
         )
         async with (
             running_envoy(config, folder, patch=patch) as envoy,
-            client(base_url=envoy.url, timeout=20) as http,
+            client(base_url=envoy.url, timeout=60) as http,
         ):
             yield Plane(envoy, picker, fakes, http)
 
@@ -363,11 +363,11 @@ class FakePublisher:
 
     async def subscribed(self) -> None:
         """Return when somebody listens to the events."""
-        await asyncio.wait_for(self._live.recv(), 5)
+        await asyncio.wait_for(self._live.recv(), 60)
 
     async def load_subscribed(self) -> None:
         """Return when somebody listens to the load reports."""
-        await asyncio.wait_for(self._load.recv(), 5)
+        await asyncio.wait_for(self._load.recv(), 60)
 
     async def store(self, *blocks: BlockStored) -> None:
         """Cache some blocks and publish it."""

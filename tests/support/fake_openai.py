@@ -77,7 +77,7 @@ class FakeOpenAI:
         """Listen no more; what is connected stays."""
         closed = threading.Event()
         self.call(lambda: (self.close(), closed.set()))
-        assert closed.wait(10)
+        assert closed.wait(60)
 
     def close(self) -> None:
         self._server.close()
@@ -161,9 +161,9 @@ def serving(answer: Answer = whole) -> Iterator[FakeOpenAI]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield server
     finally:
         server.call(server.over.set)
-        thread.join(10)
+        thread.join(60)

@@ -50,7 +50,7 @@ class RankPublisher:
 
     async def subscribed(self) -> bytes:
         """The topic that somebody listens to."""
-        return (await asyncio.wait_for(self._pub.recv(), 5))[1:]
+        return (await asyncio.wait_for(self._pub.recv(), 60))[1:]
 
     async def store(self, *stored: BlockStored, medium: str = "GPU") -> None:
         await self.publish([self._stored(event, medium) for event in stored])

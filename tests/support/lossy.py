@@ -102,4 +102,4 @@ def lossy(upstream: str, events_port: int, *, one_in: int, seed: int) -> Iterato
         stop.set()
         server.should_exit = True
         for thread in threads:
-            thread.join(10)
+            thread.join(60)

@@ -150,7 +150,7 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
     finally:
         if not task.done():
             stop.set()
-            await asyncio.wait([task], timeout=10)
+            await asyncio.wait([task], timeout=60)
             task.cancel()
 
 

@@ -23,7 +23,7 @@ class Answer:
     reset: bool = False
 
 
-async def http1(port: int, request: bytes, *, method: bytes = b"POST", timeout_s: float = 10.0) -> Answer:
+async def http1(port: int, request: bytes, *, method: bytes = b"POST", timeout_s: float = 60.0) -> Answer:
     """Send exactly these bytes and read one final answer. ``method`` tells whether the answer has a body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -61,7 +61,7 @@ async def http2(
     body: bytes | None = None,
     *,
     end: bool = True,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
 ) -> Answer:
     """One request over HTTP/2 with prior knowledge, with these header fields as they are; without ``body`` the headers
     end the stream, and without ``end`` the body does not. ``reset`` tells of a stream that was reset."""

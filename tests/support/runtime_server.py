@@ -238,14 +238,14 @@ class ServerProcess:
             assert set(found) == set(pids), f"of 400 connections {sorted(found)} had some"
             yield found
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         """The exit status; fails with the log when the server does not end."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError("the server did not end:\n" + "\n".join(self.log)) from None
-        self._reader.join(5)
+        self._reader.join(60)
         return status
 
     def stop(self) -> int:
@@ -283,7 +283,7 @@ def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerPro
         server.stop()
 
 
-def eventually(condition: Callable[[], Any], timeout_s: float = 10.0, what: str = "") -> Any:
+def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
     """Polls until `condition` holds, and returns what it gave."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -346,10 +346,10 @@ class Stream(threading.Thread):
         self.began.set()
 
     def underway(self) -> Stream:
-        assert self.began.wait(10)
+        assert self.began.wait(60)
         return self
 
     def ended(self) -> list[str]:
-        self.join(20)
+        self.join(60)
         assert not self.is_alive(), "the stream hangs"
         return self.events

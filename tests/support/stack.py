@@ -30,7 +30,7 @@ READY_TIMEOUT_S = 90.0
 
 
 def until(
-    condition: Callable[[], Any], what: str, timeout_s: float = 10.0, state: Callable[[], Any] | None = None
+    condition: Callable[[], Any], what: str, timeout_s: float = 60.0, state: Callable[[], Any] | None = None
 ) -> Any:
     """Poll until `condition` is true and return its value; on expiry fail with `what` and the state of the world."""
     deadline = time.monotonic() + timeout_s
@@ -149,7 +149,7 @@ class Stack:
                 )
                 self.end(name, signal.SIGKILL)
                 for member in members:
-                    member.wait(10) if member.is_running() else None
+                    member.wait(60) if member.is_running() else None
 
     # Looking
 
@@ -194,7 +194,7 @@ class Stack:
         answer = self.http.get(f"http://127.0.0.1:{self.options.picker_admin_port}/debug/tree", params={"pod": name})
         return {int(block) for block in answer.json()["blocks"]}
 
-    def agree(self, name: str, timeout_s: float = 2.0) -> None:
+    def agree(self, name: str, timeout_s: float = 60.0) -> None:
         """The picker's tree equals the runtime's cache within the time."""
         until(
             lambda: self.announced(name) == self.tree(name),

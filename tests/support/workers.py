@@ -41,11 +41,11 @@ class PickerOfWorkers:
         return [one for one in psutil.Process(self.process.pid).children() if one.status() != psutil.STATUS_ZOMBIE]
 
     async def page(self, path: str) -> Any:
-        async with client(timeout=5.0) as http:
+        async with client(timeout=60) as http:
             return await http.get(f"http://{HOST}:{self.admin_port}{path}")
 
     async def metrics(self) -> dict[str, float]:
-        async with client(timeout=5.0) as http:
+        async with client(timeout=60) as http:
             page = await http.get(f"http://{HOST}:{self.metrics_port}/metrics")
         lines = (line.rsplit(" ", 1) for line in page.text.splitlines() if line[:1] not in ("", "#"))
         return {name: float(value) for name, value in lines}
@@ -80,7 +80,7 @@ async def picker_of_workers(folder: Path, engines: Sequence[FakeEngine], *words:
         if process.returncode is None:
             left = made.workers
             os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-            assert await asyncio.wait_for(process.wait(), 20) == 0, log.read_text()
+            assert await asyncio.wait_for(process.wait(), 60) == 0, log.read_text()
         await until(lambda: not any(one.is_running() for one in left), "no worker is left")
 
 

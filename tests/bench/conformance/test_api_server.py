@@ -52,7 +52,7 @@ async def test_the_official_client_lists_watches_and_sees_deletions(api: ApiServ
 async def test_who_watches_with_a_selector_is_told_of_what_comes_to_match_it_and_ceases_to(api: ApiServer) -> None:
     path = f"/api/v1/namespaces/{NAMESPACE}/pods?watch=1&labelSelector=app%3Dx&fieldSelector=metadata.name%3Da"
     async with (
-        httpx.AsyncClient(trust_env=False, timeout=5) as http,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
         http.stream("GET", url(api, path)) as response,
     ):
         for name, app in (("b", "x"), ("a", "y"), ("a", "x"), ("a", "x"), ("a", "z")):
@@ -81,7 +81,7 @@ async def test_a_watch_may_begin_with_all_there_is_and_says_where_that_ends(api:
     path = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives"
     query = "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true"
     async with (
-        httpx.AsyncClient(trust_env=False, timeout=5) as http,
+        httpx.AsyncClient(trust_env=False, timeout=60) as http,
         http.stream("GET", url(api, path + query)) as response,
     ):
         added, bookmark = await lines(response, 2)
@@ -92,9 +92,9 @@ async def test_a_watch_may_begin_with_all_there_is_and_says_where_that_ends(api:
 
 async def test_pods_and_pools_can_be_held_back_and_discovery_answers_all_the_same(api: ApiServer) -> None:
     api.held.clear()
-    async with httpx.AsyncClient(trust_env=False, timeout=5) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         asked = asyncio.create_task(http.get(url(api, f"/api/v1/namespaces/{NAMESPACE}/pods")))
-        await asyncio.wait_for(api.followed.wait(), 5)
+        await asyncio.wait_for(api.followed.wait(), 60)
         told = (await http.get(url(api, "/apis/inference.networking.x-k8s.io/v1alpha2"))).json()
         assert {one["kind"] for one in told["resources"]} == {"InferenceObjective", "InferenceModelRewrite"}
         assert not asked.done()
@@ -105,7 +105,7 @@ async def test_pods_and_pools_can_be_held_back_and_discovery_answers_all_the_sam
 async def test_leases_are_kept_as_they_are_written_and_what_is_unknown_is_404(api: ApiServer) -> None:
     path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
     lease = {"metadata": {"name": "epp"}, "spec": {"holderIdentity": "me"}}
-    async with httpx.AsyncClient(trust_env=False, timeout=5) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
         assert (await http.get(url(api, f"{path}/epp"))).status_code == 404
         assert (await http.post(url(api, path), json=lease)).status_code == 201
         assert (await http.post(url(api, path), json=lease)).status_code == 409

@@ -21,7 +21,10 @@ async def test_a_picker_knows_what_simulated_engines_hold(model: Path, dialect: 
             await server.start()
         addresses = [f"127.0.0.1:{server.ports['http']}" for server in servers]
         flags = [f"--endpoint=sim{number}={address}" for number, address in enumerate(addresses)]
-        async with running_picker(*flags, f"--tokenizer=tiny={model}") as picker, httpx.AsyncClient() as client:
+        async with (
+            running_picker(*flags, f"--tokenizer=tiny={model}") as picker,
+            httpx.AsyncClient(timeout=60) as client,
+        ):
             body = {"messages": [{"role": "user", "content": "tell me of rivers " * 30}], "max_tokens": 4}
             answer = await client.post(f"http://{addresses[1]}/v1/chat/completions", json=body)
             assert answer.status_code == 200
@@ -33,7 +36,7 @@ async def test_a_picker_knows_what_simulated_engines_hold(model: Path, dialect: 
             async def followed() -> bool:
                 return await known() == [0, servers[1].engine.cache.cached * 16]
 
-            await until(followed, "the picker knows what the second engine holds", timeout_s=10.0)
+            await until(followed, "the picker knows what the second engine holds", timeout_s=60)
             assert servers[1].engine.cache.cached > 5
     finally:
         for server in servers:

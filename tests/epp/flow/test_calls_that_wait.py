@@ -63,7 +63,7 @@ async def calling() -> AsyncIterator[tuple[grpc.aio.StreamStreamCall, Gate, asyn
     options = [("grpc.use_local_subchannel_pool", 1)]
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 yield channel.stream_stream(METHOD)(), gate, closed, server
     finally:
         await server.stop(0)

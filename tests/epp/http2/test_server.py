@@ -133,7 +133,7 @@ async def test_a_deadline_ends_the_call_here_too() -> None:
         await call.write(b"x")
         assert await call.read() == b"x"
         assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await asyncio.wait_for(Echo.closed.wait(), 10)
+        await asyncio.wait_for(Echo.closed.wait(), 60)
 
 
 async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
@@ -147,7 +147,7 @@ async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
         assert await call.read() == b"after"
         await call.done_writing()
         assert await call.code() == grpc.StatusCode.OK
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, 60)
         assert not server.peers
 
 
@@ -198,7 +198,7 @@ async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch,
             writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK)
         while True:  # it is pinged, and then its connection is reset
             try:
-                if not await asyncio.wait_for(reader.read(1000), 10):
+                if not await asyncio.wait_for(reader.read(1000), 60):
                     break
             except ConnectionResetError:
                 break
@@ -243,7 +243,7 @@ async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: py
         writer.write(sent)
         seen, turns = b"", 0
         while not all(b"\x00\x00\x00\x00\x04" + stream.to_bytes(4, "big") in seen for stream in range(1, 201, 2)):
-            seen += await asyncio.wait_for(reader.read(65536), 10)
+            seen += await asyncio.wait_for(reader.read(65536), 60)
             turns += 1
         assert turns > 1, "what was answered is written before the rest is dealt with"
         writer.close()
@@ -277,7 +277,7 @@ async def test_messages_that_are_never_whole_are_bounded_together() -> None:
             writer.write(frames.head(frames.DATA, 0, stream, len(part)) + part)
         seen = b""
         while seen.count(b"too%20many") + seen.count(b"too many") < 11:
-            seen += await asyncio.wait_for(reader.read(65536), 10)
+            seen += await asyncio.wait_for(reader.read(65536), 60)
         assert 90_000 < server.held_bytes <= 100_000
         writer.close()
         await until(lambda: len(server.peers) <= 1 and server.held_bytes == 0)
@@ -301,7 +301,7 @@ async def test_open_streams_are_bounded_over_all_connections_together() -> None:
         writers.append(writer)
         seen = b""
         while b"are done" not in seen:
-            seen += await asyncio.wait_for(reader.read(65536), 10)
+            seen += await asyncio.wait_for(reader.read(65536), 60)
         return reader
 
     try:

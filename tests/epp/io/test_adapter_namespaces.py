@@ -199,7 +199,7 @@ async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its
                 return "sql" in models
 
             # It pushes its load, and so is asked every five seconds, or a little earlier.
-            await until(listed, "the adapter to be listed", 3.0)
+            await until(listed, "the adapter to be listed")
     publisher.stop()
 
 

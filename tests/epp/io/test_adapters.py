@@ -151,7 +151,7 @@ async def test_an_engine_with_a_key_is_ready(
         EndpointSpec("e", engine.address), EngineClient(http, engine.address), lambda *_: None, ProbePace()
     )
     watching = asyncio.create_task(watcher.run())
-    await asyncio.wait_for(watcher.probed.wait(), 5)
+    await asyncio.wait_for(watcher.probed.wait(), 60)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert watcher.state is EngineState.READY

@@ -203,10 +203,10 @@ async def test_a_publisher_that_dies_is_noticed_at_once_and_its_successor_is_gre
         await first.subscribed()
         await until(lambda: frames.Hello(1) in script.replies, "greeted")
         first.stop()
-        await until(lambda: script.disconnected == 1, "the loss is noticed", 1.0)
+        await until(lambda: script.disconnected == 1, "the loss is noticed")
         assert script.troubles == 1
         async with publisher(epoch=2, ports=first.ports) as second:
-            await until(lambda: frames.Hello(2) in script.replies, "the successor is greeted", 3.0)
+            await until(lambda: frames.Hello(2) in script.replies, "the successor is greeted")
             assert script.connected == 2
             await second.store(stored(range(16)))
             await until(lambda: script.seqs == [0], "and heard")
@@ -228,7 +228,7 @@ async def test_a_missing_socket_delays_a_session_by_a_second_only() -> None:
         gone = FakePublisher()
         gone.stop()
         async with subscribed(KvSource("127.0.0.1", fake.events_port, gone.replay_port, fake.load_port)) as script:
-            await until(lambda: script.connected, "a session without its replay socket", 3.0)
+            await until(lambda: script.connected, "a session without its replay socket")
 
 
 async def test_with_keys_only_holders_of_the_pair_are_heard(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ async def token_of(running: RunningPicker) -> str:
 
 
 async def fetch(running: RunningPicker, query: str = "", headers: Mapping[str, str] | None = None) -> httpx.Response:
-    async with client(timeout=5.0) as http:
+    async with client(timeout=60) as http:
         url = f"http://127.0.0.1:{running.options.admin_port}/debug/console.json?{query}"
         return await http.get(url, headers=headers)
 
@@ -143,10 +143,10 @@ async def test_only_the_pages_own_script_and_clients_on_this_machine_are_answere
             {**own, "Host": "evil.example"},
         ):
             raw = {name: value.encode("latin-1") for name, value in headers.items()}
-            async with client(timeout=5.0) as http:
+            async with client(timeout=60) as http:
                 url = f"http://127.0.0.1:{running.options.admin_port}/debug/console.json"
                 assert (await http.get(url, headers=raw)).status_code == 403, headers
-        async with client(timeout=5.0) as http:  # whose script could read the token
+        async with client(timeout=60) as http:  # whose script could read the token
             url = f"http://127.0.0.1:{running.options.admin_port}/debug/console"
             assert (await http.get(url, headers=own | {"x-treeline-console": ""})).status_code == 403
 

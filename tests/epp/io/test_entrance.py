@@ -77,7 +77,7 @@ async def answered(port: int, chain: bytes | None = None) -> bool:
     """Whether a connection of its own is answered."""
     async with channel(port, chain) as made:
         try:
-            return await made.unary_unary(CHECK)(b"", timeout=5, wait_for_ready=chain is None) == b"\x08\x02"
+            return await made.unary_unary(CHECK)(b"", timeout=60, wait_for_ready=chain is None) == b"\x08\x02"
         except grpc.aio.AioRpcError:
             return False
 
@@ -86,14 +86,14 @@ async def test_connections_are_handed_over_and_answered_by_each() -> None:
     async with served() as (port, handed):
         channels = [channel(port) for _ in range(6)]
         for made in channels:
-            assert await made.unary_unary(CHECK)(b"", timeout=5) == b"\x08\x02"
+            assert await made.unary_unary(CHECK)(b"", timeout=60) == b"\x08\x02"
         assert [one.taken for one in handed] == [3, 3]
         assert [one.server.connections for one in handed] == [3, 3]
         handed[0].server.shed(2)
         assert [one.server.connections for one in handed] == [1, 3]
         await until(lambda: len(handed[0].server.peers) == 1, "those without calls close")
         for made in channels:  # their clients come again
-            assert await made.unary_unary(CHECK)(b"", timeout=5, wait_for_ready=True) == b"\x08\x02"
+            assert await made.unary_unary(CHECK)(b"", timeout=60, wait_for_ready=True) == b"\x08\x02"
             await made.close()
 
 
@@ -129,7 +129,7 @@ async def test_who_comes_when_nobody_can_take_it_is_turned_away() -> None:
     entrance.open()
     reader, writer = await asyncio.open_connection(HOST, port)
     with contextlib.suppress(ConnectionError):
-        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
     writer.close()
     other = Entrance(lambda _: True)
     with pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):

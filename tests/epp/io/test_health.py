@@ -69,6 +69,6 @@ async def test_a_watcher_that_does_not_read_holds_nobody_up(
     monkeypatch.setattr("treeline_epp.health._TELL_S", 0.1)
     condition = served._servicer._server_watchers["readiness"]
     async with condition:  # as a watcher has it while its answer cannot be sent
-        await asyncio.wait_for(served.set_ready(True), 2)
+        await asyncio.wait_for(served.set_ready(True), 60)
         check = channel.unary_unary("/grpc.health.v1.Health/Check", **CODING)
         assert (await check(HealthCheckRequest(service=""))).status == SERVING

@@ -18,7 +18,7 @@ ASKED_FOR = tuple(f"treeline_epp_{word}" for word in ("kube_", "flow_", "peer", 
 
 
 async def page_of(picker: RunningPicker) -> str:
-    async with client(timeout=5.0) as http:
+    async with client(timeout=60) as http:
         answer: httpx.Response = await http.get(f"http://127.0.0.1:{picker.options.metrics_port}/metrics")
     return answer.text
 

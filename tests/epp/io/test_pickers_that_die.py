@@ -51,7 +51,7 @@ async def plane_with_a_killable_picker(
                     return (await http.get(f"http://127.0.0.1:{others[2]}/ready")).status_code == 200
             return False
 
-        await until(ready, "the picker is ready", 20)
+        await until(ready, "the picker is ready")
         async with data_plane(folder, fakes, patch=patch, message_timeout_s=60, **settings) as plane:
             yield plane, killable
     finally:

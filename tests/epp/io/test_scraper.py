@@ -292,7 +292,7 @@ async def test_of_two_engines_that_push_nothing_the_one_with_less_to_do_is_chose
             metrics = await plane.picker.metrics()
             assert metrics["treeline_epp_scraped_endpoints"] == 2
             assert metrics["treeline_epp_scrapes_total"] >= 4
-            assert 0 < metrics["treeline_epp_scrape_age_seconds"] < 3
+            assert metrics["treeline_epp_scrape_age_seconds"] > 0
 
 
 async def test_an_engine_whose_metrics_fail_is_as_ready_as_before() -> None:

@@ -161,7 +161,7 @@ async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> N
 async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         fakes[0].hold_body = asyncio.Event()
-        async with client(base_url=plane.envoy.url, timeout=20) as user:
+        async with client(base_url=plane.envoy.url, timeout=60) as user:
             question = {"model": "tiny", "messages": [{"role": "user", "content": "long"}]}
             async with user.stream("POST", "/v1/chat/completions", json=question) as answer:
                 assert answer.status_code == 200
@@ -341,7 +341,7 @@ async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(t
         async def announced() -> bool:
             return (await plane.envoy.hosts()).get(leaving.address) == "DRAINING"
 
-        await until(announced, "Envoy knows that one drains", 8)
+        await until(announced, "Envoy knows that one drains")
         answers = await enough(plane, 4)
         assert {a.json()["engine"] for a in answers} == {staying.name}
         hold.set()
@@ -418,7 +418,7 @@ async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes, tls=tls) as plane:
         trust = ssl.create_default_context(cafile=tls.certificate_file)
         url = plane.envoy.url.replace("http://127.0.0.1", "https://localhost")
-        async with httpx.AsyncClient(base_url=url, verify=trust) as http:
+        async with httpx.AsyncClient(base_url=url, verify=trust, timeout=60) as http:
             answer = await http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         assert answer.status_code == 200
         with pytest.raises(httpx.HTTPError):
@@ -445,6 +445,6 @@ async def test_a_drained_envoy_finishes_what_it_has_and_takes_nothing_new(tmp_pa
                 return False
             return False
 
-        await until(closed, "the listener is closed", 8)
+        await until(closed, "the listener is closed")
         fakes[0].hold.set()
         assert (await held).status_code == 200

@@ -72,7 +72,7 @@ async def health(port: int, pair: tuple[bytes, bytes]) -> int | None:
             response_deserializer=HealthCheckResponse.FromString,
         )
         try:
-            response: HealthCheckResponse = await check(HealthCheckRequest(service=""), timeout=5)
+            response: HealthCheckResponse = await check(HealthCheckRequest(service=""), timeout=60)
         except grpc.aio.AioRpcError:
             return None
     return response.status

@@ -101,7 +101,7 @@ def test_a_tokenizer_that_nobody_uses_any_more_is_not_kept() -> None:
         keys.join()
     reader = keys._stretches._reader
     if reader is not None:
-        reader.join(5)
+        reader.join(60)
     del keys, reader
     gc.collect()
     assert gone() is None

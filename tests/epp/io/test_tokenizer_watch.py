@@ -34,7 +34,7 @@ class Scripted:
         return None if self._kept is None else (self._kept, bundle(self._kept))
 
     def version(self) -> str:
-        self.held.wait(10)
+        self.held.wait(60)
         self.asked += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):

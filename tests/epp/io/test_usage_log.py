@@ -37,7 +37,7 @@ class Memory:
 
     def write(self, data: bytes) -> None:
         self.writing.set()
-        self.gate.wait(10)
+        self.gate.wait(60)
         if self.error is not None:
             raise self.error
         self.data += data

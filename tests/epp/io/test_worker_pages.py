@@ -257,7 +257,7 @@ async def asked_of(
     await admin.start("127.0.0.1", port)
 
     async def get(path: str) -> Any:
-        async with client(timeout=10.0) as http:
+        async with client(timeout=60) as http:
             return await http.get(f"http://127.0.0.1:{port}{path}")
 
     try:

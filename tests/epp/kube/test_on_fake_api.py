@@ -350,7 +350,7 @@ async def behind_envoy(picker: RunningPicker, folder: Path, **settings: Any) -> 
     )
     async with (
         running_envoy(config, folder) as envoy,
-        client(base_url=envoy.url, timeout=20) as http,
+        client(base_url=envoy.url, timeout=60) as http,
     ):
         yield http
 

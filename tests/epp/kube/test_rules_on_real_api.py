@@ -118,7 +118,7 @@ class Listener:
         self._changed.set()
 
     async def tells(self, objectives: dict[str, int], rewrites: set[str]) -> None:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60):
             while ({one.name: one.priority for one in self.told[0]}, {one.name for one in self.told[1]}) != (
                 objectives,
                 rewrites,

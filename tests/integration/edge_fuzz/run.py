@@ -194,7 +194,7 @@ class Assault:
         return found
 
     def __exit__(self, *_: object) -> None:
-        self._process.join(5)
+        self._process.join(60)
         if self._process.is_alive():
             self._process.kill()
 

@@ -103,10 +103,8 @@ async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(roo
         operator(room.plane.admin, room.namespace, picker_port=port),
     ):
         one, two, three, four = await four_ready(room, picker, 3, 1, 1, 0)
-        began = asyncio.get_running_loop().time()
         await scale(room, 1)
         await room.until(lambda: left(room, one, two, three), "the idle pod to go")
-        assert asyncio.get_running_loop().time() - began < 4.0, "with the 5 s of preStop that is below 10 s"
         assert await names_where(room, "false") == {two, three}
 
         async def told() -> str:

@@ -72,7 +72,7 @@ async def test_of_two_one_leads_and_the_other_may_not_write(
     caplog.set_level("INFO", "treeline_operator.controller.lease")
     first, second = await candidates.add("first"), await candidates.add("second")
     tasks = [asyncio.create_task(elector.acquire()) for elector in (first, second)]
-    done, waiting = await asyncio.wait(tasks, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+    done, waiting = await asyncio.wait(tasks, timeout=60, return_when=asyncio.FIRST_COMPLETED)
     assert len(done) == 1
     assert sorted([first.is_leader, second.is_leader]) == [False, True]
     leader, other = ("first", "second") if first.is_leader else ("second", "first")
@@ -170,7 +170,7 @@ async def test_a_leader_without_an_api_server_stops_in_time(candidates: Candidat
         renewed = elector.valid_until() - TIMING.renew_s
         write = asyncio.create_task(candidates.write("first"))
         with pytest.raises(LostLease, match="not renewed in time"):
-            await asyncio.wait_for(holding, 10)
+            await asyncio.wait_for(holding, 60)
         assert now() < renewed + TIMING.duration_s
         with pytest.raises(LostLease):
             await write
@@ -179,7 +179,7 @@ async def test_a_leader_without_an_api_server_stops_in_time(candidates: Candidat
     finally:
         candidates.plane.resume("apiserver")
     # the same process could lead again, but by a new election only
-    await asyncio.wait_for(elector.acquire(), 10)
+    await asyncio.wait_for(elector.acquire(), 60)
     await candidates.write("first")
 
 
@@ -298,7 +298,7 @@ async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidat
         except NotFound:
             return True
 
-    await until(gone, "the lease to be collected", 20.0)
+    await until(gone, "the lease to be collected")
 
 
 def token_of(claims: dict[str, object], folder: Path) -> Path:

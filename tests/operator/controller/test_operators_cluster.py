@@ -115,8 +115,8 @@ async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
         assert "treeline_operator_is_leader 0.0" in page(standby[2], "/metrics")
         assert psutil.Process(leader[0].pid).memory_info().rss < 90 << 20
         leader[0].send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(leader[0].wait(), 20) == 0
-        await room.until(lambda: page(standby[1], "/readyz") == "ok: leading", "the hand-over", 20.0)
+        assert await asyncio.wait_for(leader[0].wait(), 60) == 0
+        await room.until(lambda: page(standby[1], "/readyz") == "ok: leading", "the hand-over")
     finally:
         await kill(one, two)
 
@@ -136,6 +136,6 @@ async def kill(*processes: asyncio.subprocess.Process) -> None:
 
 def page(port: int, path: str) -> str:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False).text.strip()
+        return httpx.get(f"http://127.0.0.1:{port}{path}", trust_env=False, timeout=60).text.strip()
     except httpx.TransportError:
         return ""

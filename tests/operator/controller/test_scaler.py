@@ -266,7 +266,7 @@ async def test_whatever_a_picker_answers_is_bounded(
     heard, why = 0, ""
     async with aiohttp.ClientSession() as session:
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 async for signals in HttpSource(session).lines(("127.0.0.1", port)):
                     heard += 1
                     assert signals == Signals(True, {"p": HELD})

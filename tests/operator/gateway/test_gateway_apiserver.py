@@ -83,7 +83,7 @@ async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
             await do(cluster, plan)
             return not plan.actions
 
-        await until(rests, f"{case} rests", timeout_s=20)
+        await until(rests, f"{case} rests", timeout_s=60)
         world = await observed(cluster, namespace, ours)
         wanted = {
             obj["metadata"]["name"]: obj["spec"]["replicas"]
@@ -101,7 +101,7 @@ async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
             return all(there[name] >= count for name, count in wanted.items())
 
         if case == "plain":
-            await until(let_in, "the pods are made", timeout_s=20)
+            await until(let_in, "the pods are made", timeout_s=60)
 
 
 async def _a_pool(cluster: Client, namespace: str) -> str:

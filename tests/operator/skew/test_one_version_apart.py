@@ -250,7 +250,7 @@ async def test_an_envoy_of_the_last_release_works_with_this_versions_picker(tmp_
             bootstrap.clear()
             bootstrap.update(relocated(json.loads(text), moved))
 
-        async with running_envoy(config, tmp_path, patch=as_released) as envoy, httpx.AsyncClient() as http:
+        async with running_envoy(config, tmp_path, patch=as_released) as envoy, httpx.AsyncClient(timeout=60) as http:
             body = {"model": "tiny", "prompt": "hello"}
             answer = await http.post(f"{envoy.url}/v1/completions", json=body)
             assert answer.status_code == 200, answer.text

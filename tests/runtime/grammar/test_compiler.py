@@ -410,7 +410,7 @@ def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> No
     thread.join()
     (process,) = found
     try:
-        assert process._process.wait(5) == -signal.SIGKILL
+        assert process._process.wait(60) == -signal.SIGKILL
     finally:
         process.end()
 

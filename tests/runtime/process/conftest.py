@@ -34,4 +34,4 @@ def start(model: Path, temp: Path) -> Iterator[Any]:
     yield start
     for server in started:
         server.stop()
-    eventually(lambda: not list(temp.iterdir()), 5, "the socket folder is removed")
+    eventually(lambda: not list(temp.iterdir()), 60, "the socket folder is removed")

@@ -31,7 +31,7 @@ def test_the_death_of_a_child_is_told_to_everyone_and_ends_the_server(start: Any
     waiting = threading.Thread(target=ask)
     waiting.start()
     with server.client() as client:
-        eventually(lambda: client.get("/v1/loads").json()["loads"][0]["running"] == 2, 10, "both run")
+        eventually(lambda: client.get("/v1/loads").json()["loads"][0]["running"] == 2, 60, "both run")
         os.kill(children[victim], signal.SIGKILL)
         waiting.join(30)
     assert answers[0].status_code == 503
@@ -39,7 +39,7 @@ def test_the_death_of_a_child_is_told_to_everyone_and_ends_the_server(start: Any
     last = json.loads(stream.ended()[-1])["error"]
     assert victim in last["message"]
     assert last["type"] == answers[0].json()["error"]["type"] == "server_error"
-    assert server.wait(10) == 1
+    assert server.wait(60) == 1
     assert all(gone(pid) for pid in children.values())
 
 
@@ -48,7 +48,7 @@ def test_children_end_with_a_parent_that_was_killed(start: Any) -> None:
     children = server.children()
     server.process.kill()
     server.wait()
-    eventually(lambda: all(gone(pid) for pid in children.values()), 3, "the children are gone")
+    eventually(lambda: all(gone(pid) for pid in children.values()), 60, "the children are gone")
 
 
 def test_what_a_wholly_killed_server_left_is_removed_by_the_next(start: Any, temp: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_scheduler_that_stands_still_is_noticed(start: Any) -> None:
     server = start("--watchdog-timeout=1", STOP_S="1").ready()
     children = server.children()
     stream = Stream(server, tokens=5, prompt=[Magic.HANG])
-    assert server.wait(15) == 1
+    assert server.wait(60) == 1
     server.wait_for_log("scheduler has not moved")
     stream.ended()
     assert stream.status == 503
@@ -82,7 +82,7 @@ def test_a_scheduler_that_stands_still_is_noticed(start: Any) -> None:
 def test_a_scheduler_that_stalls_says_what_it_was_doing_and_where(start: Any) -> None:
     server = start("--watchdog-timeout=1", STOP_S="1").ready()
     Stream(server, tokens=5, prompt=[Magic.STALL])
-    assert server.wait(15) == 1
+    assert server.wait(60) == 1
     server.wait_for_log("asked what it is doing: 0 runs")
     server.wait_for_log("in take")  # of the stack that SIGABRT leaves
     assert server.process.returncode == 1
@@ -101,11 +101,11 @@ def test_a_detokenizer_or_a_publisher_that_stands_still_is_noticed(start: Any) -
 
 def test_a_child_that_cannot_start_says_why(start: Any) -> None:
     server = start(FAKE_SCHEDULER_FAILS="1")
-    assert server.wait(20) == 1
+    assert server.wait(60) == 1
     assert any("the scheduler process failed: the weights are missing" in line for line in server.log)
 
 
 def test_loading_that_takes_too_long_is_given_up(start: Any, tmp_path: Path) -> None:
     server = start("--start-timeout=0")
-    assert server.wait(20) == 1
+    assert server.wait(60) == 1
     server.wait_for_log("not ready after 0 s: waiting for")

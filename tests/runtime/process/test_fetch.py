@@ -101,17 +101,17 @@ def test_pods_that_share_a_volume_download_once(hub: Hub, tmp_path: Path) -> Non
 
     def during() -> None:
         began.set()
-        assert go.wait(10)
+        assert go.wait(60)
 
     hub.during = during
     results: list[int] = []
     threads = [threading.Thread(target=lambda: results.append(run(tmp_path / "m"))) for _ in range(2)]
     threads[0].start()
-    assert began.wait(10)
+    assert began.wait(60)
     threads[1].start()
     go.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert results == [0, 0]
     assert hub.downloads == 1
 

@@ -73,7 +73,7 @@ def three(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thr
     server = ServerProcess(model, *flags, fake=True, environment=environment)
     try:
         listening = {"http", "http-1", "http-2"}
-        eventually(lambda: listening <= {"http", *server.children()}, 20, "the workers have been started")
+        eventually(lambda: listening <= {"http", *server.children()}, 60, "the workers have been started")
         with server.client_of_each(headers=KEY) as clients:
             while_loading = {name: client.get("/health") for name, client in clients.items()}
             gate.touch()
@@ -130,11 +130,11 @@ def test_one_abort_reaches_the_requests_of_that_name_everywhere(three: Three) ->
         eventually(lambda: three.total("http_requests_active") == 4, what="all are being answered")
         eventually(lambda: three.total("num_running_reqs") == 4, what="all run")
         assert admin.post("/abort_request", json={"rid": "same"}).status_code == 200
-        ended = [answer.result(10).json()["meta_info"]["finish_reason"]["type"] for answer in asked]
+        ended = [answer.result(60).json()["meta_info"]["finish_reason"]["type"] for answer in asked]
         assert ended == ["abort"] * 3
         assert not other.done()
         assert admin.post("/abort_request", json={"abort_all": True}).status_code == 200
-        assert other.result(10).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert other.result(60).json()["meta_info"]["finish_reason"]["type"] == "abort"
     assert three.total("http_requests_active") == 0
 
 
@@ -177,12 +177,12 @@ def test_asleep_none_of_them_serves_and_awake_all_do(three: Three) -> None:
             assert three.each(refused) == [(503, "The engine is going to sleep", "true")] * 3
             assert not any(answer.done() for answer in (sleeping, *running))
             assert admin.post("/abort_request", json={"rid": "awaited"}).status_code == 200
-            assert sleeping.result(10).json() == {"asleep": 2}
+            assert sleeping.result(60).json() == {"asleep": 2}
         assert three.each(refused) == [(503, "The engine is asleep", "true")] * 3
         assert three.each(lambda client: client.get("/ready").json()["error"]["code"]) == ["asleep"] * 3
         assert three.each(lambda client: client.get("/live").status_code) == [200] * 3
         assert [info["asleep"] for info in three.each(_info)] == [2] * 3
-        assert [answer.result(10).status_code for answer in running] == [200] * 3
+        assert [answer.result(60).status_code for answer in running] == [200] * 3
         assert admin.post("/wake_up").json() == {"asleep": 0}
         assert three.each(lambda client: client.get("/ready").status_code) == [200] * 3
         assert [three.generate(name).status_code for name in ALL] == [200] * 3
@@ -193,7 +193,7 @@ def test_new_weights_are_the_same_for_all_and_hold_back_the_requests_of_each(thr
     update = {"model_path": "/step-7", "weight_version": "step-7"}
 
     def version(answer: Future[httpx.Response]) -> str:
-        return str(answer.result(10).json()["meta_info"]["weight_version"])
+        return str(answer.result(60).json()["meta_info"]["weight_version"])
 
     with ThreadPoolExecutor(5) as pool, three.server.admin() as admin, three.server.client_of_each(headers=KEY) as busy:
         before = pool.submit(busy["http-2"].post, "/generate", json=silent | {"rid": "before"})
@@ -206,7 +206,7 @@ def test_new_weights_are_the_same_for_all_and_hold_back_the_requests_of_each(thr
             assert not any(answer.done() for answer in (before, updating, *held))
             assert three.total("num_running_reqs") == 1
             assert admin.post("/abort_request", json={"rid": "before"}).status_code == 200
-            assert updating.result(10).json()["weight_version"] == "step-7"
+            assert updating.result(60).json()["weight_version"] == "step-7"
         assert (version(before), [version(answer) for answer in held]) == ("default", ["step-7"] * 3)
         told = [(info["model_path"], info["weight_version"], info["operation"]) for info in three.each(_info)]
         assert told == [("/step-7", "step-7", None)] * 3
@@ -214,7 +214,7 @@ def test_new_weights_are_the_same_for_all_and_hold_back_the_requests_of_each(thr
         eventually(lambda: three.total("num_running_reqs") == 3, what="all run")
         again = admin.post("/update_weights", json={"model_path": "/step-8", "abort_all_requests": True})
         assert again.json()["weight_version"] == "/step-8"
-        assert [answer.result(10).json()["meta_info"]["finish_reason"]["type"] for answer in running] == ["abort"] * 3
+        assert [answer.result(60).json()["meta_info"]["finish_reason"]["type"] for answer in running] == ["abort"] * 3
         assert [three.generate(name).json()["meta_info"]["weight_version"] for name in ALL] == ["/step-8"] * 3
 
 
@@ -253,10 +253,8 @@ def test_sigterm_drains_all_of_them(start: Any) -> None:
         server.process.send_signal(signal.SIGTERM)
         body = {"prompt": "hi", "max_tokens": 2}
         for client in asking.values():
-            eventually(lambda c=client: c.get("/ready").status_code == 503, 2, "/ready turns 503")
-            refused = eventually(
-                lambda c=client: (r := c.post("/v1/completions", json=body)).status_code == 503 and r, 2
-            )
+            eventually(lambda c=client: c.get("/ready").status_code == 503, 60, "/ready turns 503")
+            refused = eventually(lambda c=client: (r := c.post("/v1/completions", json=body)).status_code == 503 and r)
             assert refused.headers["x-treeline-overloaded"]
             assert client.get("/live").status_code == 200
         assert [stream.ended()[-1] for stream in streams] == ["[DONE]"] * 2
@@ -274,7 +272,7 @@ def test_a_worker_that_is_killed_ends_the_server_and_everybody_is_told(start: An
         for name in ("http", "http-2"):
             error = json.loads(streams[name].ended()[-1])["error"]
             assert "the http-1 process was killed by SIGKILL" in error["message"]
-        assert server.wait(10) == 1
+        assert server.wait(60) == 1
     assert all(gone(pid) for pid in children.values())
 
 
@@ -325,5 +323,5 @@ def test_the_real_engine_answers_and_sleeps_the_same_for_each_and_all_end_with_a
                 assert {client.get("/ready").status_code for client in clients.values()} == {status}
         children = server.children()
         server.process.kill()
-        eventually(lambda: all(gone(pid) for pid in children.values()), 4, "the children are gone")
+        eventually(lambda: all(gone(pid) for pid in children.values()), 60, "the children are gone")
     assert answers == dict.fromkeys(ALL, expected)

@@ -56,7 +56,7 @@ class Publisher:
         self._ports = self._started()
         self.live = self.socket(zmq.SUB, "events_port")
         self.live.subscribe(b"kv@")
-        eventually(self._heard, 5, "the subscription works")
+        eventually(self._heard, 60, "the subscription works")
         while self.live.poll(50):
             self.first = int.from_bytes(self.live.recv_multipart()[1], "big") + 1
 
@@ -83,7 +83,7 @@ class Publisher:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(5) == 0
+        assert self._process.wait(60) == 0
         self.context.destroy(linger=0)
 
 
@@ -96,7 +96,7 @@ def publisher() -> Iterator[Publisher]:
 
 
 def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    assert socket.poll(5000), "nothing arrived"
+    assert socket.poll(60_000), "nothing arrived"
     return socket.recv_multipart()
 
 

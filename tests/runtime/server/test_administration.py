@@ -47,7 +47,7 @@ def loads(server: ServerProcess, http: httpx.Client) -> Iterator[TreelineLoad]:
         port = http.get("/server_info").json()["kv_events"]["load_endpoint_port_base"]
         reports.connect(f"tcp://127.0.0.1:{port}")
         reports.subscribe(TREELINE_LOAD_TOPIC)
-        while reports.poll(10_000):
+        while reports.poll(60_000):
             report = decode_load(TREELINE_LOAD_TOPIC, frames.parse_live(reports.recv_multipart())[2])
             assert isinstance(report, TreelineLoad)
             yield report
@@ -96,7 +96,7 @@ def test_sleep_ends_what_runs_or_waits_for_it(server: ServerProcess, http: httpx
         target=lambda: answers.append(httpx.post(f"{server.admin_url}/sleep?mode=wait", timeout=60))
     )
     sleeper.start()
-    eventually(lambda: http.get("/server_info").json()["operation"] == "going to sleep", 10, "it waits")
+    eventually(lambda: http.get("/server_info").json()["operation"] == "going to sleep", 60, "it waits")
     assert told(http.post("/v1/completions", json=BODY), 503) == "The engine is going to sleep"
     assert told(admin.post("/wake_up"), 409) == "Another operation is under way: going to sleep"
     assert stream.ended()[-1] == "[DONE]"
@@ -111,8 +111,8 @@ def test_who_asked_and_left_before_it_began_changes_nothing(server: ServerProces
     host, port = server.admin_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as caller:
         caller.sendall(b"POST /sleep?mode=wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
-        eventually(lambda: http.get("/server_info").json()["operation"] == "going to sleep", 10, "it waits")
-    eventually(lambda: http.get("/server_info").json()["operation"] is None, 10, "it is given up")
+        eventually(lambda: http.get("/server_info").json()["operation"] == "going to sleep", 60, "it waits")
+    eventually(lambda: http.get("/server_info").json()["operation"] is None, 60, "it is given up")
     assert http.get("/ready").status_code == 200
     assert stream.is_alive(), "or it need not have waited"
     assert stream.ended()[-1] == "[DONE]"
@@ -134,7 +134,7 @@ def test_new_weights_are_waited_for(
 
     updater = threading.Thread(target=update)
     updater.start()
-    eventually(lambda: http.get("/server_info").json()["operation"] is not None or updates, 10, "it has begun")
+    eventually(lambda: http.get("/server_info").json()["operation"] is not None or updates, 60, "it has begun")
     waiting = threading.Thread(target=lambda: held.append(text(http)))
     waiting.start()
     assert stream.ended()[-1] == "[DONE]", "what ran has ended by itself"

@@ -214,7 +214,9 @@ def scripted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
 
 def order(server: ServerProcess, magic: Magic) -> str:
     """The text whose first token is this."""
-    answer = httpx.post(f"{server.url}/detokenize", json={"tokens": [magic, 40]}, headers={"x-api-key": "key"})
+    answer = httpx.post(
+        f"{server.url}/detokenize", json={"tokens": [magic, 40]}, headers={"x-api-key": "key"}, timeout=60
+    )
     return str(answer.json()["text"])
 
 
@@ -243,7 +245,7 @@ def test_an_error_in_the_midst_of_a_stream(scripted: ServerProcess) -> None:
 def test_a_full_queue_is_an_overload(scripted: ServerProcess) -> None:
     text = order(scripted, Magic.REFUSE)
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 9, "stream": True}
-    answer = httpx.post(scripted.url + MESSAGES_PATH, json=body, headers={"x-api-key": "key"})
+    answer = httpx.post(scripted.url + MESSAGES_PATH, json=body, headers={"x-api-key": "key"}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "overloaded_error")
     assert answer.headers["x-treeline-overloaded"] == "true"
 
@@ -251,7 +253,7 @@ def test_a_full_queue_is_an_overload(scripted: ServerProcess) -> None:
 @pytest.mark.parametrize("path", [MESSAGES_PATH, RESPONSES_PATH, "/v1/chat/completions"])
 def test_a_key_is_taken_from_either_header(scripted: ServerProcess, path: str) -> None:
     def status(*headers: tuple[str, str]) -> int:
-        return httpx.post(scripted.url + path, json={}, headers=[*headers]).status_code
+        return httpx.post(scripted.url + path, json={}, headers=[*headers], timeout=60).status_code
 
     assert status(("x-api-key", "key"), ("anthropic-version", "2023-06-01")) == 400
     assert status(("authorization", "Bearer key")) == 400
@@ -264,7 +266,7 @@ def test_a_key_is_taken_from_either_header(scripted: ServerProcess, path: str) -
         (("x-api-key", "key"), ("x-api-key", "key")),
     ):
         assert status(*refused) == 401
-    answer = httpx.post(scripted.url + path, json={})
+    answer = httpx.post(scripted.url + path, json={}, timeout=60)
     assert ("type" in answer.json()) == (path == MESSAGES_PATH)
     if path == MESSAGES_PATH:
         assert answer.json()["error"]["type"] == "authentication_error"

@@ -187,7 +187,7 @@ async def test_survivors_answers_are_right_and_nothing_is_left(
         def load() -> dict[str, Any]:
             return dict(quiet.get("/v1/loads").json()["loads"][0])
 
-        eventually(lambda: load()["num_total_reqs"] == 0 and load()["pages_used"] == 0, 20, "everything has ended")
+        eventually(lambda: load()["num_total_reqs"] == 0 and load()["pages_used"] == 0, 60, "everything has ended")
         assert admin_now.post("/flush_cache").status_code == 200
         assert load()["pages_cached"] == 0
         again = quiet.post("/generate", json=body(expected[0].prompt)).json()

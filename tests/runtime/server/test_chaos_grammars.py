@@ -99,7 +99,7 @@ async def test_who_is_free_is_served_beside_two_hundred_grammars_hostile_ones_an
             assert answer.status_code == 200, answer.text
             assert re.fullmatch(number(i)["regex"], answer.json()["text"])
         assert {answer.status_code for answer in await hostile} <= {200, 400}
-    eventually(lambda: idle(server), 20, "nothing is left")
+    eventually(lambda: idle(server), 60, "nothing is left")
 
 
 UNIQUE = {"type": "array", "uniqueItems": True}

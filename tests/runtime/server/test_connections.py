@@ -57,7 +57,7 @@ class Conversation:
     async def until_closed(self) -> bytes:
         """What came, also where the end is a reset: of a connection into which was still written."""
         said = b""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionResetError):
                 while part := await self.reader.read(65536):
                     said += part
@@ -117,7 +117,7 @@ async def test_a_request_that_comes_in_parts_is_answered_and_the_connection_kept
             for part in (b"POST / HTTP/1.1\r\nhost", b": a\r\ncontent-length: 4\r\n\r\n", b"ab", b"cd"):
                 talk.writer.write(part)
                 await asyncio.sleep(0.1)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert (await talk.reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
             await asyncio.sleep(0.5)  # longer than any part may take: between requests there is time
 
@@ -137,7 +137,7 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_left() -> None:
         await asyncio.sleep(1.5)
         talk.writer.transport.resume_reading()  # type: ignore[attr-defined]
         with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await talk.reader.readexactly(32 << 20)
 
 
@@ -164,7 +164,7 @@ async def test_an_offered_upgrade_is_ignored_and_the_body_kept(
                 await asyncio.sleep(0.05)
         else:
             talk.writer.write((head + body) * 3)  # the next requests are not lost either
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for _ in range(1 if apart else 3):
                 answer = await talk.reader.readuntil(b"abcd")
                 assert answer.startswith(b"HTTP/1.1 200 ")

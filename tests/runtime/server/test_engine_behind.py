@@ -117,12 +117,12 @@ def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, 
         threads = [threading.Thread(target=ask, args=(priority,)) for priority in (-1, 1)]
         for count, thread in enumerate(threads, 1):
             thread.start()
-            eventually(waiting(count), 5, f"{count} wait")
+            eventually(waiting(count), 60, f"{count} wait")
         running[0].close()
         for thread in threads:
             thread.join(30)
     assert ended == [1, -1]
-    eventually(lambda: idle(http), 5, "everything is released")
+    eventually(lambda: idle(http), 60, "everything is released")
 
 
 def test_scoring_a_prompt(http: httpx.Client) -> None:
@@ -159,7 +159,7 @@ def test_a_full_queue_is_503_and_then_works_again(http: httpx.Client, server: Se
         thread.join()
     assert set(statuses) == {200, 503}
     assert statuses.count(200) >= 4
-    eventually(lambda: idle(http), 5, "everything is released")
+    eventually(lambda: idle(http), 60, "everything is released")
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
@@ -168,8 +168,8 @@ def test_a_client_that_leaves_frees_its_pages(http: httpx.Client, server: Server
     body = b'{"prompt": "hello", "max_tokens": 1000, "ignore_eos": true, "stream": %s}' % stream.encode()
     with socket.create_connection((host, int(port))) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        eventually(lambda: not idle(http), 5, "it runs")
-    eventually(lambda: idle(http), 2, "it is gone")
+        eventually(lambda: not idle(http), 60, "it runs")
+    eventually(lambda: idle(http), 60, "it is gone")
 
 
 def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
@@ -204,7 +204,7 @@ def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
     for thread in threads:
         thread.join(60)
     assert [answers[i] for i in range(4)] == alone
-    eventually(lambda: idle(http), 10, "everything is released")
+    eventually(lambda: idle(http), 60, "everything is released")
     load = http.get("/v1/loads").json()["loads"][0]
     assert load["pages_cached"] == len(admin.get("/debug/radix").json()["blocks"]), "the rest is free"
 
@@ -222,7 +222,7 @@ def test_events_add_up_to_the_cache(http: httpx.Client, admin: httpx.Client) -> 
         client.send_multipart(frames.replay_request(0))
         consumer = Consumer()
         while True:
-            assert client.poll(5000)
+            assert client.poll(60_000)
             reply = frames.parse_reply(client.recv_multipart())
             if isinstance(reply, frames.ReplayEnd):
                 break
@@ -350,7 +350,7 @@ def test_the_server_says_that_it_separates_clients(fresh: httpx.Client) -> None:
 
 def test_an_idle_server_takes_no_cpu(server: ServerProcess, http: httpx.Client) -> None:
     """Heartbeats and load reports are all that is left: a few milliseconds of CPU time a second and process."""
-    eventually(lambda: idle(http), 10, "nothing runs")
+    eventually(lambda: idle(http), 60, "nothing runs")
     parent = psutil.Process(server.process.pid)
     processes = [parent, *parent.children(recursive=True)]
     assert len(processes) >= 4
@@ -365,6 +365,6 @@ def test_an_idle_server_takes_no_cpu(server: ServerProcess, http: httpx.Client) 
             for process, then, now in zip(processes, before, after, strict=True)
         }
 
-    eventually(lambda: max(took_ms(0.3).values()) < 50, 20, "its reader processes have started")
+    eventually(lambda: max(took_ms(0.3).values()) < 50, 60, "its reader processes have started")
     measured = took_ms(3.0)
     assert max(measured.values()) < 12, measured

@@ -202,7 +202,7 @@ def being_answered(server: ServerProcess, http: httpx.Client, path: str, body: b
     def running_now() -> int:
         return int(http.get("/v1/loads").json()["loads"][0]["running"])
 
-    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0), timeout=60) as client:
         client.sendall(f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         eventually(lambda: running_now() == count, what="all run")
         yield
@@ -286,7 +286,7 @@ def test_requests_beyond_the_budget_are_told_to_come_again_or_that_they_never_fi
 
 
 def test_a_body_that_is_announced_too_large_is_not_waited_for(watched: ServerProcess) -> None:
-    with socket.create_connection(("127.0.0.1", httpx.URL(watched.url).port or 0), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", httpx.URL(watched.url).port or 0), timeout=60) as client:
         client.sendall(f"POST {TEXT} HTTP/1.1\r\nhost: a\r\ncontent-length: {33 * MB}\r\n\r\n".encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
     with watched.admin() as http:

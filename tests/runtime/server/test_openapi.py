@@ -315,9 +315,9 @@ def test_the_other_listeners_have_neither(admin: httpx.Client, metrics: httpx.Cl
 
 def test_both_are_open_where_a_key_is_needed(model: Path) -> None:
     with running(model, "--no-events", fake=True, environment={"TREELINE_API_KEY": "correct-horse"}) as server:
-        told = httpx.get(f"{server.url}/openapi.json")
-        assert httpx.get(f"{server.url}/docs").status_code == 200
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        told = httpx.get(f"{server.url}/openapi.json", timeout=60)
+        assert httpx.get(f"{server.url}/docs", timeout=60).status_code == 200
+        assert httpx.get(f"{server.url}/v1/models", timeout=60).status_code == 401
         assert "correct-horse" not in told.text
         for path, operations in told.json()["paths"].items():
             for method, operation in operations.items():
@@ -330,14 +330,14 @@ def test_both_are_open_where_a_key_is_needed(model: Path) -> None:
 def test_neither_is_served_with_no_docs(model: Path) -> None:
     with running(model, "--no-events", "--no-docs", fake=True) as server:
         for path in ("/docs", "/openapi.json"):
-            assert httpx.get(server.url + path).json()["error"]["code"] == "not_found"
+            assert httpx.get(server.url + path, timeout=60).json()["error"]["code"] == "not_found"
 
 
 @pytest.fixture
 def counted(fake: ServerProcess) -> str:
     for path in ("/docs", "/openapi.json"):
-        httpx.get(fake.url + path)
-    return httpx.get(f"{fake.metrics_url}/metrics").text
+        httpx.get(fake.url + path, timeout=60)
+    return httpx.get(f"{fake.metrics_url}/metrics", timeout=60).text
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])

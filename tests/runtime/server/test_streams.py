@@ -88,7 +88,7 @@ def test_stop_strings_end_the_text_before_them(client: openai.OpenAI, http: http
     answer = client.completions.create(model="random", prompt="one two three", max_tokens=500, stop=[" three"])
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].text == "one two"
-    eventually(lambda: load(http) == 0, 5, "the scheduler was told")
+    eventually(lambda: load(http) == 0, 60, "the scheduler was told")
     kept = client.completions.create(
         model="random",
         prompt="one two three",
@@ -204,8 +204,8 @@ def test_a_client_that_leaves_ends_its_requests(
     stream: bool,
 ) -> None:
     with connected(fake, path, body | {"stream": stream}):
-        eventually(lambda: load(http) == generations, 5, "all run")
-    eventually(lambda: load(http) == 0, 2, "all are gone")
+        eventually(lambda: load(http) == generations, 60, "all run")
+    eventually(lambda: load(http) == 0, 60, "all are gone")
     aborted = [line for line in metrics.get("/metrics").text.splitlines() if "num_aborted_requests_total{" in line]
     assert float(aborted[0].split()[-1]) >= generations
 
@@ -213,10 +213,10 @@ def test_a_client_that_leaves_ends_its_requests(
 def test_many_clients_that_leave_at_once(http: httpx.Client, fake: ServerProcess) -> None:
     body: dict[str, object] = {"prompt": "hello", "max_tokens": 4000, "stream": True}
     clients = [connected(fake, "/v1/completions", body) for _ in range(24)]
-    eventually(lambda: load(http) == 24, 5, "all run")
+    eventually(lambda: load(http) == 24, 60, "all run")
     for client in clients:
         client.close()
-    eventually(lambda: load(http) == 0, 3, "all are gone")
+    eventually(lambda: load(http) == 0, 60, "all are gone")
     assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2}).status_code == 200
 
 
@@ -232,11 +232,11 @@ def test_abort_request_ends_a_request_with_what_it_has(
 
     thread = threading.Thread(target=ask)
     thread.start()
-    eventually(lambda: load(http) == 2, 5, "both run")
+    eventually(lambda: load(http) == 2, 60, "both run")
     again = http.post("/generate", json={"text": "x", "rid": "mine"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "rid")
     assert admin.post("/abort_request", json={"rid": "mine"}).status_code == 200
-    thread.join(10)
+    thread.join(60)
     assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers[0].json()] == [
         "abort",
         "abort",
@@ -249,7 +249,7 @@ def test_abort_request_ends_a_request_with_what_it_has(
 
 def test_flush_is_refused_while_busy_and_can_wait(http: httpx.Client, admin: httpx.Client, fake: ServerProcess) -> None:
     with connected(fake, "/v1/completions", {"prompt": "hello", "max_tokens": 40}):
-        eventually(lambda: load(http) == 1, 5, "it runs")
+        eventually(lambda: load(http) == 1, 60, "it runs")
         busy = admin.post("/flush_cache")
         assert (busy.status_code, busy.json()["error"]["code"]) == (400, "cache_busy")
         assert admin.post("/flush_cache?timeout=20").status_code == 200

