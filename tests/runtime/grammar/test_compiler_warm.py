@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -61,7 +62,9 @@ def test_where_nothing_may_be_held_up_the_rest_waits_for_the_first_grammar() -> 
         assert compiler._loaded is not None
         assert not {"_llguidance", "_xgrammar"} & vars(compiler._loaded.backend).keys()
         assert calls == []
-        assert len(compiler._workers.pids()) == 1, "the process has read the vocabulary"
+        (pid,) = compiler._workers.pids()  # which has read the vocabulary
+        niceness = os.getpriority(os.PRIO_PROCESS, pid)
+        assert niceness == os.getpriority(os.PRIO_PROCESS, 0), "its time is limited: beside a busy machine it is short"
         assert compiler.get(integers(1)).result(60)
         assert compiler.get(integers(2)).result(60)
         assert calls == ["prepared"]

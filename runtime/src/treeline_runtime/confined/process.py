@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -32,7 +31,7 @@ class Vanished(Killed):
 class ConfinedProcess:
     """One process and our end of its socket. One thread asks at a time."""
 
-    def __init__(self, module: str, limits: ProcessLimits, *arguments: str, niceness: int = 0) -> None:
+    def __init__(self, module: str, limits: ProcessLimits, *arguments: str) -> None:
         """module: what runs, by `child.serve`; arguments: of its command line. Raises OSError when it cannot be
         started."""
         self._seconds = limits.seconds + _GRACE_SECONDS
@@ -53,8 +52,6 @@ class ConfinedProcess:
         self._socket = ours
         self.pid = self._process.pid
         try:
-            if niceness:
-                os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
             if self._ask(msgspec.msgpack.encode(limits), _START_SECONDS) != READY:
                 raise OSError("the process did not start")
         except (Killed, ProcessLookupError) as error:

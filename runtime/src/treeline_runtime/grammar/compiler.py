@@ -36,8 +36,6 @@ from treeline_runtime.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10
-"""Whoever computes tokens goes first."""
 _WARMING = (
     Grammar("choice", '["a"]'),
     Grammar("structural_tag", '{"type":"structural_tag","format":{"type":"const_string","value":"a"}}'),
@@ -485,7 +483,7 @@ class _Worker(ConfinedProcess):
         self._late_s = limits.first_try_seconds
         # the compiler's threads, of which one starts it, live as long as the compiler
         confined = ProcessLimits(limits.seconds, limits.memory_bytes, threads=True, ends_with_thread=True)
-        super().__init__("treeline_runtime.grammar.worker", confined, backend, niceness=_NICENESS)
+        super().__init__("treeline_runtime.grammar.worker", confined, backend)
 
     def compile(self, order: bytes, vocabulary: bytes, on_late: Callable[[], None] | None) -> bytearray:
         """Raises `Killed` when no answer comes in time."""

@@ -18,7 +18,6 @@ from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.grammar.vocabulary import Vocabulary
 
 _LIMITS: Final = ProcessLimits(seconds=120.0, memory_bytes=4 << 30)
-_NICENESS: Final = 10
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -51,7 +50,7 @@ def read_vocabulary(bundle: TokenizerBundle, size: int, stop_ids: Sequence[int])
 
 class _Process(ConfinedProcess):
     def __init__(self) -> None:
-        super().__init__(__name__, _LIMITS, niceness=_NICENESS)
+        super().__init__(__name__, _LIMITS)
 
     def close(self) -> None:
         self.end()
