@@ -282,6 +282,28 @@ async def test_connections_beyond_the_limit_are_refused_and_health_is_told_on(tm
         await until(served, "a place is free again")
 
 
+async def test_connections_without_a_request_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
+    settings = {"limits": Limits(connections=20, idle_timeout_s=3600), "api_keys": {"ada": "sk-ada-1"}}
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+        port = plane.envoy.config.listen_port
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(25)]
+        asked = (  # nothing, half a preface, and all that HTTP/2 needs: then silence
+            b"",
+            b"PRI * HTTP/2.0\r\n\r\n",
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",
+            b"GET /v1/models HTTP/1.1\r\nhost: edge\r\n\r\n",
+        )
+        for number, (_, writer) in enumerate(opened):
+            writer.write(asked[number % len(asked)])
+
+        async def served() -> bool:
+            return (await http1(port, head(2, key="sk-ada-1") + b"{}")).status == 200
+
+        await until(served, "somebody with a key has a place", 60)
+        for _, writer in opened:
+            writer.close()
+
+
 @pytest.mark.parametrize("keys", [True, False], ids=["by-key", "by-address"])
 async def test_a_client_that_asks_too_often_is_429_and_others_are_served(tmp_path: Path, keys: bool) -> None:
     settings = {"limits": Limits(client_requests_per_s=2)}

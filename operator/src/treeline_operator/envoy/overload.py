@@ -35,6 +35,8 @@ _TRACKED_STREAM = 20
 """Streams with at least two to this power bytes in buffers can be found and ended."""
 _STREAM_WINDOW = 256 * 1024
 _CONNECTION_WINDOW = 1024 * 1024
+_IDLE_S = 2
+"""How long a connection may be without a request when memory or connections are short."""
 _SILENT_S = 10
 """How long a request may be silent when memory is short."""
 _CLIENTS = 10_000
@@ -45,16 +47,19 @@ _CLIENT = "client"
 def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
     """From 75 % of the heap limit on idle connections and silent requests are ended sooner, and from 85 % on after
     seconds; then HTTP/2 streams with large bodies are reset, the largest first; from 95 % on new requests are answered
-    503, and HTTP/1.1 requests that are still arriving too."""
+    503, and HTTP/1.1 requests that are still arriving too. From 75 % of the connections on those without a request are
+    ended sooner, and after seconds once nobody else would be let in."""
     timers = overload_v3.ScaleTimersOverloadActionConfigTimerType
     reduced = overload_v3.ScaleTimersOverloadActionConfig(
         timer_scale_factors=[
             overload_v3.ScaleTimersOverloadActionConfigScaleTimer(timer=timer, min_timeout=timedelta(seconds=seconds))
             for timer, seconds in (
-                (timers.HTTP_DOWNSTREAM_CONNECTION_IDLE, 2),
+                (timers.HTTP_DOWNSTREAM_CONNECTION_IDLE, _IDLE_S),
+                (timers.TRANSPORT_SOCKET_CONNECT, _IDLE_S),
                 # A stream is idle when its body stops half way, when nobody reads its answer, and also while it waits
                 # for its first token. Some of the latter are lost; without this, every new request would be.
                 (timers.HTTP_DOWNSTREAM_STREAM_IDLE, _SILENT_S),
+                (timers.HTTP_DOWNSTREAM_STREAM_FLUSH, _SILENT_S),
             )
         ]
     )
@@ -70,7 +75,9 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
         buffer_factory_config=overload_v3.BufferFactoryConfig(minimum_account_to_track_power_of_two=_TRACKED_STREAM),
         actions=[
             _action("reset_high_memory_stream", _between(0.85, 0.95)),
-            _action("reduce_timeouts", _between(0.75, 0.85), reduced),
+            # All timers have one scale. So connections shorten it up to their very bound and no sooner: at 95 % of them
+            # an answer may be awaited for minutes yet.
+            _action("reduce_timeouts", _between(0.75, 0.85), _between(0.75, 1.0, of=_CONNECTIONS), message=reduced),
             _action("shrink_heap", _at(0.9)),
             _action("disable_http_keepalive", _at(0.9)),
             _action("stop_accepting_requests", _at(0.95)),
@@ -171,17 +178,19 @@ def _monitor(name: str, message: betterproto2.Message) -> overload_v3.ResourceMo
 
 
 def _action(
-    name: str, trigger: overload_v3.Trigger, message: betterproto2.Message | None = None
+    name: str, *triggers: overload_v3.Trigger, message: betterproto2.Message | None = None
 ) -> overload_v3.OverloadAction:
     typed = None if message is None else Any.pack(message)
-    return overload_v3.OverloadAction(name=f"envoy.overload_actions.{name}", triggers=[trigger], typed_config=typed)
+    return overload_v3.OverloadAction(
+        name=f"envoy.overload_actions.{name}", triggers=list(triggers), typed_config=typed
+    )
 
 
 def _at(share: float) -> overload_v3.Trigger:
     return overload_v3.Trigger(name=_HEAP, threshold=overload_v3.ThresholdTrigger(value=share))
 
 
-def _between(first: float, last: float) -> overload_v3.Trigger:
+def _between(first: float, last: float, *, of: str = _HEAP) -> overload_v3.Trigger:
     return overload_v3.Trigger(
-        name=_HEAP, scaled=overload_v3.ScaledTrigger(scaling_threshold=first, saturation_threshold=last)
+        name=of, scaled=overload_v3.ScaledTrigger(scaling_threshold=first, saturation_threshold=last)
     )
