@@ -34,6 +34,10 @@ from treeline_operator.envoy.tls import to_picker
 # A stream on the ext_proc cluster and a request on the pods cluster may live for a whole generation; Envoy's default of
 # 1024 would turn the 1025th concurrent generation into an error.
 _MAX_CONCURRENT = 65_536
+# Frames that wait until a picker reads on; with more Envoy ends the connection that all clients share. A request that a
+# client gives up leaves its reset (a control frame) and up to 60 KiB of headers: half a gigabyte of them at most, where
+# Envoy's own 1,000 resets are sent within a second.
+_RESETS_WAITING = 8192
 
 
 def pods_cluster(config: EnvoyConfig) -> cluster_v3.Cluster:
@@ -164,7 +168,10 @@ def _policy(name: str, message: betterproto2.Message) -> cluster_v3.LoadBalancin
 
 
 def _http2() -> dict[str, Any]:
-    return _http(HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=core_v3.Http2ProtocolOptions()))
+    options = core_v3.Http2ProtocolOptions(
+        max_outbound_control_frames=_RESETS_WAITING, max_outbound_frames=_MAX_CONCURRENT
+    )
+    return _http(HttpProtocolOptionsExplicitHttpConfig(http2_protocol_options=options))
 
 
 def _http(explicit: HttpProtocolOptionsExplicitHttpConfig, *, idle: timedelta | None = None) -> dict[str, Any]:
