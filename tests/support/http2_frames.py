@@ -111,8 +111,12 @@ def attack(seed: int, count: int) -> int:
                 readers.pop(event.stream, None)
             elif isinstance(event, Came):
                 try:
-                    assert all(len(m) <= _MESSAGE_BYTES for m in readers[event.stream].feed(event.data))
+                    messages = readers[event.stream].feed(event.data)
+                    assert all(len(message) <= _MESSAGE_BYTES for message in messages if message is not None)
+                    over = None in messages
                 except CallError:
+                    over = True
+                if over:
                     connection.end(event.stream, grpc.WELL)
         for stream in range(max(1, newest - 10), max(12, newest + 1), 2):
             roll = rng.random()  # of each stream, one: chance is most of what an attack costs

@@ -89,14 +89,14 @@ class _Check:
         self._health = health
         self.ended = False
 
-    def answers(self, data: bytes) -> Iterator[bytes | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | None]:
         status = self._health.status(_service_of(data))
         if status is None:
             raise CallError(Status.NOT_FOUND, "this service is not known")
         self.ended = True
         yield _answer(status)
 
-    def close(self) -> None:
+    def close(self, *, lost: bool) -> None:
         pass
 
 
@@ -112,14 +112,14 @@ class _Watch:
         self._name: str | None = None
         self._told: int | None = None
 
-    def answers(self, data: bytes) -> Iterator[bytes | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | None]:
         if self._name is None:
             self._name = _service_of(data)
             self._told = self._status()
             self._open.enter_context(self._health.watched(self._changed))
             yield _answer(self._told)
 
-    def close(self) -> None:
+    def close(self, *, lost: bool) -> None:
         self._open.close()
 
     def _status(self) -> int:
@@ -133,7 +133,9 @@ class _Watch:
             self._push(_answer(status))
 
 
-def _service_of(data: bytes) -> str:
+def _service_of(data: bytes | None) -> str:
+    if data is None:
+        raise CallError(Status.RESOURCE_EXHAUSTED, "no HealthCheckRequest is so large")
     try:
         return str(health_pb2.HealthCheckRequest.FromString(data).service)
     except DecodeError as error:

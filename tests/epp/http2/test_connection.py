@@ -226,6 +226,8 @@ def test_a_block_is_decoded_once_where_the_peer_keeps_no_table() -> None:
     assert again.fields is not second.fields, "this peer may still keep one"
 
 
+ENTRY = b"\x40\x01x" + b"\x7f\xa1\x1e" + b"v" * 4000
+"""A field of four kilobytes, which the table keeps."""
 BROKEN: dict[str, tuple[bytes, Code]] = {
     "no preface": (b"GET / HTTP/1.1\r\n\r\n", Code.PROTOCOL_ERROR),
     "no settings": (frames.PREFACE + frames.ping(b"12345678", ack=False), Code.PROTOCOL_ERROR),
@@ -237,7 +239,7 @@ BROKEN: dict[str, tuple[bytes, Code]] = {
     "a push": (HELLO + frames.head(frames.PUSH_PROMISE, 4, 1, 4) + b"0000", Code.PROTOCOL_ERROR),
     "a table that is lost": (HELLO + headers(1, b"\xff\xff\xff"), Code.COMPRESSION_ERROR),
     "fields without end": (
-        HELLO + headers(1, b"x" * 9000, 0) + (frames.head(frames.CONTINUATION, 0, 1, 9000) + b"x" * 9000) * 8,
+        HELLO + headers(1, b"x" * 9000, 0) + (frames.head(frames.CONTINUATION, 0, 1, 9000) + b"x" * 9000) * 30,
         Code.ENHANCE_YOUR_CALM,
     ),
     "a window of nothing": (HELLO + frames.window_update(0, 0), Code.PROTOCOL_ERROR),
@@ -252,25 +254,73 @@ BROKEN: dict[str, tuple[bytes, Code]] = {
     "a flood of pings": (HELLO + frames.ping(b"12345678", ack=False) * 11_000, Code.ENHANCE_YOUR_CALM),
     "a flood of settings": (HELLO + SETTINGS * 11_000, Code.ENHANCE_YOUR_CALM),
     "a flood of nothing": (HELLO + headers(1, block()) + data(1, b"") * 11_000, Code.ENHANCE_YOUR_CALM),
-    "rapid resets": (
-        HELLO + b"".join(headers(i, block()) + frames.rst_stream(i, 8) for i in range(1, 22_001, 2)),
+    "a flood of resets of what is not open": (
+        HELLO + headers(1, block()) + frames.rst_stream(1, 8) * 11_000,
         Code.ENHANCE_YOUR_CALM,
     ),
+    "a flood of data behind an end": (
+        HELLO + headers(1, block(), 5) + headers(3, block()) + frames.rst_stream(3, 8) + data(3, b"x") * 11_000,
+        Code.ENHANCE_YOUR_CALM,
+    ),
+    "fields that are too long, with a table": (HELLO + headers(1, ENTRY + b"\xbe" * 5), Code.COMPRESSION_ERROR),
+    "a table that is changed three times": (
+        HELLO + headers(1, b"\x20\x3f\xe1\x1f\x20" + block()),
+        Code.COMPRESSION_ERROR,
+    ),
+    "a table of a number without end": (HELLO + headers(1, b"\x3f" + b"\xff" * 9000), Code.COMPRESSION_ERROR),
+}
+
+SMALL = HELLO + frames.SETTINGS_ACK + headers(1, b"\x20" + block())
+"""A peer that keeps no table."""
+CAUSED_BY_A_CLIENT = {
+    "streams that are reset at once": lambda i: headers(i, block()) + frames.rst_stream(i, 8),
+    "streams that are refused": lambda i: headers(i, block()),
+    "fields that are too long": lambda i: headers(i, block(("tracestate", "x" * 16_000))),
+    "many fields by reference": lambda i: headers(i, b"\x84" * 700),
 }
 
 
-@pytest.mark.parametrize("ages", [0, 1, 2])
-def test_resets_of_streams_that_were_open_for_a_while_are_no_flood(ages: int) -> None:
-    connection, streams = ours(), range(1, 22_001, 2)
-    connection.receive(HELLO + b"".join(headers(i, block()) for i in streams))
-    for _ in range(ages):
-        connection.age()
-    ended = connection.receive(b"".join(frames.rst_stream(i, 8) for i in streams))
-    assert (connection.fault is None) == (ages == 2)
-    if ages == 2:
-        assert len(ended) == len(streams)
-        connection.receive(b"".join(headers(i, block()) + frames.rst_stream(i, 8) for i in range(22_001, 44_001, 2)))
-        assert connection.fault is not None, "those that come now are young"
+@pytest.mark.parametrize("name", CAUSED_BY_A_CLIENT)
+def test_what_one_client_of_a_proxy_can_cause_does_not_end_the_connection_of_all(name: str) -> None:
+    connection = ours(Limits(idle_frames=100, streams=2))
+    connection.receive(SMALL)
+    for stream in range(3, 1003, 2):
+        connection.receive(CAUSED_BY_A_CLIENT[name](stream))
+        connection.take()
+    assert connection.fault is None
+    connection.receive(frames.rst_stream(1, 8) + frames.rst_stream(3, 8))
+    (event,) = connection.receive(headers(1003, block()))
+    assert isinstance(event, Requested)
+
+
+def test_data_that_was_on_its_way_when_a_stream_was_ended_does_not_end_the_connection() -> None:
+    connection = ours(Limits(idle_frames=100))
+    connection.receive(HELLO + headers(1, block()))
+    connection.end(1, grpc.WELL)
+    for _ in range(500):
+        connection.receive(data(1, b"x" * 1000))
+    assert connection.fault is None
+
+
+def test_fields_that_are_too_long_are_read_over_in_any_pieces_and_their_stream_alone_ends() -> None:
+    connection = ours()
+    connection.receive(SMALL)
+    sent(connection)
+    more = (frames.head(frames.CONTINUATION, 0, 3, 9000) + b"\xff" * 9000) * 8
+    assert connection.receive(headers(3, block(), 0) + more + frames.head(frames.CONTINUATION, 4, 3, 0)) == []
+    assert sent(connection) == frames.rst_stream(3, Code.ENHANCE_YOUR_CALM)
+    (event,) = connection.receive(headers(5, block()))
+    assert isinstance(event, Requested)
+
+
+def test_frames_are_looked_at_in_slices() -> None:
+    connection = ours()
+    sent = HELLO + b"".join(headers(i, block()) for i in range(1, 21, 2)) + data(1, b"x")
+    came = [connection.receive(sent[:-1], 4)]
+    while connection.more:
+        came.append(connection.receive(b"", 4))
+    assert [[event.stream for event in events] for events in came] == [[1, 3, 5], [7, 9, 11, 13], [15, 17, 19]]
+    assert connection.receive(sent[-1:], 4) == [Came(1, b"x", ended=False)]
 
 
 @pytest.mark.parametrize("name", BROKEN)

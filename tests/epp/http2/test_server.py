@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import pytest
@@ -29,13 +31,18 @@ class Echo:
     open = 0
     lingers = False
     closed: asyncio.Event
+    lost: ClassVar[list[bool]] = []
 
     def __init__(self, _push: Push, _fields: Fields) -> None:
         self.ended = False
         Echo.open += 1
         Echo.closed = asyncio.Event()
 
-    def answers(self, data: bytes) -> Iterator[bytes | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | None]:
+        if data is None:
+            self.ended = True
+            yield b"too large"
+            return
         if data == b"turns":
             for _ in range(5):
                 yield None
@@ -44,14 +51,18 @@ class Echo:
         self.ended = data == b"end"
         yield data
 
-    def close(self) -> None:
+    def close(self, *, lost: bool) -> None:
         Echo.open -= 1
+        Echo.lost.append(lost)
         Echo.closed.set()
 
 
 @asynccontextmanager
-async def serving(tls: Certificate | None = None, held: int = 1 << 30) -> AsyncIterator[Http2Server]:
-    server = Http2Server({METHOD: Echo}, MOST, most_held_bytes=held)
+async def serving(
+    tls: Certificate | None = None, held: int = 1 << 30, limits: Limits | None = None
+) -> AsyncIterator[Http2Server]:
+    Echo.lost.clear()
+    server = Http2Server({METHOD: Echo}, MOST, limits, most_held_bytes=held)
     await server.start("127.0.0.1", 0, tls)
     try:
         yield server
@@ -66,6 +77,20 @@ async def channel(server: Http2Server) -> AsyncIterator[grpc.aio.Channel]:
     options = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as made:
         yield made
+
+
+def opened(stream: int, block: bytes = BLOCK) -> bytes:
+    return frames.head(frames.HEADERS, frames.END_HEADERS, stream, len(block)) + block
+
+
+async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
+    """What comes, until this."""
+    came = b""
+    while last not in came:
+        more = await asyncio.wait_for(reader.read(65536), 30)
+        assert more, came[-300:]
+        came += more
+    return came
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -109,15 +134,11 @@ async def test_a_call_may_end_before_its_client_does() -> None:
         assert await call.code() == grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [(b"x" * (MOST + 1), grpc.StatusCode.RESOURCE_EXHAUSTED), (b"wrong", grpc.StatusCode.INVALID_ARGUMENT)],
-)
-async def test_what_cannot_be_taken_ends_the_call_and_not_the_connection(message: bytes, code: grpc.StatusCode) -> None:
+async def test_what_cannot_be_taken_ends_the_call_and_not_the_connection() -> None:
     async with serving() as server, channel(server) as client:
         call = client.stream_stream(METHOD)()
-        await call.write(message)
-        assert await call.code() == code
+        await call.write(b"wrong")
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
         other = client.stream_stream("/test.Echo/Nothing")()
         assert await other.code() == grpc.StatusCode.UNIMPLEMENTED
         again = client.stream_stream(METHOD)()
@@ -232,7 +253,7 @@ async def test_a_peer_that_never_reads_makes_us_keep_no_more_than_a_little() -> 
 
 async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_server, "_TURN_S", 0.0)  # one event, and the next who waits
-    monkeypatch.setattr(http2_server, "_BACKLOG", 10)
+    monkeypatch.setattr(http2_server, "_FRAMES", 10)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         sent = frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK
@@ -250,21 +271,98 @@ async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: py
         await until(lambda: not server.peers)
 
 
-async def test_clients_that_give_up_waiting_do_not_end_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_server, "_AGE_S", 0.001)
-    async with serving() as server:
-        server.limits = Limits(idle_frames=10)
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK)
-        for stream in range(1, 41, 2):
-            writer.write(frames.head(frames.HEADERS, frames.END_HEADERS, stream, len(BLOCK)) + BLOCK)
-        await until(lambda: any(peer._connection._old == 39 for peer in server.peers))
-        (peer,) = server.peers
-        writer.write(b"".join(frames.rst_stream(stream, 8) for stream in range(1, 41, 2)))
-        await until(lambda: not peer._running)
-        assert peer._connection.fault is None
+@pytest.mark.parametrize("asks", [b"", b"\x00\x00\x00\x00\x01x"], ids=["at once", "after a message"])
+async def test_calls_that_one_client_aborts_at_once_do_not_end_the_connection_of_all(asks: bytes) -> None:
+    async with serving(limits=Limits(idle_frames=10)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK + opened(1))
+        for stream in range(3, 2003, 2):
+            message = frames.head(frames.DATA, 0, stream, len(asks)) + asks if asks else b""
+            writer.write(opened(stream) + message + frames.rst_stream(stream, 8))
+        writer.write(frames.ping(b"are done", ack=False))
+        await seen(reader, b"are done")
+        await until(lambda: len(Echo.lost) == 1000)
+        assert Echo.open == 1, "the first one is still served"
+        assert not any(Echo.lost)
         writer.close()
         await until(lambda: not server.peers)
+        assert Echo.lost[-1], "with its connection"
+
+
+async def test_a_message_that_is_too_large_is_the_last_of_its_call() -> None:
+    async with serving() as server, channel(server) as client:
+        call = client.stream_stream(METHOD)()
+        await call.write(b"x")
+        assert await call.read() == b"x"
+        await call.write(b"x" * (MOST + 1))
+        assert await call.read() == b"too large"
+        assert await call.code() == grpc.StatusCode.OK
+        assert server.held_bytes == 0
+        watch = client.stream_stream(METHOD)()
+        await watch.write(b"x")
+        assert await watch.read() == b"x", "the connection goes on"
+        watch.cancel()
+
+
+async def test_a_peer_that_reads_nothing_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call that nobody serves is answered at once, whatever the peer's windows."""
+    monkeypatch.setattr(http2_server, "_UNREAD_BYTES", 100_000)
+    async with serving() as server:
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        block = frames.header_block(
+            [*FIELDS[:2], (b":path", b"/" + b"x" * 180), (b"content-type", b"application/grpc")]
+        )
+        sent = frames.PREFACE + frames.settings({}) + b"".join(opened(stream, block) for stream in range(1, 200_001, 2))
+        writing = asyncio.create_task(asyncio.get_running_loop().sock_sendall(sock, sent))
+        await until(lambda: any(not peer._reading for peer in server.peers))
+        (peer,) = server.peers
+        assert not writing.done()
+        for _ in range(100):
+            await asyncio.sleep(0)
+            assert peer._transport is not None
+            assert peer._transport.get_write_buffer_size() < 1_000_000
+        writing.cancel()
+        sock.close()
+        await until(lambda: not server.peers)
+
+
+HPACK = {
+    "a thousand fields by reference": (b"\x20" + b"\x84" * 16_000, False),
+    "a field of many bytes": (b"\x20" + BLOCK + b"\x00\x01x\x7f\x81\x7e" + b"v" * 16_256, False),
+    "bytes of no code": (b"\x20" + b"\x00\x01x\xff\x81\x1e" + b"\xff" * 3968, True),
+    "an entry of no table": (b"\x20" + b"\xbe" * 9000, True),
+    "names without end": (b"\x20" + b"\x00\x7f\xff\xff\xff\xff\x0f" + b"x" * 9000, True),
+    "a table for ever smaller": (b"\x20" * 16_000, True),
+    "a table of no number": (b"\x3f" + b"\xff" * 16_000, True),
+    "a table larger than ours": (b"\x3f\xe1\x1f" + BLOCK, True),
+}
+
+
+@pytest.mark.parametrize("name", HPACK)
+async def test_fields_that_are_bombs_cost_their_peer_more_than_us(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "treeline_epp")
+    bomb, ends = HPACK[name]
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK + opened(1, b"\x20" + BLOCK))
+        parts = [bomb[at : at + 16_384] for at in range(0, len(bomb), 16_384)]
+        writer.write(frames.head(frames.HEADERS, 0, 3, len(parts[0])) + parts[0])
+        for part in parts[1:]:
+            writer.write(frames.head(frames.CONTINUATION, 0, 3, len(part)) + part)
+        writer.write(frames.head(frames.CONTINUATION, frames.END_HEADERS, 3, 0) + frames.ping(b"are done", ack=False))
+        if ends:
+            code = frames.Code.COMPRESSION_ERROR.to_bytes(4, "big")
+            said = await reader.read()
+            assert frames.head(frames.GOAWAY, 0, 0, 0)[3:] in said
+            assert frames.NUMBER.pack(3) + code in said
+        else:
+            assert frames.rst_stream(3, frames.Code.ENHANCE_YOUR_CALM) in await seen(reader, b"are done")
+            assert Echo.open == 1
+        writer.close()
+        await until(lambda: not server.peers)
+        assert all(len(record.getMessage()) < 300 for record in caplog.records)
 
 
 async def test_messages_that_are_never_whole_are_bounded_together() -> None:

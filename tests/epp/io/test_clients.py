@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.epp_io import data_plane, engines, until
-from treeline_epp.extproc.clients import BODIES, Clients, Present, TooMuch, client_of
+from treeline_epp.extproc.clients import BODIES, LOST_S, Clients, Present, TooMuch, client_of
 from treeline_epp.options import options_of
 
 KEYED, LARGEST = "x-treeline-client", 1000
@@ -22,7 +22,9 @@ class Crowd(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clients = Clients(3, LARGEST)
+        self.now = 0.0
+        self.clients = Clients(3, LARGEST, clock=lambda: self.now)
+        self.lost: list[tuple[float, str]] = []
         self.here: list[tuple[Present, str, str]] = []
         self.coming: list[int] = []
 
@@ -35,7 +37,11 @@ class Crowd(RuleBasedStateMachine):
         size = int(length) if length in ("0", "10", "900") else LARGEST
         size = size if header == KEYED else 0
         own = [i for i, (_, *who) in enumerate(self.here) if who[1] == name]
-        fits = len(own) < 3 and sum(self.coming[i] for i in own) + size <= BODIES * LARGEST
+        self.lost = [(until, who) for until, who in self.lost if until > self.now]
+        fits = (
+            len(own) + [who for _, who in self.lost].count(name) < 3
+            and sum(self.coming[i] for i in own) + size <= BODIES * LARGEST
+        )
         present: Present | None = None
         with contextlib.suppress(TooMuch):
             present = self.clients.enter({header: name, "content-length": length})
@@ -56,9 +62,25 @@ class Crowd(RuleBasedStateMachine):
         if goes:
             del self.here[which], self.coming[which]
 
+    @precondition(lambda self: self.here)
+    @rule(which=st.integers(0, 9))
+    def lose(self, which: int) -> None:
+        which %= len(self.here)
+        present, header, name = self.here.pop(which)
+        del self.coming[which]
+        present.lose()
+        present.close()
+        if header == KEYED:
+            self.lost.append((self.now + LOST_S, name))
+
+    @rule(seconds=st.sampled_from([1.0, LOST_S / 2, LOST_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
     @invariant()
     def none_is_remembered_without_a_request(self) -> None:
-        assert len(self.clients) == len({name for *_, name in self.here})
+        here = {name for *_, name in self.here}
+        assert len(here) <= len(self.clients) <= len(here | {name for _, name in self.lost})
 
 
 def test_no_client_has_more_than_its_share() -> None:

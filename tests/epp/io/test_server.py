@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.extproc.clients import LOST_S, Clients
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.index.pods import Hit
 from treeline_epp.metrics import Metrics
@@ -113,6 +114,48 @@ def test_a_request_reserves_until_its_response_begins() -> None:
     assert bench.counted("outcomes_total", outcome="headers") == 1
     assert bench.counted("outcomes_total", outcome="cancelled") == 0
     assert bench.troubles == []
+
+
+@pytest.mark.parametrize("mode", [MODES.BUFFERED, MODES.FULL_DUPLEX_STREAMED])
+def test_a_message_that_is_too_large_to_be_read_is_413_as_a_body_is_that_is_a_little_too_large(mode: int) -> None:
+    bench = Bench()
+    stream, large = bench.stream(), bench.stream()
+    for one in (stream, large):
+        replies(one, headers(mode=mode))
+    (expected,) = replies(stream, body(b"x" * 10_001))
+    (data,) = large.steps(None)
+    assert isinstance(data, bytes)
+    assert pb.ProcessingResponse.FromString(data) == expected
+    assert expected.immediate_response.status.code == 413
+    assert large.ended
+    large.close()
+
+
+def test_an_answer_that_is_too_large_to_be_read_is_no_refusal() -> None:
+    bench = Bench()
+    stream = bench.stream()
+    replies(stream, headers())
+    replies(stream, body())
+    replies(stream, response())
+    assert list(stream.steps(None)) == []
+    stream.close()
+
+
+@pytest.mark.parametrize(("decided", "lost", "counts"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_a_request_of_a_key_counts_on_where_its_connection_is_lost_and_it_may_go_on(
+    decided: bool, lost: bool, counts: int
+) -> None:
+    bench = Bench()
+    clients = Clients(1, 1000, clock=lambda: bench.now)
+    stream = ExtProcSession(bench.router, SessionLimits(10_000, clients=clients))
+    replies(stream, headers(**{names.CLIENT: "ada"}))
+    if decided:
+        replies(stream, body())
+    stream.close(lost=lost)
+    assert len(clients) == counts
+    bench.now += LOST_S
+    clients.enter({names.CLIENT: "ada"}).close()
+    assert len(clients) == 0
 
 
 def test_a_proxy_that_asks_again_for_the_same_request_gets_the_same_answer_and_it_counts_once() -> None:

@@ -7,8 +7,9 @@ is, and must not let clients say it themselves; our own Envoy does so.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from treeline_wire import headers as names
@@ -16,6 +17,11 @@ from treeline_wire import headers as names
 BODIES: Final = 8
 """Largest bodies that one client may be sending. The proxy holds them until they are whole, in a memory that all
 clients share: with the defaults of our own Envoy, a third of it."""
+
+LOST_S: Final = 60.0
+"""A request with a key whose connection is lost counts for so long: its answer may go on, unseen."""
+_FORGOTTEN: Final = 1024
+"""Of these at a time: a millisecond."""
 
 
 class TooMuch(Exception):
@@ -26,9 +32,11 @@ class Clients:
     """Counts by client. `requests` is the most that one may have, `body_bytes` the largest body; `BODIES` times as many
     bytes may be on their way from a client with an API key."""
 
-    def __init__(self, requests: int, body_bytes: int) -> None:
+    def __init__(self, requests: int, body_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests = requests
         self._body_bytes = body_bytes
+        self._clock = clock
+        self._lost: deque[tuple[float, Present]] = deque()
         self._present: Counter[str] = Counter()
         self._coming: Counter[str] = Counter()
 
@@ -38,6 +46,10 @@ class Clients:
         A body counts with its `content-length`. A body that does not tell its length counts as the largest one, since
         the picker does not see it before it is whole.
         """
+        for _ in range(_FORGOTTEN):
+            if not self._lost or self._clock() < self._lost[0][0]:
+                break
+            self._lost.popleft()[1].close()
         client, keyed = client_of(headers), names.CLIENT in headers
         if self._present[client] >= self._requests:
             raise TooMuch(f"This client has {self._requests} requests that are not answered yet")
@@ -47,6 +59,10 @@ class Clients:
         self._present[client] += 1
         self._coming[client] += size
         return Present(self, client, keyed, size)
+
+    def lost(self, present: Present) -> None:
+        """Count this for a while."""
+        self._lost.append((self._clock() + LOST_S, present))
 
     def left(self, client: str, requests: int, coming: int) -> None:
         """So much less. Clients without anything are forgotten."""
@@ -76,6 +92,12 @@ class Present:
         """Its body is whole. May be called again."""
         self._clients.left(self._client, 0, self._coming)
         self._coming = 0
+
+    def lose(self) -> None:
+        """Nobody will tell when it has gone: with a key it counts for `LOST_S`, whatever closes it before."""
+        if self.keyed and self._here:
+            self._clients.lost(Present(self._clients, self._client, keyed=True, coming=0))
+            self._here = 0
 
     def close(self) -> None:
         """It has gone. May be called again."""

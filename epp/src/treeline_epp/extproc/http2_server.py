@@ -31,15 +31,15 @@ KEEPALIVE_S = 20.0
 """A peer that has said nothing for so long is pinged; one that says nothing to that, either, is gone."""
 _FORGIVEN = 1000
 """Frames that bring nothing, in that time."""
-_AGE_S = 1.0
-"""Who resets a call that was open for so long is no flood: clients go while their requests wait."""
 _CERTIFICATE_S = 1.0
 _ABORT_S = 1.0
 """Until the loop has told that a connection is closed: a round of it."""
 _TURN_S = 0.004
-"""Of work on one connection before others have theirs."""
-_BACKLOG = 4096
-"""Events that wait for their turn; with more of them nothing is read."""
+"""Of work on one connection before others have theirs; nothing more of it is read meanwhile."""
+_FRAMES = 256
+"""Looked at in one go."""
+_UNREAD_BYTES = 4 << 20
+"""A peer that leaves more of what we wrote unread is not read, either."""
 _WAITING_BYTES = 256 * 1024
 """Of an answer: more is not made before the peer has room."""
 
@@ -63,13 +63,14 @@ class Call(Protocol):
     def lingers(self) -> bool:
         """There is nothing more to say, but it stays open until the peer closes it, or the server stops."""
 
-    def answers(self, data: bytes) -> Iterator[bytes | Awaited | None]:
-        """To one message; None where others should have a turn, and what there is to wait for, which comes again when
-        it is asked too soon. Raises CallError, ValueError: no such message."""
+    def answers(self, data: bytes | None) -> Iterator[bytes | Awaited | None]:
+        """To one message, or to the last, which is larger than the server takes; None where others should have a turn,
+        and what there is to wait for, which comes again when it is asked too soon. Raises CallError, ValueError: no
+        such message."""
         ...
 
-    def close(self) -> None:
-        """The call is over."""
+    def close(self, *, lost: bool) -> None:
+        """The call is over. `lost`: its connection is, and nobody knows whether the peer goes on without us."""
 
 
 class Certificate(Protocol):
@@ -96,7 +97,7 @@ class _Running:
     def __init__(self, call: Call, reader: MessageReader) -> None:
         self.call = call
         self.reader = reader
-        self.inbox: deque[bytes] = deque()
+        self.inbox: deque[bytes | None] = deque()
         self.answering: Iterator[bytes | Awaited | None] | None = None
         self.owed = 0
         """Bytes that are credited to the peer when the inbox is empty."""
@@ -228,7 +229,6 @@ class _Peer(asyncio.Protocol):
         self._asked = False
         self.leaving = False
         self._timer: asyncio.TimerHandle | None = None
-        self._aging: asyncio.TimerHandle | None = None
 
     # ---- of asyncio ---------------------------------------------------------------------------------------------
 
@@ -236,7 +236,6 @@ class _Peer(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._server.peers.add(self)
         self._timer = self._loop.call_later(KEEPALIVE_S, self._look_after)
-        self._aging = self._loop.call_later(_AGE_S, self._age)
         if self._server.draining:
             self.leave()
         self._flush()
@@ -244,13 +243,11 @@ class _Peer(asyncio.Protocol):
     def connection_lost(self, _error: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._aging is not None:
-            self._aging.cancel()
         if self._going_on is not None:
             self._going_on.cancel()
         self._events.clear()
         for stream in list(self._running):
-            self._forget(stream)
+            self._forget(stream, lost=True)
         self._transport = None
         self._count_streams(0)
         self._server.gone(self)
@@ -260,30 +257,35 @@ class _Peer(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._full = False
+        if self._going_on is None:
+            self._read(more=True)
         for stream in list(self._running):
             self._go_on(stream)
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
-        self._connection.room = self._server.limits.all_streams - self._server.streams + self._counted
-        self._events += self._connection.receive(data)
-        self._count_streams(len(self._connection))
+        self._receive(data)
         if self._going_on is None:
             self._take_turn()
-        elif len(self._events) > _BACKLOG:
-            self._read(more=False)
+
+    def _receive(self, data: bytes) -> None:
+        self._connection.room = self._server.limits.all_streams - self._server.streams + self._counted
+        self._events += self._connection.receive(data, _FRAMES)
+        self._count_streams(len(self._connection))
 
     def _take_turn(self) -> None:
-        """Deal with events until there are none, or others should have a turn."""
+        """Deal with what came until there is no more, or others should have a turn."""
         self._going_on = None
         events, until = self._events, self._loop.time() + _TURN_S
-        while events:
-            self._on_event(events.popleft())
-            if events and self._loop.time() > until:
+        while events or self._connection.more:
+            if events:
+                self._on_event(events.popleft())
+            else:
+                self._receive(b"")
+            if (events or self._connection.more) and self._loop.time() > until:
                 self._going_on = self._loop.call_soon(self._take_turn)
                 break
-        if len(events) <= _BACKLOG:
-            self._read(more=True)
+        self._read(more=self._going_on is None)
         self._flush()
 
     def _read(self, *, more: bool) -> None:
@@ -304,7 +306,7 @@ class _Peer(asyncio.Protocol):
             self._work(event.stream)
         else:
             assert isinstance(event, Ended)
-            self._forget(event.stream)
+            self._forget(event.stream, lost=self._connection.finished)
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
@@ -365,6 +367,8 @@ class _Peer(asyncio.Protocol):
         try:
             while True:
                 if run.answering is None:
+                    if not run.inbox and run.reader.over:
+                        raise CallError(Status.RESOURCE_EXHAUSTED, "a message larger than this server takes")
                     if not run.inbox:
                         break
                     run.answering = run.call.answers(run.inbox.popleft())
@@ -437,7 +441,7 @@ class _Peer(asyncio.Protocol):
             self._connection.end(stream, grpc.only(status, why))
         self._forget(stream)
 
-    def _forget(self, stream: int) -> None:
+    def _forget(self, stream: int, *, lost: bool = False) -> None:
         run = self._running.pop(stream, None)
         if run is not None:
             if run.timer is not None:
@@ -445,7 +449,7 @@ class _Peer(asyncio.Protocol):
             run.answering = None
             self._server.held_bytes -= run.held
             run.held, run.closed = 0, True
-            run.call.close()
+            run.call.close(lost=lost)
 
     # ---- the connection -----------------------------------------------------------------------------------------
 
@@ -457,6 +461,8 @@ class _Peer(asyncio.Protocol):
         self._count_streams(len(self._connection))
         if out:
             transport.write(out[0] if len(out) == 1 else b"".join(out))
+            if transport.get_write_buffer_size() > _UNREAD_BYTES:
+                self._read(more=False)
         if self._connection.finished or (self._connection.left and not len(self._connection)):
             if self._connection.fault is not None:
                 log.info("a connection ends: %s", self._connection.fault)
@@ -467,9 +473,9 @@ class _Peer(asyncio.Protocol):
         self._counted = count
 
     def leave(self) -> None:
-        """No more calls; those that are open go on, if they have anything to say."""
+        """No more calls; those that are open go on, if they have anything to say or the server stays."""
         self.leaving = True
-        for stream in [stream for stream, run in self._running.items() if run.call.lingers]:
+        for stream in [stream for stream, run in self._running.items() if self._server.draining and run.call.lingers]:
             self._finish(stream, Status.OK)
         self._connection.leave()
         self._flush()
@@ -492,7 +498,3 @@ class _Peer(asyncio.Protocol):
         self._heard = False
         self._connection.forgive(_FORGIVEN)
         self._timer = self._loop.call_later(KEEPALIVE_S, self._look_after)
-
-    def _age(self) -> None:
-        self._connection.age()
-        self._aging = self._loop.call_later(_AGE_S, self._age)

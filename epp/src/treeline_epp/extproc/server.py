@@ -42,7 +42,7 @@ class ProcessCall:
         """There is nothing more to say, but it stays open until the proxy closes it."""
         return self._session.lingers
 
-    def answers(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
         """To one message, as `ExtProcSession.steps`. Raises BadMessage."""
         try:
             yield from self._session.steps(data)
@@ -50,10 +50,10 @@ class ProcessCall:
             self._metrics.protocol_errors.inc()
             raise BadMessage(f"not a ProcessingRequest: {error}") from None
 
-    def close(self) -> None:
-        """The call is over, in whatever way."""
+    def close(self, *, lost: bool = False) -> None:
+        """The call is over, in whatever way; `lost`: with its connection."""
         self._metrics.streams.dec()
-        self._session.close()
+        self._session.close(lost=lost)
 
 
 class ExtProcService:

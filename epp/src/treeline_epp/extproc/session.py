@@ -105,12 +105,18 @@ class ExtProcSession:
     def _counts(self) -> bool:
         return self._present is not None and self._present.keyed and not (self._state is None or self._state.closed)
 
-    def steps(self, data: bytes) -> Iterator[bytes | Ticket[Routed] | None]:
+    def steps(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
         """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a
-        ticket where it goes on when that is done (asked sooner, it gives the ticket again).
+        ticket where it goes on when that is done (asked sooner, it gives the ticket again). None: the message is too
+        large to be read, and the last.
 
         Raises `DecodeError` of protobuf, at the first step, for what is no `ProcessingRequest`; nothing else.
         """
+        if data is None:
+            state = self._state or self._begun(None)
+            if state.request_phase in _UNDECIDED:
+                yield from self._answers(state.refuse(refusals.body_too_large(self._limits.body_bytes)))
+            return
         try:
             message = read(data)
         except UnknownMessage as error:
@@ -190,8 +196,9 @@ class ExtProcSession:
             assert not isinstance(output, RouteRequest)
             yield to_response(output, strip_response_headers=strip)
 
-    def close(self) -> None:
-        """The stream has ended, in whatever way."""
+    def close(self, *, lost: bool = False) -> None:
+        """The stream has ended, in whatever way; `lost`: with its connection, so the proxy may go on with a request
+        that was decided, and it counts on for a while."""
         self._share.close()
         if self._ticket is not None:
             self._router.abandon(self._ticket)
@@ -202,6 +209,8 @@ class ExtProcSession:
             self._usage = None
             self._router.release(self._routed)
         if self._present is not None:
+            if lost and self._routed is not None:
+                self._present.lose()
             self._present.close()
 
     def _receive(self, state: ExtProcState, message: Message) -> list[Output]:

@@ -8,10 +8,14 @@ messages wait does not fill our memory; the connection's own window is credited 
 What we send waits in its stream until the peer's windows have room (`sending.py`); `waiting` tells how much.
 
 A fault of a stream ends the stream, a fault of the connection says GOAWAY and makes `finished` true.
+
+Clients of a proxy share its connection: what one of them can cause (streams that are reset at once, fields that are too
+long, data that comes too late) does not count against it. It is work, done in slices (`most_frames`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -28,6 +32,8 @@ _REMEMBERED = 256
 """Closed streams."""
 _STREAMS_A_FRAME = 64
 """Streams whose window changes are as much work as a frame."""
+_BLOCK_PARTS = 16
+"""Times the bytes that fields may have, of the frames of one block: what is too long is read over, up to this."""
 _HEARD = b"goodbye!"  # a ping: the peer has read what we sent before it
 
 
@@ -40,6 +46,8 @@ class Connection:
         self.finished = False
         """Nothing more is read or can be sent: close when what is there has gone."""
         self.fault: ConnectionFault | None = None
+        self.more = False
+        """There may be frames that were not looked at: call `receive` again, be it with nothing."""
         self.room = limits.all_streams
         """Streams that may be open here, as far as other connections leave room for them."""
         self.settled = False
@@ -48,8 +56,6 @@ class Connection:
         self._closed: OrderedDict[int, bool] = OrderedDict()
         """The last ones: whether it was we who broke them off."""
         self._last = 0
-        self._old = self._aging = 0
-        """The last of the streams that were open for an `age`, and of those that were there at the last."""
         self._parting = self.left = False
         """`left`: we have said goodbye, and the peer has heard it. No more streams come."""
         self._fields = FieldReader(limits.header_bytes, known)
@@ -81,20 +87,22 @@ class Connection:
 
     # ---- what the peer sends ------------------------------------------------------------------------------------
 
-    def receive(self, data: bytes) -> list[Event]:
-        """What these bytes say. Raises nothing: a fault is in `fault`, and the streams that were open are `Ended`."""
+    def receive(self, data: bytes, most_frames: int = sys.maxsize) -> list[Event]:
+        """What these bytes say, as far as the first so many frames; see `more`. Raises nothing: a fault is in `fault`,
+        and the streams that were open are `Ended`."""
         events: list[Event] = []
+        self.more = False
         if self.finished:
             return events
         try:
-            self._receive(data, events)
+            self._receive(data, most_frames, events)
         except ConnectionFault as fault:
             self._fail(fault, events)
         except WindowTooLarge:
             self._fail(ConnectionFault(Code.FLOW_CONTROL_ERROR, "a window beyond all numbers"), events)
         return events
 
-    def _receive(self, data: bytes, events: list[Event]) -> None:
+    def _receive(self, data: bytes, most_frames: int, events: list[Event]) -> None:
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -108,6 +116,10 @@ class Connection:
             self._greeted, at = True, len(PREFACE)
         view, size = memoryview(data), len(data)
         while size - at >= HEAD_BYTES:
+            if not most_frames:
+                self.more = True
+                break
+            most_frames -= 1
             length = data[at] << 16 | data[at + 1] << 8 | data[at + 2]
             if length > self.limits.frame_bytes:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
@@ -139,7 +151,7 @@ class Connection:
             payload = unpadded(payload)
         known = self._streams.get(stream)
         if known is None or known.peer_ended:
-            self._late(stream, known)
+            self._late(stream, known, size)
             return
         known.window -= size
         if known.window < 0:
@@ -182,7 +194,7 @@ class Connection:
         if not payload:
             self._nothing()
         block += payload
-        if len(block) > self.limits.header_bytes:
+        if len(block) > _BLOCK_PARTS * self.limits.header_bytes:
             raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "more fields than this server takes")
         if flags & frames.END_HEADERS:
             self._block = None
@@ -200,17 +212,17 @@ class Connection:
                     raise ConnectionFault(Code.STREAM_CLOSED, "fields of a stream that has ended")
             else:
                 self._on_request(stream, block, events, ended=ended)
-        except TooLong:
-            raise ConnectionFault(Code.ENHANCE_YOUR_CALM, "more fields than this server takes") from None
         except BadBlock as error:
             raise ConnectionFault(Code.COMPRESSION_ERROR, str(error)) from None
-        except Malformed:
-            if known is None:
-                self._remember(stream, broken=True)
-                self._sending.control(frames.rst_stream(stream, Code.PROTOCOL_ERROR))
+        except (TooLong, Malformed) as error:
+            code = Code.ENHANCE_YOUR_CALM if isinstance(error, TooLong) else Code.PROTOCOL_ERROR
+            if known is not None:
+                self._break(stream, code, events)
+                return
+            self._remember(stream, broken=True)
+            self._sending.control(frames.rst_stream(stream, code))
+            if isinstance(error, Malformed):
                 self._nothing()
-            else:
-                self._break(stream, Code.PROTOCOL_ERROR, events)
 
     def _on_request(self, stream: int, block: bytes, events: list[Event], *, ended: bool) -> None:
         if stream % 2 == 0 or stream <= self._last:
@@ -223,7 +235,6 @@ class Connection:
         if len(self._streams) >= min(self.room, self.limits.streams):
             self._remember(stream, broken=True)
             self._sending.control(frames.rst_stream(stream, Code.REFUSED_STREAM))
-            self._nothing()
             return
         announced = length_of(fields.get("content-length"))
         if ended and announced:
@@ -255,11 +266,11 @@ class Connection:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a reset of other than four bytes")
         if stream == 0 or (stream > self._last and not self.left):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of a stream that was never opened")
-        if stream > self._old or stream not in self._streams:  # whoever gives up after a while is no flood
-            self._nothing()
         if self._forget(stream, broken=False):
             events.append(Ended(stream))
-        elif stream in self._closed:  # by us, before; behind its own reset, nothing of it can be on its way
+            return
+        self._nothing()
+        if stream in self._closed:  # by us, before; behind its own reset, nothing of it can be on its way
             self._closed[stream] = False
 
     def _on_settings(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
@@ -352,14 +363,16 @@ class Connection:
             return
         self._send_more(stream, known, events)
 
-    def _late(self, stream: int, known: Stream | None) -> None:
-        """Data of a stream that takes none."""
+    def _late(self, stream: int, known: Stream | None, size: int) -> None:
+        """Data of a stream that takes none. What a peer sent before it heard that we had ended it is no fault."""
         if known is None and stream not in self._closed and stream > self._last and not self.left:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "data of a stream that was never opened")
-        self._nothing()
         if known is not None:
             raise ConnectionFault(Code.STREAM_CLOSED, "data of a stream that has ended")
-        if not self._closed.get(stream, True):
+        by_peer = not self._closed.get(stream, True)
+        if by_peer or not size:
+            self._nothing()
+        if by_peer:
             self._sending.control(frames.rst_stream(stream, Code.STREAM_CLOSED))
 
     def _nothing(self, count: int = 1) -> None:
@@ -447,10 +460,6 @@ class Connection:
     def forgive(self, count: int) -> None:
         """Time has passed: so many frames that brought nothing do not count any more."""
         self._idle = max(0, self._idle - count)
-
-    def age(self) -> None:
-        """A second has passed: streams that were there at the call before are no longer young."""
-        self._old, self._aging = self._aging, self._last
 
     def ping(self, data: bytes) -> None:
         """Ask for a sign of life: eight bytes, which come back."""

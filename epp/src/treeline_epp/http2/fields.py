@@ -25,6 +25,8 @@ _MOST_QUOTED: Final = 200
 """Characters of an error, which may quote the whole block."""
 _FIRST_TABLE: Final = 4096
 """Bytes: before our settings are known."""
+_MOST_RESIZED: Final = 2
+"""Times that a block may change the table's size, at its beginning (RFC 7541, section 4.2)."""
 
 Fields = Mapping[str, str]
 
@@ -33,8 +35,8 @@ class BadBlock(Exception):
     """A block cannot be decoded: the connection's tables are lost with it."""
 
 
-class TooLong(BadBlock):
-    """More bytes of fields than we said that we take."""
+class TooLong(Exception):
+    """More bytes of fields than we said that we take, of a peer that keeps no table: its stream ends."""
 
 
 class Malformed(Exception):
@@ -45,7 +47,8 @@ class FieldReader:
     """Reads the blocks of one connection, in their order."""
 
     def __init__(self, most_bytes: int, known: OrderedDict[bytes, Fields]) -> None:
-        """most_bytes: of a list of fields, counted as RFC 7541 does. known: shared by connections."""
+        """most_bytes: of a list of fields, counted as RFC 7541 does, and of a block. known: shared by connections."""
+        self._most_bytes = most_bytes
         self._decoder = Decoder(max_header_list_size=most_bytes)
         self._known = known
         self._keeps_nothing = False
@@ -57,7 +60,7 @@ class FieldReader:
         self._acknowledged = True
 
     def request(self, block: bytes) -> Fields:
-        """Fields by name, those that come more than once joined by commas. Raises BadBlock, Malformed."""
+        """Fields by name, those that come more than once joined by commas. Raises BadBlock, TooLong, Malformed."""
         if self._keeps_nothing:
             known = self._known.get(block)
             if known is not None:
@@ -75,18 +78,37 @@ class FieldReader:
         return _checked(self._read(block), is_request=False)
 
     def skip(self, block: bytes) -> None:
-        """A block that nobody wants: the tables go on. Raises BadBlock."""
+        """A block that nobody wants: the tables go on. Raises BadBlock, TooLong."""
         self._read(block)
 
     def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:
-        resized = self._acknowledged and block[:1] and block[0] & 0xE0 == 0x20
-        self._decoder.max_allowed_table_size = 0 if resized else _FIRST_TABLE
         try:
+            if len(block) > self._most_bytes:
+                raise OversizedHeaderListError(f"a block of {len(block)} bytes")
+            resized = _resized(block)
+            if resized > _MOST_RESIZED:
+                raise BadBlock("the size of the table is changed more than twice")
+            self._decoder.max_allowed_table_size = 0 if self._acknowledged and resized else _FIRST_TABLE
             return list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError as error:
-            raise TooLong(str(error)) from None
+            if self._acknowledged and self._decoder.header_table.maxsize == 0:
+                raise TooLong from None  # there is no table that the rest of the block could change
+            raise BadBlock(str(error)) from None
         except HPACKError as error:
             raise BadBlock(str(error)[:_MOST_QUOTED] or type(error).__name__) from None
+
+
+def _resized(block: bytes) -> int:
+    """How often a block changes the size of the table, as far as it may and once more."""
+    at = count = 0
+    while count <= _MOST_RESIZED and at < len(block) and block[at] & 0xE0 == 0x20:
+        count += 1
+        goes_on = block[at] & 0x1F == 0x1F
+        at += 1
+        while goes_on and at < len(block):  # an integer: the decoder refuses a long one
+            goes_on = block[at] >= 0x80
+            at += 1
+    return count
 
 
 def _checked(fields: list[tuple[bytes, bytes]], *, is_request: bool) -> Fields:

@@ -108,17 +108,22 @@ class MessageReader:
         self._size = 0
         self._crumbs = 0
         """Of the last pieces: each takes more memory than it has bytes."""
+        self.over = False
+        """A message came that is too large: neither it nor what follows is kept."""
 
     @property
     def partial_bytes(self) -> int:
         """Of a message that is not whole yet."""
         return self._size
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """The messages that are whole now. Raises CallError; then the call is over."""
+    def feed(self, data: bytes) -> list[bytes | None]:
+        """The messages that are whole now, and None for one that is too large, which is the last. Raises CallError;
+        then the call is over."""
+        if self.over:
+            return []
         if not self._pieces:
             size = len(data)
-            if size >= PREFIX_BYTES and self._length(data) == size - PREFIX_BYTES:
+            if size >= PREFIX_BYTES and self._length(data) == size - PREFIX_BYTES and not self.over:
                 return [data[PREFIX_BYTES:]]
         elif data:
             needed = self._needed()
@@ -142,12 +147,16 @@ class MessageReader:
         first = self._pieces[0]
         return PREFIX_BYTES + self._length(first) if len(first) >= PREFIX_BYTES else None
 
-    def _whole(self) -> list[bytes]:
-        found: list[bytes] = []
+    def _whole(self) -> list[bytes | None]:
+        found: list[bytes | None] = []
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         at = 0
         while len(data) - at >= PREFIX_BYTES:
             end = at + PREFIX_BYTES + self._length(data, at)
+            if self.over:
+                found.append(None)
+                at = len(data)
+                break
             if end > len(data):
                 break
             found.append(data[at + PREFIX_BYTES : end])
@@ -160,6 +169,5 @@ class MessageReader:
         compressed, length = _PREFIX.unpack_from(data, at)
         if compressed:
             raise CallError(Status.UNIMPLEMENTED, "messages may not be compressed")
-        if length > self._most:
-            raise CallError(Status.RESOURCE_EXHAUSTED, f"a message of {length} bytes is larger than {self._most}")
+        self.over = self.over or length > self._most
         return int(length)
