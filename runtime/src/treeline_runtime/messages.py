@@ -26,6 +26,8 @@ LARGEST_PRIORITY = (1 << 31) - 1
 NO_PRIORITY = "this server does not go by priority: leave it out, or start the server with --schedule-policy priority"
 
 
+MAX_STOP_TOKEN_IDS = 128
+"""Of one request: the scheduler looks each token up among them."""
 MAX_HIDDEN_STATES_BYTES = 128 << 20
 """Of one answer: it is copied from process to process."""
 MAX_PROFILE_STEPS = 1000

@@ -194,6 +194,7 @@ def test_what_a_temperature_is_enough_for() -> None:
         ({"logit_bias": {8: 1.0}}, "logit_bias names token 8; the vocabulary has 8"),
         ({"logit_bias": {1: math.nan}}, "logit_bias of token 1 is nan"),
         ({"stop_token_ids": (99,)}, "stop_token_ids names token 99"),
+        ({"stop_token_ids": (1,) * 129}, "stop_token_ids has 129 tokens"),
     ],
 )
 def test_parameters_that_make_no_sense_are_named(params: dict[str, Any], message: str) -> None:

@@ -97,9 +97,41 @@ def test_every_api_asks_the_engine_for_the_same_grammar(tokenizer: str) -> None:
     params = [{"regex": "a+"}, {"max_new_tokens": 3}]
     native = read(made, "generate", text=["a", "b"], sampling_params=params)
     assert [prompt.sampling.grammar for prompt in native.job.prompts] == [expected, None]
-    assert native.job.grammar_chars == 2
     assert grammar(made) is None
     assert sampling(chat(made, ignore_eos=True)).ignore_eos
+
+
+@pytest.mark.parametrize("kind", ["completion", "generate"])
+def test_what_is_said_of_the_output_of_many_generations_is_bounded(tokenizer: str, kind: str) -> None:
+    made, bodies = reader(tokenizer), list[dict[str, Any]]()
+    for fields in (
+        {"stop": [f"{i:x>1024}" for i in range(64)]},
+        {"logit_bias": {str(i): 1.5 for i in range(399)}, "stop": ["a" * 1024] * 12},
+        {"regex": "a" * 20_000},
+        {"custom_logit_processor": "p", "custom_params": {"words": "a" * 20_000}},
+    ):
+        bodies.append(fields if kind == "completion" else {"sampling_params": fields})
+    for body in bodies:
+        prompts = {"prompt" if kind == "completion" else "text": ["a"] * 1024}
+        with pytest.raises(ApiError, match="too large for 1024 generations") as caught:
+            read(made, kind, **prompts, **body)
+        assert caught.value.status == 400
+        assert read(made, kind, **{name: texts[:8] for name, texts in prompts.items()}, **body).job.generations == 8
+
+
+def test_each_prompt_of_a_batch_has_its_own_params_or_those_of_all(tokenizer: str) -> None:
+    made = reader(tokenizer)
+    params = [{"temperature": 0.5, "regex": "a"}, None, {"temperature": 0.25}, {"temperature": 0.25}]
+    native = read(made, "generate", text=["a"] * 4, sampling_params=params)
+    told = [(one.sampling.temperature, one.sampling.grammar is not None) for one in native.job.prompts]
+    assert told == [(0.5, True), (1.0, False), (0.25, False), (0.25, False)]
+
+
+def test_stop_tokens_are_told_once_and_shared_by_all_choices(tokenizer: str) -> None:
+    task = read(reader(tokenizer), "completion", prompt="a", n=3, seed=1, stop_token_ids=[5, 6, 5] * 40)
+    first, *others = task.job.requests()
+    assert first.sampling.stop_token_ids == (5, 6)
+    assert all(other.sampling.stop_token_ids is first.sampling.stop_token_ids for other in others)
 
 
 def test_a_grammar_says_itself_where_it_ends(tokenizer: str) -> None:
@@ -114,8 +146,8 @@ def test_a_grammar_says_itself_where_it_ends(tokenizer: str) -> None:
 def test_a_constraint_that_would_be_copied_too_often_is_refused(tokenizer: str) -> None:
     made = reader(tokenizer, Formats())
     large = "a" * (1 << 20)
-    assert grammar(made, regex=large, n=16) is not None
-    refused(made, "regex", regex=large, n=17)
+    assert grammar(made, regex=large, n=15) is not None
+    refused(made, "regex", regex=large, n=16)
     for kind, body in (
         ("completion", {"prompt": ["a"] * 17, "regex": large}),
         ("generate", {"text": ["a"] * 17, "sampling_params": {"regex": large}}),

@@ -1,12 +1,19 @@
 """What one client may hold of the memory of all requests in flight."""
 
 from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, SamplingParams, encode
 from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.limits import ByteBudget, Reservation, TooMuchInFlight
+from treeline_runtime.server.jobs import GenerationJob, PromptSpec
+from treeline_runtime.server.limits import ByteBudget, Limits, Reservation, TooMuchInFlight
+from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.sampling import SamplingDefaults
+from treeline_runtime.server.service import Service, State
+from treeline_runtime.tokenizer_manager import TokenizerManager
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])
 
@@ -53,3 +60,48 @@ def test_every_sequence_keeps_within_the_budget_and_gives_all_back(steps: list[t
     for one in held:
         budget.release(*one)
     assert (budget.used, budget._held) == (0, {})
+
+
+class Sent(list[Any]):
+    def send(self, message: Any) -> bool:
+        self.append(message)
+        return True
+
+
+def service(budget: int) -> tuple[Service, Sent]:
+    """One that sends to nobody."""
+    sent, metrics, nothing = Sent(), Metrics("m"), cast(Any, None)
+    manager = TokenizerManager(metrics, sent, Sent())
+    state = State(ready=True)
+    made = Service("m", nothing, SamplingDefaults(), manager, metrics, state, ByteBudget(budget))
+    made.limits = Limits(4096, 4096)
+    return made, sent
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(stop=("x" * 1024,) * 64),
+        SamplingParams(logit_bias=dict.fromkeys(range(1024), 1.5)),
+        SamplingParams(stop_token_ids=tuple(range(100_000, 100_128))),
+        SamplingParams(grammar=Grammar("regex", "a" * 4096)),
+        SamplingParams(logit_processor=CustomProcessor("p", "x" * 4096)),
+        SamplingParams(),
+    ],
+    ids=["stop", "logit_bias", "stop_token_ids", "grammar", "processor", "name and salt"],
+)
+async def test_all_that_generations_carry_counts_as_bytes_in_flight(sampling: SamplingParams) -> None:
+    made, sent = service(64 << 20)
+    job = GenerationJob("r" * 128, [PromptSpec([1], sampling)] * 2, n=64, namespace="s" * 1024)
+    inflight = await made.open(job)
+    carried = sum(len(encode(message)) for message in sent if isinstance(message, GenerateReq))
+    assert carried - (8 << 10) <= made.budget.used <= carried + 16 * job.generations
+    inflight.close()
+    assert made.budget.used == 0
+
+
+async def test_what_does_not_fit_is_refused_before_it_is_copied() -> None:
+    made, sent = service(1 << 20)
+    with pytest.raises(ApiError) as refused:
+        await made.open(GenerationJob("r", [PromptSpec([1], SamplingParams(stop=("x" * 1024,) * 64))], n=64))
+    assert (refused.value.status, sent, made.budget.used) == (413, [], 0)

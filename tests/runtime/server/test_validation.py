@@ -113,6 +113,7 @@ def test_any_other_unsupported_field_is_named(http: httpx.Client, field: str, va
         ("stop", ["a"] * 65),
         ("stop_token_ids", -1),
         ("stop_token_ids", [10**6]),
+        ("stop_token_ids", [1] * 129),
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"-5": 1}),
         ("logit_bias", {"999999": 1}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import MAX_STOP_TOKEN_IDS, SamplingParams
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
@@ -31,6 +31,8 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
                 return f"logit_bias names token {token}; the vocabulary has {vocab_size}"
             if math.isnan(bias) or bias == math.inf:
                 return f"logit_bias of token {token} is {bias}"
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        return f"stop_token_ids has {len(params.stop_token_ids)} tokens; at most {MAX_STOP_TOKEN_IDS} are looked for"
     for token in params.stop_token_ids:
         if not 0 <= token < vocab_size:
             return f"stop_token_ids names token {token}; the vocabulary has {vocab_size}"

@@ -12,7 +12,7 @@ from treeline_runtime.server import formats, openai
 from treeline_runtime.server.errors import invalid
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
-from treeline_runtime.server.grammars import check_copies, read_constraint
+from treeline_runtime.server.grammars import read_constraint
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, PromptSpec, Shown
 from treeline_runtime.server.limits import Limits
@@ -39,7 +39,6 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     parsing = _parsing(body, reader, calls, end)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     constraint = formats.whole_output(constraint, calls, reader.formats, end)
-    check_copies(constraint, body.n or 1)
     most = limits.max_new_tokens(len(ids), asked, None, "messages")
     sampling = openai.sampling(body, reader, most, constraint, openai.processor(body))
     shown = Shown(
@@ -65,7 +64,7 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
         hides_cache=caller.shares_cache,
         priority=body.priority or 0,
     )
-    return ChatTask(job, openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "")
+    return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "")
 
 
 def _echo(raw: Mapping[str, Any]) -> str:

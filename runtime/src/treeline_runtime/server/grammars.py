@@ -21,8 +21,6 @@ from treeline_runtime.server.fields import check_unknown
 from treeline_runtime.server.http import ApiError, encode_json
 
 MAX_SOURCE_BYTES: Final = 1 << 20
-MAX_COPIED_CHARS: Final = 16 << 20
-"""Each generation of a request carries its own."""
 MAX_DEPTH: Final = 128
 """Of objects and lists in a schema or a structural tag: a property within a property takes two."""
 MAX_CHOICES: Final = 4096
@@ -56,18 +54,6 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
             raise ApiError(400, f"{found.param!r} and {asked.param!r} are two constraints: give one", param=asked.param)
         found = asked
     return found
-
-
-def check_copies(constraint: Constraint | None, generations: int) -> None:
-    """Raises ApiError 400 where so many generations would carry too much of it."""
-    if constraint is not None and len(constraint.grammar.source) * generations > MAX_COPIED_CHARS:
-        size = len(constraint.grammar.source)
-        raise ApiError(
-            400,
-            f"{constraint.param!r} of {size} characters is too large for {generations} generations at once: together "
-            f"they may have {MAX_COPIED_CHARS}",
-            param=constraint.param,
-        )
 
 
 def as_format(grammar: Grammar) -> dict[str, Any]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.messages import GenerateReq, SamplingParams, encode
 from treeline_runtime.server.formats import Parsing
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.limits import BYTES_PER_TOKEN, MAX_COPIED_BYTES
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,13 +59,20 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     def generations(self) -> int:
         return len(self.prompts) * self.n
 
-    @property
-    def grammar_chars(self) -> int:
-        """Of what its outputs are held to, and what logit processors are told, once for each generation."""
-        each = [prompt.sampling for prompt in self.prompts]
-        grammars = sum(len(sampling.grammar.source) for sampling in each if sampling.grammar is not None)
-        params = sum(len(one.logit_processor.params) for one in each if one.logit_processor is not None)
-        return self.n * (grammars + params)
+    def check_copies(self) -> GenerationJob:
+        """The job. Raises ApiError 400 where what its generations carry besides their prompts is too much: each has a
+        copy of its own in every process."""
+        size = 0
+        for prompt in self.prompts:
+            size += self.n * len(encode(prompt.sampling))
+            if size > MAX_COPIED_BYTES:
+                raise ApiError(
+                    400,
+                    f"What is said of the output (grammar, stop strings, biases) is too large for {self.generations} "
+                    f"generations at once: together they may carry {MAX_COPIED_BYTES} bytes of it",
+                    param=prompt.sampling.grammar_param,
+                )
+        return self
 
     def requests(self, client: str | None = None) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
@@ -86,6 +95,11 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]
+
+
+def size_of(request: GenerateReq) -> int:
+    """Bytes that a generation takes: as many as go to the scheduler, but for the prompt, which is counted as a list."""
+    return BYTES_PER_TOKEN * len(request.input_ids) + len(encode(msgspec.structs.replace(request, input_ids=[])))
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

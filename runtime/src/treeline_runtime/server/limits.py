@@ -25,6 +25,8 @@ MAX_GENERATIONS = 1024
 """Generations that one HTTP request may start (prompts x n), and lists that it may have detokenized."""
 MAX_INPUTS = 2048
 """Texts that one HTTP request may have made vectors of: OpenAI's limit."""
+MAX_COPIED_BYTES = 16 << 20
+"""Of what the generations of one request carry besides their prompts."""
 BYTES_PER_TOKEN = 16
 """What a token of a prompt in flight is counted as: its entry in a list, here and in the scheduler."""
 

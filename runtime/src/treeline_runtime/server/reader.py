@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
-from treeline_runtime.messages import SamplingParams
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
@@ -110,7 +109,6 @@ class Reader:
         processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
-        grammars.check_copies(constraint, len(prompts) * (body.n or 1))
         specs = [
             PromptSpec(
                 ids,
@@ -138,7 +136,7 @@ class Reader:
             hides_cache=caller.shares_cache,
             priority=body.priority or 0,
         )
-        return CompletionTask(job, openai.streaming(body), echoes)
+        return CompletionTask(job.check_copies(), openai.streaming(body), echoes)
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
@@ -169,7 +167,7 @@ class Reader:
         streaming = Streaming(bool(body.stream))
         if body.stream and body.return_hidden_states:
             raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
-        return GenerateTask(job, streaming, batched, bool(body.return_text_in_logprobs))
+        return GenerateTask(job.check_copies(), streaming, batched, bool(body.return_text_in_logprobs))
 
     def _native_prompts(
         self, body: native.GenerateBody, limits: Limits, namespace: str | None
@@ -206,8 +204,22 @@ class Reader:
         )
         specs: list[PromptSpec] = []
         ns: set[int] = set()
+        last, fields = None, _native_sampling({})
         for ids, params, processor, custom, logprob, start, top in columns:
-            sampling, n = self._native_sampling(params, len(ids), limits, count, (processor, custom))
+            if params is not last:  # what counts for all is read once
+                last, fields = params, _native_sampling({} if params is None else params)
+            typed, constraint = fields
+            sampling = typed.params(
+                self.defaults,
+                self.prompts.vocab_size,
+                max_new_tokens=limits.max_new_tokens(len(ids), typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text"),
+                min_new_tokens=typed.min_new_tokens,
+                seed=typed.sampling_seed,
+                min_param="sampling_params.min_new_tokens",
+                where="sampling_params.",
+                constraint=constraint,
+                processor=native.read_processor(typed, processor, custom),
+            )
             if start is not None and start > len(ids):
                 raise ApiError(
                     400,
@@ -217,36 +229,10 @@ class Reader:
             if start is None:  # of a prompt alone, log probabilities can only be its own
                 start = 0 if logprob and not sampling.max_new_tokens else -1
             specs.append(PromptSpec(ids, sampling, bool(logprob), start, top or 0, bool(body.return_hidden_states)))
-            ns.add(n)
+            ns.add(typed.n or 1)
         if len(ns) > 1:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
         return specs, ns.pop()
-
-    def _native_sampling(
-        self, params: Any, prompt_len: int, limits: Limits, count: int, processor: tuple[Any, Any]
-    ) -> tuple[SamplingParams, int]:
-        """The `sampling_params` of one of `count` prompts, and the `n` among them. processor: what is said of it beside
-        them."""
-        fields = {} if params is None else params
-        if not isinstance(fields, dict):
-            raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
-        check_unknown(fields, native.SAMPLING_FIELDS)
-        typed = convert(fields, native.NativeSampling, "sampling_params.")
-        constraint = grammars.read_constraint(fields, grammars.SAMPLING_FIELDS, "sampling_params.")
-        grammars.check_copies(constraint, count * (typed.n or 1))
-        most = limits.max_new_tokens(prompt_len, typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text")
-        made = typed.params(
-            self.defaults,
-            self.prompts.vocab_size,
-            max_new_tokens=most,
-            min_new_tokens=typed.min_new_tokens,
-            seed=typed.sampling_seed,
-            min_param="sampling_params.min_new_tokens",
-            where="sampling_params.",
-            constraint=constraint,
-            processor=native.read_processor(typed, *processor),
-        )
-        return made, typed.n or 1
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
@@ -309,6 +295,15 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
             f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request",
             param=param,
         )
+
+
+def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
+    """The `sampling_params` of a prompt, and what its output is held to."""
+    if not isinstance(params, dict):
+        raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
+    check_unknown(params, native.SAMPLING_FIELDS)
+    typed = convert(params, native.NativeSampling, "sampling_params.")
+    return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 
 
 def _each(value: Any, count: int, param: str) -> list[Any]:

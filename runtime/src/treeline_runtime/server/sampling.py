@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from treeline_runtime.messages import LARGEST_PRIORITY, CustomProcessor, SamplingParams
+from treeline_runtime.messages import LARGEST_PRIORITY, MAX_STOP_TOKEN_IDS, CustomProcessor, SamplingParams
 from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
@@ -74,7 +74,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -161,7 +161,7 @@ def _token_ids(ids: list[int] | None, vocab_size: int, param: str) -> tuple[int,
             raise ApiError(
                 400, f"{param!r}: token id {id} is not below {vocab_size}, the vocabulary's size", param=param
             )
-    return tuple(ids or ())
+    return tuple(dict.fromkeys(ids or ()))
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int, where: str) -> dict[int, float] | None:

@@ -17,10 +17,9 @@ from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiError, Header, Request, in_pieces
-from treeline_runtime.server.jobs import Caller, GenerationJob
+from treeline_runtime.server.jobs import Caller, GenerationJob, size_of
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
-    BYTES_PER_TOKEN,
     INLINE_BYTES,
     INLINE_PAIRS_BYTES,
     INLINE_TEXTS_BYTES,
@@ -230,14 +229,19 @@ class Service:
         if self.state.holding:
             await self.state.resumed()
             self.admit()
-        reservation = Reservation(self.budget, None if request is None else request.client)
-        reservation.grow(BYTES_PER_TOKEN * job.prompt_tokens * job.n + job.grammar_chars + answer_bytes)
+        client = None if request is None else request.client
+        requests, size, pacer = job.requests(client), answer_bytes, Pacer()
+        for first in requests[:: job.n]:
+            size += job.n * size_of(first)
+            await pacer.rest()
+        reservation = Reservation(self.budget, client)
+        reservation.grow(size)
         try:
             span = None if request is None else request.span
             if span is not None:
                 span.began(job)
             return await self.manager.open(
-                job.requests(None if request is None else request.client),
+                requests,
                 name=job.rid,
                 on_close=reservation.release,
                 tenant=job.tenant,
