@@ -14,6 +14,8 @@ import pytest
 import yaml
 from support import golden, helm
 from treeline_operator import operate
+from treeline_operator.api.pool import PoolSpec
+from treeline_operator.plan.presets import OWN
 from treeline_operator.rbac import RULES_GROUPS
 from treeline_operator.world import PROMETHEUS, Platform
 from treeline_wire import ports
@@ -185,6 +187,15 @@ def test_fragments_for_the_pods_of_all_pickers_and_envoys_reach_the_operator():
     for name in ("epp", "edge"):
         items = helm.render("--set-json", f"templates.{name}={json.dumps(fragment)}")
         assert getattr(arguments_of(items), f"{name}_template") == fragment
+
+
+def test_presets_reach_the_operator_and_have_fields_of_a_pool_alone():
+    assert arguments_of(helm.render()).presets is None
+    presets = {"h100": {"engine": {"type": "vllm", "args": ["--a b"]}, "model": {"cache": {"size": "1Gi"}}}, "none": {}}
+    assert arguments_of(helm.render("--set-json", f"presets={json.dumps(presets)}")).presets == presets
+    schema = json.loads((helm.CHART / "values.schema.json").read_text())
+    fields = {field.alias or name for name, field in PoolSpec.model_fields.items()}
+    assert set(schema["definitions"]["preset"]["propertyNames"]["enum"]) == fields - set(OWN)
 
 
 def test_an_empty_list_of_readers_admits_nobody():

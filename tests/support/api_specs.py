@@ -40,6 +40,7 @@ class Chance:
         return self._some(
             {
                 "model": self._model,
+                "preset": lambda: self._one("a", "h100-80"),
                 "replicas": lambda: self._one(0, 1, 7),
                 "template": self._template,
                 "accelerator": self._accelerator,

@@ -19,14 +19,15 @@ from treeline_wire.command_line import Parser
 from treeline_wire.settings import add_flags, values
 
 from treeline_operator.actions import Apply
+from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import API_VERSION, Resource
+from treeline_operator.api.parts import API_VERSION, GROUP, Resource
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
-from treeline_operator.controller.observe import explain
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.facts import label
 from treeline_operator.plan.gateway import template_problem as gateway_problem
+from treeline_operator.plan.presets import PresetProblem, resolved
 from treeline_operator.plan.runtime import template_problem
 from treeline_operator.pod_check import problems
 from treeline_operator.simulation import SimulatedStep, Simulation
@@ -69,7 +70,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="FILE",
-        help="YAML or JSON with InferencePools and InferenceModels; - is standard input; may be repeated",
+        help="YAML or JSON with InferencePools and InferenceModels (others are passed over); - is standard input; may be "
+        "repeated",
     )
     p.add_argument(
         "--observed",
@@ -134,8 +136,11 @@ def load(simulation: Simulation, files: Sequence[str], observed: Path | None, na
     asked = 0
     for name in files:
         for where, obj in _documents(name, _read(name)):
-            _take_asked(simulation, where, obj, namespace)
-            asked += 1
+            if str(obj.get("apiVersion")).startswith(f"{GROUP}/"):
+                _take_asked(simulation, where, obj, namespace)
+                asked += 1
+            else:
+                print(f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours and passed over", file=sys.stderr)  # noqa: T201
     if not asked:
         raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
 
@@ -193,11 +198,16 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
     try:
         typed = _OURS[kind].from_object(obj, strict=True)
     except ValidationError as exc:
-        raise BadInput(f"{where}: {explain(exc)}") from exc
+        raise BadInput(f"{where}: {explain(exc, _OURS[kind])}") from exc
     if isinstance(typed, InferencePool) and (problem := template_problem(typed)):
         raise BadInput(f"{where}: spec.{problem}")
     if broken := list(violations(typed)):
         raise BadInput(f"{where}: {'; '.join(broken)}")
+    try:
+        if isinstance(typed, InferencePool):
+            resolved(typed, simulation.platform.presets or {})
+    except PresetProblem as exc:
+        raise BadInput(f"{where}: {exc.reason}: {exc}") from exc
     known = simulation.get(typed.ref)
     if known is not None:
         there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}
@@ -210,7 +220,7 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
 def check_pods(simulation: Simulation) -> None:
     """Raises `BadInput` for pods that no API server would take."""
     for world in simulation.worlds():
-        if problem := gateway_problem(world.gateway):
+        if problem := gateway_problem(world.gateway) or template_problem(world.pool):
             raise BadInput(problem)
     for step in _final(simulation):
         if step.after is not None and step.action.ref.kind == "Deployment":

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from treeline_operator.api.misfits import misfit
 from treeline_operator.plan.canonical import is_quantity
 from treeline_operator.plan.diff import differences
 from treeline_operator.quantity import quantity
@@ -29,8 +30,7 @@ def problems(template: Object) -> Iterator[str]:
         for error in exc.errors(include_url=False):
             number = isinstance(error["input"], int | float) and not isinstance(error["input"], bool)
             if not (number and is_quantity(tuple(str(part) for part in error["loc"]))):
-                unknown = error["type"] == "extra_forbidden"
-                yield f"{_path(error['loc'])}: {'there is no such field' if unknown else error['msg']}"
+                yield f"{_path(error['loc'])}: {misfit(error, V1PodTemplateSpec)}"
     else:
         # The types take Python's spelling of a field, too.
         plain = typed.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
@@ -119,12 +120,19 @@ start pods anywhere could call one of them prometheus; names of namespaces are g
 _PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
 
 
-def _peers(text: str) -> tuple[dict[str, Any], ...]:
-    """Peers of a NetworkPolicy, or argparse's complaint."""
+def _json(text: str) -> Any:
+    """What a text of JSON has, or argparse's complaint."""
     try:
-        found = json.loads(text)
+        return json.loads(text)
+    except RecursionError:
+        raise argparse.ArgumentTypeError("nested too deep") from None
     except ValueError as exc:
         raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+
+
+def _peers(text: str) -> tuple[dict[str, Any], ...]:
+    """Peers of a NetworkPolicy, or argparse's complaint."""
+    found = _json(text)
     if not isinstance(found, list):
         raise argparse.ArgumentTypeError("not a list of NetworkPolicy peers")
     for peer in found:
@@ -138,12 +146,27 @@ def _peers(text: str) -> tuple[dict[str, Any], ...]:
 
 def _fragment(text: str) -> dict[str, Any]:
     """A fragment of a PodTemplate, or argparse's complaint."""
-    try:
-        found = json.loads(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    found = _json(text)
     if not isinstance(found, dict) or not found.keys() <= {"metadata", "spec"}:
         raise argparse.ArgumentTypeError("not a fragment of a PodTemplate, which has metadata and spec")
+    return found
+
+
+def _presets(text: str) -> dict[str, dict[str, Any]]:
+    """Presets by name, from JSON or a file with values of the chart, or argparse's complaint."""
+    import yaml
+    from treeline_kube.yaml_depth import check_depth
+
+    literal = text.lstrip().startswith("{")
+    try:
+        content = text if literal else Path(text).read_text()
+        check_depth(content)
+        found = yaml.safe_load(content)
+        found = found if literal else (found or {}).get("presets") or {}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as exc:
+        raise argparse.ArgumentTypeError(f"neither JSON nor a file with values of the chart: {exc}") from None
+    if not isinstance(found, dict) or not all(isinstance(preset, dict) for preset in found.values()):
+        raise argparse.ArgumentTypeError("not an object of presets, each a part of an InferencePool's spec by its name")
     return found
 
 
@@ -215,6 +238,13 @@ class Platform:
     )
     edge_template: dict[str, Any] | None = setting(
         None, metavar="JSON", parse=_fragment, help="the same for the pods of all Envoys (default: none)"
+    )
+    presets: dict[str, dict[str, Any]] | None = setting(
+        None,
+        metavar="JSON|FILE",
+        parse=_presets,
+        help="parts of an InferencePool's spec by name, over which pools that name one as their preset lay their own "
+        "fields; or a file with values of the chart, of which `presets` is taken (default: none)",
     )
     picker_probe: bool = setting(
         True,

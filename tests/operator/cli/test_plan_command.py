@@ -13,6 +13,7 @@ from treeline_operator.plan_command import main
 from treeline_operator.simulation import merged
 from treeline_operator.world import TEMPLATE_VERSION, Platform
 
+MANIFESTS = Path(__file__).parents[3] / "manifests"
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 POOL = """\
 apiVersion: treeline.dev/v1alpha1
@@ -219,8 +220,18 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         ("a: [", "p.yaml: while parsing"),
         ("- 1", "p.yaml: no Kubernetes object"),
         ("", "no InferencePool or InferenceModel in"),
-        ("apiVersion: v1\nkind: Pod\nmetadata: {name: x}", "v1 Pod is not ours"),
-        (POOL.replace("spec: {", "spec: {modle: 1, "), "spec.modle: Extra inputs"),
+        ("apiVersion: v1\nkind: Pod\nmetadata: {name: x}", "no InferencePool or InferenceModel in"),
+        (POOL.replace("v1alpha1", "v2"), "treeline.dev/v2 InferencePool is not ours"),
+        (
+            POOL.replace("spec: {", "spec: {modle: 1, "),
+            "spec.modle: there is no such field; did you mean model?",
+        ),
+        (
+            AFTER + "  engine: {contextLenght: 1}",
+            "spec.engine.contextLenght: there is no such field; did you mean conte",
+        ),
+        (AFTER + "  engine: {xyz: 1}", "spec.engine.xyz: there is no such field\n"),
+        (AFTER + "  preset: h100", "p.yaml: PresetMissing: there is no preset h100; the operator has: none"),
         (POOL.replace("builtin://tiny", "tiny"), "p.yaml: "),
         (POOL + "---\n" + POOL.replace("uri", "url"), "p.yaml: document 2: spec.model.uri: Field required"),
         (POOL.replace("metadata: {name: a}", "metadata: []"), "metadata"),
@@ -231,12 +242,16 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         (AFTER + TEMPLATE + "{metadata: []}", "spec.template: metadata must be a map"),
         (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
         (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
-        (AFTER + TEMPLATE + "{spec: {nodeSelectr: {a: b}}}", "spec.nodeSelectr: there is no such field"),
+        (
+            AFTER + TEMPLATE + "{spec: {nodeSelectr: {a: b}}}",
+            "spec.nodeSelectr: there is no such field; did you mean nodeSelector?",
+        ),
         (
             AFTER + "  endpointPicker: {template: {spec: {nodeSelectr: {}}}}",
             "default/treeline-epp are invalid: spec.nodeS",
         ),
         (AFTER + "  endpointPicker: {template: {spec: {securityContext: []}}}", "securityContext must be a map"),
+        (AFTER + RUNTIME + "envs: []}]}}", "spec.containers[0].envs: there is no such field; did you mean env?"),
         (AFTER + TEMPLATE + "{spec: {node_selector: {a: b}}}", "spec.node_selector: there is no such field"),
         (AFTER + TEMPLATE + "{spec: {priority: high}}", "spec.priority: Input should be a valid integer"),
         (AFTER + TEMPLATE + "{spec: {restartPolicy: Never}}", "spec.restartPolicy: a Deployment's pods have Always"),
@@ -261,6 +276,26 @@ def test_bad_input_is_refused_with_file_document_and_field(
     said = capsys.readouterr().err
     assert complaint in said
     assert "Traceback" not in said
+
+
+def test_a_pool_is_planned_with_the_preset_that_the_values_of_the_chart_have(tmp_path: Path) -> None:
+    values = write(tmp_path / "values.yaml", "presets: {big: {engine: {contextLength: 77}}}")
+    shown = plan("-f", write(tmp_path / "p.yaml", AFTER + "  preset: big"), "--presets", values, "-o", "yaml")
+    assert "--context-length=77" in shown
+    assert "--context-length=78" in plan(
+        "-f", write(tmp_path / "p.yaml", AFTER + "  preset: big\n  engine: {contextLength: 78}"), "--presets", values
+    )
+
+
+@pytest.mark.parametrize("sample", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_sample_can_be_planned(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    objects = list(yaml.safe_load_all(sample.read_text()))
+    pools = [obj for obj in objects if obj["kind"] == "InferencePool"]
+    shown = plan("-f", str(sample), "--presets", str(MANIFESTS / "presets.yaml"))
+    assert all(f"# create Deployment default/{pool['metadata']['name']}-" in shown for pool in pools)
+    passed_over = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
+    foreign = [obj for obj in objects if not obj["kind"].startswith("Inference")]
+    assert passed_over == [f"{obj['apiVersion']} {obj['kind']} is not ours and passed over" for obj in foreign]
 
 
 def test_what_explains_a_plan_stands_in_the_yaml_as_comments_with_warnings(tmp_path: Path) -> None:

@@ -80,5 +80,5 @@ def test_a_model_that_does_not_fit_is_named_with_what_is_wrong() -> None:
     assert [model.name for model in observer.models("shop")] == ["good"]
     ((observed, problem),) = observer.unreadable_models("shop")
     assert observed.ref.name == "odd"
-    assert "criticality" in problem
-    assert "poolRef" in problem
+    assert "criticality" in problem.detail
+    assert "poolRef" in problem.detail

@@ -69,6 +69,23 @@ def test_lists_are_merged_by_name() -> None:
     assert [m["name"] for m in made["volumeMounts"]] == ["big", "cache", "kv-keys"]
 
 
+def test_ports_are_merged_by_number_and_protocol_and_need_no_name() -> None:
+    fragment = [
+        {"containerPort": 9999},
+        {"containerPort": 9999, "protocol": "UDP"},
+        {"containerPort": 9998, "name": "x"},
+    ]
+    ours = patched()["ports"]
+    assert patched(ports=fragment)["ports"] == [*ours, *fragment]
+    there = [{"name": "a", "containerPort": 1, "protocol": "TCP"}, {"containerPort": 2}]
+    assert merged({"ports": there}, {"ports": [{"containerPort": 1, "hostPort": 7}]}) == {
+        "ports": [{"containerPort": 1, "hostPort": 7}, {"containerPort": 2}]
+    }
+    for bad in ({"name": "x"}, {"containerPort": [1]}, {"containerPort": 1, "protocol": []}):
+        with pytest.raises(TemplateInvalid, match="every item of ports needs a containerPort"):
+            patched(ports=[bad])
+
+
 def test_maps_are_merged_and_a_null_takes_away() -> None:
     made = template(
         template={

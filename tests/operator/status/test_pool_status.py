@@ -206,13 +206,14 @@ def test_a_deployment_that_its_controller_has_not_read_is_not_settled():
 def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditions():
     before = pool_status(world())
     obj = {"metadata": {"name": "tiny", "generation": 9}, "status": before}
-    status = not_understood(obj, "spec.engine.type: Input should be 'treeline'", LATER, T.READY)
+    problem = Cause(Reason.SPEC_NOT_UNDERSTOOD, "spec.engine.type: Input should be 'treeline'")
+    status = not_understood(obj, problem, LATER, T.READY)
     (told,) = status["conditions"]
     assert (told["type"], told["status"], told["reason"]) == ("Ready", "False", Reason.SPEC_NOT_UNDERSTOOD)
     assert "Upgrade the operator" in told["message"]
     assert told["observedGeneration"] == status["observedGeneration"] == 9
     assert status["selector"] == before["selector"]
-    again = not_understood({**obj, "status": status}, "spec.engine.type: Input should be 'treeline'", LATER, T.READY)
+    again = not_understood({**obj, "status": status}, problem, LATER, T.READY)
     assert again == status
 
 

@@ -13,6 +13,8 @@ ELSEWHERE = {
     # tested by name in the files beside this one
     Reason.SPEC_NOT_UNDERSTOOD,
     Reason.RECONCILE_FAILED,
+    Reason.PRESET_MISSING,
+    Reason.PRESET_CONFLICT,
     Reason.ACCEPTED,
     Reason.POOL_NOT_FOUND,
     Reason.MODEL_NAME_IN_USE,

@@ -92,6 +92,16 @@ class Reason(StrEnum):
         "The stored spec does not fit this version of the operator.",
         "Upgrade the operator to the version of the CRDs, or set the named field to a value that this version knows.",
     )
+    PRESET_MISSING = _needs_you(
+        "PresetMissing",
+        "The spec names a preset that the operator does not have; the pods stay as they are.",
+        "Correct spec.preset, or add the preset to the values of the chart (`presets`).",
+    )
+    PRESET_CONFLICT = _needs_you(
+        "PresetConflict",
+        "The spec and the preset that it names make no pool together; the pods stay as they are.",
+        "Correct the preset in the values of the chart, or the fields of the spec that the message names.",
+    )
     RECONCILE_FAILED = _needs_you(
         "ReconcileFailed",
         "The API server refuses what the operator writes (the message quotes it), or no plan could be made.",

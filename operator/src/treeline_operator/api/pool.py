@@ -17,6 +17,7 @@ from treeline_operator.api.parts import (
     LIST_MAP,
     SHORT_NAME_PATTERN,
     Condition,
+    DnsLabel,
     ObjectMeta,
     Part,
     Resource,
@@ -135,6 +136,8 @@ class PoolSpec(Part):
 
     model: ModelSource
     """The model that the pool serves."""
+    preset: DnsLabel | None = None
+    """Preset of the operator (`presets` of its chart) that says what this spec leaves at its defaults."""
     replicas: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
     """Pods. Also set through the scale subresource, by `kubectl scale` and autoscalers."""
     template: Annotated[dict[str, Any], WithJsonSchema(_TEMPLATE)] | None = None

@@ -10,10 +10,14 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from treeline_operator.api.conditions import Reason
+from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION, Resource
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.store import MODEL, POOL, Change, Store
+from treeline_operator.plan.presets import PresetProblem, resolved
+from treeline_operator.status.causes import Cause
 from treeline_operator.world import GatewayWorld, Key, Observed, PickerView, Platform, PoolWorld, Ref, Scaling
 
 log = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ class Observer:
     """How scaling each pool by its pickers goes; filled by the scaler."""
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
     """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
-    _typed: dict[Ref, tuple[str, Resource | str]] = field(default_factory=dict)
+    _typed: dict[Ref, tuple[str, Resource | Cause]] = field(default_factory=dict)
     _without_status: dict[Ref, InferencePool] = field(default_factory=dict)
     """Pools as they were when somebody last asked for something else: the same objects through changes of status."""
     _kept: dict[tuple[str, str], tuple[int, tuple[InferencePool, ...], tuple[Observed, ...]]] = field(
@@ -41,23 +45,23 @@ class Observer:
     )
     """The pools of each gateway with the store's number at that time; see `_members`."""
 
-    def pool(self, namespace: str, name: str) -> InferencePool | str | None:
-        """The pool; a text where it does not fit our types; None where it is not there."""
+    def pool(self, namespace: str, name: str) -> InferencePool | Cause | None:
+        """The pool; why not, where it does not fit our types or its preset; None where it is not there."""
         observed = self.store.get(Ref(API_VERSION, POOL, namespace, name))
         if observed is None:
             return None
         typed = self._parse(observed)
-        return typed if isinstance(typed, str | InferencePool) else None
+        return typed if isinstance(typed, Cause | InferencePool) else None
 
     def models(self, namespace: str) -> tuple[InferenceModel, ...]:
         """The namespace's InferenceModels, oldest first."""
         found = (self._parse(observed) for observed in self.store.of_kind(API_VERSION, MODEL, namespace))
         return tuple(sorted((m for m in found if isinstance(m, InferenceModel)), key=_age))
 
-    def unreadable_models(self, namespace: str) -> Iterator[tuple[Observed, str]]:
+    def unreadable_models(self, namespace: str) -> Iterator[tuple[Observed, Cause]]:
         """The namespace's InferenceModels that do not fit our types, each with what is wrong."""
         for observed in self.store.of_kind(API_VERSION, MODEL, namespace):
-            if isinstance(problem := self._parse(observed), str):
+            if isinstance(problem := self._parse(observed), Cause):
                 yield observed, problem
 
     def pools(self, namespace: str) -> tuple[InferencePool, ...]:
@@ -87,7 +91,7 @@ class Observer:
         known = self._kept.get((namespace, gateway))
         if known is None or known[0] != changes:
             members = self.store.gateway_pools(namespace, gateway)
-            unreadable = tuple(o for o in members if isinstance(self._parse(o), str))
+            unreadable = tuple(o for o in members if isinstance(self._parse(o), Cause))
             known = changes, self._pools(members), unreadable
             if members and not unreadable:  # what does not fit is told with its newest version
                 self._kept[namespace, gateway] = known
@@ -140,22 +144,24 @@ class Observer:
             self._without_status[observed.ref] = known = typed
         return known
 
-    def _parse(self, observed: Observed) -> Resource | str:
-        version, typed = self._typed.get(observed.ref, ("", ""))
-        if version != observed.resource_version:
-            try:
-                typed = _KINDS[observed.ref.kind].from_object(observed.object)
-            except ValidationError as exc:
-                typed = explain(exc)
-                log.warning("%s %s/%s does not fit: %s", observed.ref.kind, *observed.ref[2:], typed)
+    def _parse(self, observed: Observed) -> Resource | Cause:
+        version, typed = self._typed.get(observed.ref, ("", None))
+        if typed is None or version != observed.resource_version:
+            typed = self._read(observed)
+            if isinstance(typed, Cause):
+                log.warning("%s %s/%s does not fit: %s", observed.ref.kind, *observed.ref[2:], typed.detail)
             self._typed[observed.ref] = (observed.resource_version, typed)
         return typed
 
-
-def explain(exc: ValidationError) -> str:
-    """What is wrong, field by field, in one line."""
-    problems = (f"{'.'.join(str(part) for part in e['loc'])}: {e['msg']}" for e in exc.errors(include_url=False))
-    return "; ".join(problems)
+    def _read(self, observed: Observed) -> Resource | Cause:
+        kind = _KINDS[observed.ref.kind]
+        try:
+            typed = kind.from_object(observed.object)
+            return resolved(typed, self.platform.presets or {}) if isinstance(typed, InferencePool) else typed
+        except ValidationError as exc:
+            return Cause(Reason.SPEC_NOT_UNDERSTOOD, explain(exc, kind))
+        except PresetProblem as exc:
+            return Cause(exc.reason, str(exc))
 
 
 def keys_for_change(change: Change, store: Store) -> set[Key]:

@@ -116,7 +116,7 @@ class Reconciler:
             self._alarms.forget(Ref(API_VERSION, POOL, key.namespace, key.name))
             self.downloads.see(key, ())
             return Outcome("gone")
-        if isinstance(pool, str):
+        if isinstance(pool, Cause):
             return await self._not_understood(key, pool)
         if not pool.status and not pool.deleting and await self._greet(pool):
             return Outcome("new", after_s=0.0)
@@ -191,7 +191,7 @@ class Reconciler:
         parents = await self._gateways.read(refs, awaited=awaited)
         return replace(world, parents=parents), AWAITED_S if awaited else SETTLED_S
 
-    async def _not_understood(self, key: Key, problem: str) -> Outcome:
+    async def _not_understood(self, key: Key, problem: Cause) -> Outcome:
         observed = self.observer.store.get(Ref(API_VERSION, POOL, key.namespace, key.name))
         if observed is None:
             return Outcome("gone")
@@ -282,8 +282,8 @@ class Reconciler:
         if subject is not None:
             self.recorder.emit(subject.ref, subject.metadata.uid, type_, reason, text)
 
-    async def _report_problem(self, observed: Observed, problem: str, kind: ConditionType) -> None:
-        """Tell of an object whose spec does not fit our types."""
+    async def _report_problem(self, observed: Observed, problem: Cause, kind: ConditionType) -> None:
+        """Tell of an object whose spec does not fit our types, or its preset."""
         obj = observed.object
         status = not_understood(obj, problem, self.clock(), kind)
         await self._report(observed.ref, observed.uid, obj.get("status") or {}, status)

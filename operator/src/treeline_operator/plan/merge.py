@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from treeline_operator.plan.diff import differences
+from treeline_operator.plan.diff import differences, merge_key
 from treeline_operator.plan.objects import Object
 
 _DEEP: Final = frozenset({"containers", "initContainers"})
 _BY_KEY: Final = {
-    "env": "name",
-    "volumes": "name",
-    "volumeMounts": "mountPath",
-    "volumeDevices": "devicePath",
-    "ports": "name",
-    "imagePullSecrets": "name",
-    "hostAliases": "ip",
+    **dict.fromkeys(("containers", "initContainers", "env", "volumes", "imagePullSecrets", "adapters"), ("name",)),
+    "volumeMounts": ("mountPath",),
+    "volumeDevices": ("devicePath",),
+    "ports": ("containerPort", "protocol"),
+    "hostAliases": ("ip",),
 }
 _ADDED: Final = frozenset({"tolerations"})
 _HANDLERS: Final = frozenset({"exec", "httpGet", "tcpSocket", "grpc", "sleep"})
@@ -69,50 +67,50 @@ def _kept(ours: Object, made: Object, container: str) -> Object:
 
 
 def _ports(ours: list[Object], theirs: Any) -> list[Object]:
-    names_, numbers = {port["name"] for port in ours}, {port["containerPort"] for port in ours}
-    added = [port for port in theirs if port.get("name") not in names_]
-    if not all(isinstance(port.get("containerPort"), int) for port in added):
-        raise TemplateInvalid("template: every item of ports needs a containerPort")
-    return [*ours, *(port for port in added if port["containerPort"] not in numbers)]
+    names_, numbers = ({port[field] for port in ours} for field in ("name", "containerPort"))
+    return [*ours, *(p for p in theirs if p.get("name") not in names_ and p["containerPort"] not in numbers)]
 
 
-def merged(ours: Any, theirs: Any, name: str = "") -> Any:
+def merged(ours: Any, theirs: Any, name: str = "", *, keep_unset: bool = False) -> Any:
     """`theirs` over `ours`; `name` is the field that both are the value of.
 
-    Maps are merged, and a null takes our field away. Containers are merged by name; environment, volumes, mounts and
-    ports are replaced one by one; tolerations are added; all other lists are replaced. A probe or hook has one handler:
-    naming another replaces ours. Raises TemplateInvalid.
+    Maps are merged, and a null takes our field away; with `keep_unset` it stays, to do so in what is under `ours`.
+    Containers are merged by name; environment, volumes, mounts and ports are replaced one by one; tolerations are
+    added; all other lists are replaced. A probe or hook has one handler: naming another replaces ours. Raises
+    TemplateInvalid.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         kept = ours
         if name in _HANDLED and _HANDLERS & theirs.keys():
             kept = {k: v for k, v in ours.items() if k not in _HANDLERS}
         result = {k: v for k, v in kept.items() if k not in theirs}
-        changed = {k: merged(kept.get(k), v, k) for k, v in theirs.items() if v is not None}
+        said = {k: v for k, v in theirs.items() if keep_unset or v is not None}
+        changed = {k: v if v is None else merged(kept.get(k), v, k, keep_unset=keep_unset) for k, v in said.items()}
         # Our fields keep their place, so that a rendered template reads the same with and without the fragment.
         return {k: result[k] if k in result else changed[k] for k in [*kept, *changed] if k in result or k in changed}
     if isinstance(ours, list) and isinstance(theirs, list):
-        return _merged_list(ours, theirs, name)
+        return _merged_list(ours, theirs, name, keep_unset)
     for kind, word in ((dict, "map"), (list, "list")):
         if isinstance(ours, kind):
             raise TemplateInvalid(f"template: {name or 'the fragment'} must be a {word}")
     return theirs
 
 
-def _merged_list(ours: list[Any], theirs: list[Any], name: str) -> list[Any]:
+def _merged_list(ours: list[Any], theirs: list[Any], name: str, keep_unset: bool) -> list[Any]:
     if name in _ADDED:
         return [*ours, *(item for item in theirs if item not in ours)]
-    key = "name" if name in _DEEP else _BY_KEY.get(name)
-    if key is None:
+    keys = _BY_KEY.get(name)
+    if keys is None:
         return theirs
-    if not all(isinstance(item, dict) and isinstance(item.get(key), str) for item in theirs):
-        raise TemplateInvalid(f"template: every item of {name} needs a {key}")
-    return _by_key(ours, theirs, key, deep=name in _DEEP)
-
-
-def _by_key(ours: list[Any], theirs: list[Any], key: str, *, deep: bool) -> list[Any]:
-    found = {item.get(key): item for item in ours}
+    if not all(isinstance(item, dict) and keys[0] in item and _is_key(item, keys) for item in theirs):
+        raise TemplateInvalid(f"template: every item of {name} needs a {keys[0]}")
+    found = {merge_key(item, keys): item for item in ours}
     for item in theirs:
-        mine = found.get(item.get(key))
-        found[item.get(key)] = merged(mine, item) if deep and mine is not None else item
+        key = merge_key(item, keys)
+        mine = found.get(key) if name in _DEEP else None
+        found[key] = item if mine is None else merged(mine, item, keep_unset=keep_unset)
     return list(found.values())
+
+
+def _is_key(item: Object, keys: Iterable[str]) -> bool:
+    return all(isinstance(item.get(name, ""), str | int) for name in keys)

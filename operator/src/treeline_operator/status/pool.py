@@ -101,14 +101,15 @@ def seen(now: datetime) -> PoolStatus:
     return PoolStatus(conditions=build(found, 0, (), now))
 
 
-def not_understood(obj: Json, problem: str, now: datetime, kind: ConditionType) -> dict[str, Any]:
-    """The status of an object whose spec does not fit our types: what was known stays, but for the conditions.
+def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType) -> dict[str, Any]:
+    """The status of an object whose spec does not fit our types or its preset: what was known stays, but for the
+    conditions.
 
     `kind` is the condition that says whether all is well.
     """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
-    finding = Finding(kind, "False", Reason.SPEC_NOT_UNDERSTOOD, problem)
+    finding = Finding(kind, "False", problem.reason, problem.detail)
     conditions = build([finding], generation, before.get("conditions", ()), now)
     return {**before, "observedGeneration": generation, "conditions": conditions}
 

@@ -1,0 +1,138 @@
+"""Presets: a pool's own fields over those of the preset that it names, and what is said where that makes no pool."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pool_world import a_pool
+from treeline_operator.api.conditions import Reason
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.store import Store
+from treeline_operator.plan.presets import OWN, PresetProblem, resolved
+from treeline_operator.plan.revision import inputs
+from treeline_operator.plan.runtime import pod_template
+from treeline_operator.status.causes import Cause
+from treeline_operator.world import Images, Platform, _presets
+
+H100: dict[str, Any] = {
+    "accelerator": {"type": "nvidia", "class": "H100", "count": 2},
+    "engine": {
+        "type": "vllm",
+        "image": "registry.example/vllm:1",
+        "args": ["--enable-x"],
+        "contextLength": 8192,
+        "resources": {"requests": {"cpu": "8"}},
+        "adapters": [{"name": "a", "uri": "hf://o/a"}],
+    },
+    "template": {
+        "spec": {
+            "priorityClassName": "high",
+            "nodeSelector": {"disk": "fast"},
+            "containers": [{"name": "runtime", "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}]}],
+        }
+    },
+}
+
+
+def over(preset: dict[str, Any], **spec: Any) -> InferencePool:
+    return resolved(a_pool(preset="p", **spec), {"p": preset})
+
+
+def test_a_pool_that_says_its_model_alone_is_the_preset_with_that_model() -> None:
+    whole = {**H100, "model": {"uri": "hf://o/n"}}
+    pool = resolved(a_pool(preset="p", model={"uri": "hf://o/n"}), {"p": H100})
+    assert inputs(pool) == inputs(a_pool(**whole)), "the same pods as those of a pool that says all of it"
+    assert resolved(a_pool(), {"p": H100}) == a_pool()
+
+
+def test_what_the_pool_says_wins_and_lists_are_merged_by_the_keys_of_kubernetes() -> None:
+    mine = {"spec": {"containers": [{"name": "runtime", "env": [{"name": "B", "value": "2"}]}, {"name": "more"}]}}
+    engine = {"type": "vllm", "contextLength": 1024, "args": ["--y"], "adapters": [{"name": "b", "uri": "hf://o/b"}]}
+    accelerator = {"type": "nvidia", "count": 4}
+    spec = over(H100, model={"uri": "hf://o/n"}, engine=engine, accelerator=accelerator, template=mine).spec
+    assert (spec.engine.image, spec.engine.context_length, spec.engine.args) == (
+        "registry.example/vllm:1",
+        1024,
+        ("--y",),
+    )
+    assert [adapter.name for adapter in spec.engine.adapters] == ["a", "b"]
+    assert (spec.accelerator.class_, spec.accelerator.count, spec.replicas) == ("H100", 4, 1)
+    assert spec.template is not None
+    first, second = spec.template["spec"]["containers"]
+    assert {env["name"]: env["value"] for env in first["env"]} == {"A": "1", "B": "2"}
+    assert second == {"name": "more"}
+    assert spec.template["spec"]["nodeSelector"] == {"disk": "fast"}
+
+
+def test_a_null_in_the_pools_template_takes_away_what_preset_and_operator_say() -> None:
+    preset = {"template": {"spec": {"nodeSelector": {"disk": "fast"}}}}
+    pool = over(preset, template={"spec": {"nodeSelector": None, "securityContext": {"runAsUser": None}}})
+    made = pod_template(pool, "r", Images())["spec"]
+    assert "nodeSelector" not in made
+    assert "runAsUser" not in made["securityContext"]
+
+
+def test_a_preset_that_is_not_there_is_named_with_those_that_are() -> None:
+    with pytest.raises(PresetProblem, match="no preset q; the operator has: a, p") as told:
+        resolved(a_pool(preset="q"), {"p": {}, "a": {}})
+    assert told.value.reason is Reason.PRESET_MISSING
+
+
+@pytest.mark.parametrize(
+    ("preset", "spec", "says"),
+    [
+        ({"engine": {"type": "vllm"}}, {"engine": {"type": "sglang"}}, "its engine.type is vllm, the pool's is sglang"),
+        ({"engine": {"tpye": "vllm"}}, {}, "engine.tpye: there is no such field; did you mean type?"),
+        ({"engine": {"contextLength": "many"}}, {}, "engine.contextLength: Input should be a valid integer"),
+        ({"engine": "vllm"}, {}, "engine: Input should be"),
+        ({"engine": {"args": {}}}, {"engine": {"args": ["-x"]}}, "args must be a map"),
+        (
+            {"autoscaling": {"type": "KEDA", "maxReplicas": 2, "keda": {"triggers": [{"type": "cpu"}]}}},
+            {"autoscaling": {"type": "HPA", "maxReplicas": 2, "hpa": {"metrics": [{"type": "Resource"}]}}},
+            "with preset p: spec.autoscaling.keda: keda is for type KEDA only",
+        ),
+        ({"engine": {"type": "vllm"}}, {"model": {"uri": "builtin://tiny"}}, "spec.model.uri: builtin:// models are"),
+    ],
+)
+def test_a_preset_that_makes_no_pool_is_a_conflict(preset: dict[str, Any], spec: dict[str, Any], says: str) -> None:
+    with pytest.raises(PresetProblem) as told:
+        over(preset, **spec)
+    assert told.value.reason is Reason.PRESET_CONFLICT
+    assert says in str(told.value)
+
+
+@pytest.mark.parametrize("field", OWN)
+def test_a_preset_has_no_say_in_what_is_every_pools_own(field: str) -> None:
+    preset: Any = 3
+    for part in reversed(field.split(".")):
+        preset = {part: preset}
+    with pytest.raises(PresetProblem, match=f"{field} is a field that every pool has for itself"):
+        over(preset)
+
+
+def test_the_operator_reads_pools_with_their_presets() -> None:
+    def seen(platform: Platform) -> InferencePool | Cause | None:
+        store = Store()
+        store.put(a_pool(preset="p", metadata={"resourceVersion": "1"}).model_dump(mode="json", by_alias=True))
+        return Observer(store, platform).pool("serving", "tiny")
+
+    known = seen(Platform(presets={"p": {"engine": {"contextLength": 512}}}))
+    assert isinstance(known, InferencePool)
+    assert known.spec.engine.context_length == 512
+    unknown = seen(Platform())
+    assert isinstance(unknown, Cause)
+    assert unknown.reason is Reason.PRESET_MISSING
+
+
+def test_presets_are_given_as_json_or_by_the_values_of_the_chart(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps({"replicas": 1, "presets": {"p": H100}}, indent=1))
+    assert _presets(json.dumps({"p": H100})) == _presets(str(values)) == {"p": H100}
+    for bad in ("[]", '{"p": 1}', str(tmp_path / "none"), "{", '{"p":' * 3000 + "1" + "}" * 3000):
+        with pytest.raises(argparse.ArgumentTypeError):
+            _presets(bad)
