@@ -83,6 +83,11 @@ def admin_key(pool: str) -> str:
     return f"{pool}-admin-key"
 
 
+def commits(pool: str) -> str:
+    """The ConfigMap with the commits that a pool's pods download."""
+    return f"{pool}-commits"
+
+
 def upstream_pool(pool: str) -> str:
     """The Gateway API Inference Extension's InferencePool that mirrors ours."""
     return pool + labels.MIRROR_SUFFIX

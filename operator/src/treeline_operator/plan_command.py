@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="FILE",
-        help="YAML or JSON with InferencePools and InferenceModels (others are passed over); - is standard input; may be "
-        "repeated",
+        help="YAML or JSON with InferencePools and InferenceModels (others are passed over); - is standard input; may "
+        "be repeated",
     )
     p.add_argument(
         "--observed",

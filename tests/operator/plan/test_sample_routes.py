@@ -16,7 +16,7 @@ ENGINES = {"existing-pods/pool.yaml": "vllm"}
 
 
 def routes(file: Path) -> list[dict[str, Any]]:
-    return [obj for obj in yaml.safe_load_all(file.read_text()) if obj and obj["kind"] == "HTTPRoute"]
+    return [obj for obj in yaml.safe_load_all(file.read_text()) if obj and obj.get("kind") == "HTTPRoute"]
 
 
 def test_every_file_with_a_route_is_compared() -> None:

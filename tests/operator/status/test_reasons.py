@@ -15,6 +15,7 @@ ELSEWHERE = {
     Reason.RECONCILE_FAILED,
     Reason.PRESET_MISSING,
     Reason.PRESET_CONFLICT,
+    Reason.VERSIONS_DIFFER,
     Reason.ACCEPTED,
     Reason.POOL_NOT_FOUND,
     Reason.MODEL_NAME_IN_USE,

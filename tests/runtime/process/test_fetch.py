@@ -82,6 +82,25 @@ def test_a_model_is_downloaded_once_and_found_by_the_next_pod(
     assert last["bytes_done"] == last["bytes_total"]
 
 
+def test_what_was_downloaded_is_reported_with_its_commit(hub: Hub, tmp_path: Path) -> None:
+    more = ["--tokenizer-uri", "hf://org/words", "--tokenizer-to", str(tmp_path / "words")]
+    for _ in range(2):  # also by a pod that finds it complete
+        assert run(tmp_path / "m", *more, uri="hf://org/name") == 0
+        assert (tmp_path / "termination-log").read_text() == "hf://org/name c0ffee\nhf://org/words c0ffee"
+
+
+def test_a_download_takes_the_commit_that_other_pods_have(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREELINE_COMMITS", f"hf://org/other {'b' * 40}\nhf://org/name {'a' * 40}")
+    assert run(tmp_path / "m", uri="hf://org/name") == 0
+    assert [asked["revision"] for asked in hub.asked] == ["a" * 40, "c0ffee"]
+    assert run(tmp_path / "n", uri="hf://org/name@main") == 0
+    assert hub.asked[2]["revision"] == "main", "of which nothing is said"
+    assert run(tmp_path / "m", uri="hf://org/name") == 0
+    assert hub.downloads == 2, "a complete folder is that of the URI, as before"
+
+
 def test_progress_grows_and_counts_all_folders(hub: Hub, tmp_path: Path) -> None:
     out = io.StringIO()
     progress = Progress(out)

@@ -19,6 +19,8 @@ HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 """A repository of the Hugging Face Hub."""
 _REVISION: Final = re.compile(r"[\w.][\w.-]*(/[\w.][\w.-]*)*", re.ASCII)
 _HUB_SCHEME: Final = "hf://"
+_COMMIT: Final = re.compile("[0-9a-f]{40}")
+_COMMIT_LINE: Final = re.compile(r"(hf://\S+) (\w[\w.-]{0,127})", re.ASCII)
 
 
 class HubModel(NamedTuple):
@@ -35,6 +37,21 @@ class HubModel(NamedTuple):
         if not good or (at and not _REVISION.fullmatch(revision)):
             raise ValueError(f"{uri!r} is no model of the Hub; it looks like hf://org/name or hf://org/name@revision")
         return cls(repo, revision or None)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never means other files."""
+        return _COMMIT.fullmatch(self.revision or "") is not None
+
+
+def commits_of(text: str) -> dict[str, str]:
+    """`hf://` URI → commit, of lines `URI COMMIT`, as downloads tell and are told. Other lines are passed over."""
+    return {found[1]: found[2] for line in text.splitlines() if (found := _COMMIT_LINE.fullmatch(line))}
+
+
+def commits_text(commits: Mapping[str, str]) -> str:
+    """The lines of `commits_of`."""
+    return "\n".join(f"{uri} {commit}" for uri, commit in commits.items())
 
 
 def served_name(name: str | None, uri: str) -> str:

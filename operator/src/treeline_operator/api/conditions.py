@@ -391,6 +391,11 @@ class Reason(StrEnum):
         "Pods ask for more devices than the engine uses.",
         "Remove engine.tensorParallel (it follows accelerator.count), or lower accelerator.count.",
     )
+    VERSIONS_DIFFER = _needs_you(
+        "VersionsDiffer",
+        "Pods of the pool have different commits of a model: its branch moved while they downloaded it.",
+        "Delete the named pods: their successors take the pool's commit; or pin one in the uri (hf://org/name@COMMIT).",
+    )
     ROUTED_BY_HISTORY = _needs_you(
         "RoutedByHistory",
         "The picker makes nothing of what the pods publish, mostly for want of the model's tokenizer: it routes by "

@@ -287,6 +287,9 @@ class PoolStatus(TypedDict, total=False):
     """Where clients reach the pool."""
     modelName: str
     """Name under which clients ask for the model."""
+    modelCommit: Annotated[str, StringConstraints(max_length=128)]
+    """Commit of the Hub that a branch or tag of `model.uri` means to all pods; absent until the first has downloaded
+    it, and where the uri names a commit itself."""
     revision: str
     """The revision that the spec asks for."""
     templateVersion: int

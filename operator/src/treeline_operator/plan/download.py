@@ -6,8 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
+from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import DOWNLOADED, Source
+from treeline_operator.plan.commits import KEY as COMMITS
+from treeline_operator.plan.commits import moving
 from treeline_operator.plan.objects import mount
 from treeline_operator.plan.pod_state import DOWNLOAD
 
@@ -113,6 +116,9 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
         # Chunks are kept for a second download, which never happens here.
         {"name": "HF_XET_CHUNK_CACHE_SIZE_BYTES", "value": "0"},
     ]
+    if moving(pool):
+        reference = {"name": names.commits(pool.name), "key": COMMITS, "optional": True}
+        env.append({"name": "TREELINE_COMMITS", "valueFrom": {"configMapKeyRef": reference}})
     if model.token_secret_ref is not None:
         reference = {"name": model.token_secret_ref.name, "key": model.token_secret_ref.key}
         env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})

@@ -14,7 +14,7 @@ from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import claims, pod_state
+from treeline_operator.plan import claims, commits, pod_state
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
@@ -91,6 +91,7 @@ class _Planner:
             *self._admin_key(there, target),
             *self._network(self._wants_download(there, target, step)),
             *self._claims(),
+            *self._commits(),
         ]
         pods = [*self._services(), *self._revisions(there, target, step)]
         rest = [*self._routes(), *self._scaling()]
@@ -293,6 +294,11 @@ class _Planner:
             trouble = claims.unshareable(self.pool, asked, there)
             self.notes.extend([*([trouble] if trouble else []), *claims.kept(asked, there)])
             yield from self._apply(claims.claim(asked, there, self._meta(asked.name)), f"keeps {asked.keeps}")
+
+    def _commits(self) -> Iterator[Action]:
+        if found := commits.recorded(self.world):
+            record = commits.record(found, self._meta(names.commits(self.pool.name)))
+            yield from self._apply(record, "the commits that all pods download")
 
     def _services(self) -> Iterator[Action]:
         pool, match = self.pool, selector(self.pool.name)

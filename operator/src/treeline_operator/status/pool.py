@@ -13,7 +13,7 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, RoutingStatus
-from treeline_operator.plan import claims, pod_state, runtime
+from treeline_operator.plan import claims, commits, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines.base import overridden, untold
@@ -73,6 +73,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     )
     if url := gateway_status.url(world, view.shared):
         status["url"] = url
+    if commit := commits.recorded(world).get(pool.spec.model.uri):
+        status["modelCommit"] = commit
     if (download := _download(view)) is not None:
         status["download"] = download
     if scaled := last_scaled(world):
@@ -418,6 +420,8 @@ def _warnings(view: _PoolView) -> Judgement | None:
         there = find(view.world.children, "PersistentVolumeClaim", asked.name)
         if trouble := claims.unshareable(pool, asked, there):
             found.append((Reason.CLAIM_NOT_SHAREABLE, trouble))
+    if other := commits.differing(view.world):
+        found.append((Reason.VERSIONS_DIFFER, other))
     if (unused := pool.spec.unused_devices) > 0:
         text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
         found.append((Reason.DEVICES_UNUSED, text))

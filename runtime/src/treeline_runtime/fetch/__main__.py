@@ -2,7 +2,8 @@
 
 Standard output is read by others: a JSON object per line, `{"bytes_done": …, "bytes_total": …}`. A failure ends with
 status 1 and one line, `Reason: text`, on standard error and in the termination log. Reasons: DownloadFailed,
-ModelTooLarge, WeightsMissing.
+ModelTooLarge, WeightsMissing. After a success the termination log has a line `URI COMMIT` for each model of the Hub;
+such lines in the environment, as `TREELINE_COMMITS`, say which commits to take.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from treeline_wire.command_line import Parser
+from treeline_wire.models import commits_of, commits_text
 
 from treeline_runtime.fetch.bucket import Bucket
 from treeline_runtime.fetch.folder import PROGRESS_S, Progress, Wanted, fetch
@@ -25,14 +28,17 @@ from treeline_runtime.fetch.origin import FetchError
 
 TERMINATION_LOG: Final = "/dev/termination-log"
 _LONGEST_REASON: Final = 1000
+COMMITS: Final = "TREELINE_COMMITS"
 
 logger = logging.getLogger("treeline.fetch")
 
 
 def wanted(uri: str, to: str, *, weights: bool = True) -> Wanted:
     """Raises FetchError."""
-    bucket = uri.startswith(("s3://", "gs://"))
-    origin = Bucket(uri, weights=weights) if bucket else HubRepo(uri, weights=weights)
+    if uri.startswith(("s3://", "gs://")):
+        return Wanted(Bucket(uri, weights=weights), Path(to), weights)
+    commit = commits_of(os.environ.get(COMMITS, "")).get(uri)
+    origin = HubRepo(uri, weights=weights, commit=commit)
     return Wanted(origin, Path(to), weights)
 
 
@@ -66,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(sys.stdout)
     began = time.monotonic()
     try:
-        everything = [wanted(uri, to) for uri, to in zip(args.uri, args.to, strict=True)]
+        everything = {uri: wanted(uri, to) for uri, to in zip(args.uri, args.to, strict=True)}
         if args.tokenizer_uri:
-            everything.append(wanted(args.tokenizer_uri, args.tokenizer_to, weights=False))
-        for one in everything:
+            everything[args.tokenizer_uri] = wanted(args.tokenizer_uri, args.tokenizer_to, weights=False)
+        for one in everything.values():
             fetch(one, progress, every_s=args.progress_seconds)
     except FetchError as error:
         line = " ".join(f"{error.reason}: {error}".split())[:_LONGEST_REASON]
@@ -77,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             Path(args.termination_log).write_text(line)
         return 1
+    commits = {uri: commit for uri, one in everything.items() if (commit := one.commit) and uri.startswith("hf://")}
+    with contextlib.suppress(OSError):
+        Path(args.termination_log).write_text(commits_text(commits))
     logger.info("complete after %.0f s", time.monotonic() - began)
     return 0
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from treeline_runtime.fetch.origin import DISK_ERRORS, FetchError, Origin
 
@@ -41,11 +41,20 @@ class Wanted:
 
     @property
     def is_complete(self) -> bool:
+        return self.origin.identity.items() <= self._marker.items()
+
+    @property
+    def commit(self) -> str | None:
+        """The version of what is there, once it is complete."""
+        return self._marker.get("commit")
+
+    @property
+    def _marker(self) -> dict[str, Any]:
         try:
             found = json.loads((self.to / MARKER).read_text())
         except (OSError, ValueError):
-            return False
-        return isinstance(found, dict) and self.origin.identity.items() <= found.items()
+            return {}
+        return found if isinstance(found, dict) else {}
 
 
 class Progress:

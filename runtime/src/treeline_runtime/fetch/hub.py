@@ -16,14 +16,15 @@ from treeline_runtime.fetch.origin import DISK_ERRORS, TOKENIZER_FILES, WEIGHT_F
 class HubRepo:
     """A repository. Implements `Origin`; the version is its commit. `HF_TOKEN` is in the environment."""
 
-    def __init__(self, uri: str, *, weights: bool = True) -> None:
-        """Raises FetchError."""
+    def __init__(self, uri: str, *, weights: bool = True, commit: str | None = None) -> None:
+        """`commit` is what the revision meant before, for other pods of the pool. Raises FetchError."""
         try:
             model = HubModel.parse(uri)
         except ValueError as error:
             raise FetchError("DownloadFailed", str(error)) from None
         self.name = model.repo
         self._revision = model.revision
+        self._asked_for = commit or model.revision
         self._weights = weights
 
     @property
@@ -33,7 +34,7 @@ class HubRepo:
 
     def look(self, to: Path) -> Listing:
         """See Origin."""
-        files = self._asked(lambda: self._snapshot(to, self._revision, dry_run=True))
+        files = self._asked(lambda: self._snapshot(to, self._asked_for, dry_run=True))
         sizes = {file.filename: file.file_size or 0 for file in files}
         return Listing(sizes, files[0].commit_hash if files else None)
 
@@ -66,5 +67,5 @@ class HubRepo:
             problem = problem.__cause__
         status = getattr(getattr(problem, "response", None), "status_code", None)
         code = f"{status} " if status else ""
-        why = hub_problem(problem, self._revision)
+        why = hub_problem(problem, self._asked_for)
         raise FetchError("DownloadFailed", f"{code}{self.name} {why}") from problem

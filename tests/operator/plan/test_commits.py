@@ -1,0 +1,107 @@
+"""The commit of a model whose URI names none: the first pod's holds for all, and the status has it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from support.pool_world import HF, SimCluster, a_pool, kinds, template
+from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.commits import moving
+from treeline_operator.status.pool import pool_status
+from treeline_runtime.fetch.__main__ import COMMITS
+
+URI = HF["model"]["uri"]
+ONE, OTHER = "a" * 40, "b" * 40
+
+
+def downloaded(cluster: SimCluster, *commits: str, uri: str = URI) -> list[str]:
+    """The pods, the oldest first; their downloads have ended and reported these commits."""
+    pods = sorted(cluster.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
+    for age, (name, commit) in enumerate(zip(pods, commits, strict=True)):
+        pod = cluster.pods[name]
+        pod["metadata"]["creationTimestamp"] = (cluster.now + timedelta(seconds=age)).isoformat()
+        (init,) = pod["status"]["initContainerStatuses"]
+        init["state"]["terminated"]["message"] = f"{uri} {commit}"
+    return pods
+
+
+def started(pool: InferencePool, *commits: str) -> SimCluster:
+    cluster = SimCluster()
+    cluster.converge(pool)
+    downloaded(cluster, *commits)
+    cluster.converge(pool)
+    return cluster
+
+
+def warning(cluster: SimCluster, pool: InferencePool) -> dict[str, Any] | None:
+    found = pool_status(cluster.world(pool))["conditions"]
+    return next((dict(one) for one in found if one["type"] == ConditionType.WARNINGS), None)
+
+
+def test_the_first_pods_commit_is_written_down_and_told_to_the_next_ones() -> None:
+    pool = a_pool(replicas=1, **HF)
+    cluster = SimCluster()
+    cluster.converge(pool)
+    assert "ConfigMap" not in {ref.kind for ref in cluster.objects}, "nobody knows a commit yet"
+    assert "modelCommit" not in pool_status(cluster.world(pool))
+    downloaded(cluster, ONE)
+    assert kinds(cluster.plan(pool)) == ["Apply ConfigMap tiny-commits"]
+    cluster.converge(pool)
+    record = cluster.get("ConfigMap", "tiny-commits")
+    assert record["data"] == {"commits": f"{URI} {ONE}"}
+    assert record["metadata"]["ownerReferences"][0]["name"] == "tiny"
+    assert pool_status(cluster.world(pool))["modelCommit"] == ONE
+    (init,) = cluster.deployments().popitem()[1]["spec"]["template"]["spec"]["initContainers"]
+    reference = {"name": "tiny-commits", "key": "commits", "optional": True}
+    assert {"name": COMMITS, "valueFrom": {"configMapKeyRef": reference}} in init["env"]
+
+
+def test_what_is_written_down_stays_when_its_pods_go_and_its_branch_moves() -> None:
+    cluster = started(a_pool(**HF), ONE)
+    more = a_pool(replicas=2, **HF)
+    cluster.pods.clear()
+    cluster.converge(more)
+    first, _ = downloaded(cluster, OTHER, ONE)
+    cluster.converge(more)
+    assert cluster.get("ConfigMap", "tiny-commits")["data"] == {"commits": f"{URI} {ONE}"}
+    told = warning(cluster, more)
+    assert told is not None
+    assert told["reason"] == Reason.VERSIONS_DIFFER
+    assert f"pod {first} has commit {OTHER} of {URI}, the pool's is {ONE}" in told["message"]
+
+
+def test_pods_that_have_one_commit_are_no_warning_and_a_second_model_has_its_own_line() -> None:
+    cluster = started(a_pool(replicas=2, **HF), ONE, ONE)
+    assert warning(cluster, a_pool(replicas=2, **HF)) is None
+    pool = a_pool(model={"uri": "hf://org/next@main"}, replicas=2)
+    cluster.converge(pool)
+    downloaded(cluster, *[OTHER] * len(cluster.pods), uri="hf://org/next@main")
+    cluster.converge(pool)
+    lines = cluster.get("ConfigMap", "tiny-commits")["data"]["commits"].splitlines()
+    assert lines == [f"{URI} {ONE}", f"hf://org/next@main {OTHER}"], "going back finds the commit of before"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"model": {"uri": f"{URI}@{ONE}"}},
+        {"model": {"uri": "s3://bucket/folder"}},
+        {"model": {"uri": "builtin://tiny"}},
+    ],
+)
+def test_what_cannot_move_has_no_commit_of_its_pool(spec: dict[str, Any]) -> None:
+    assert not moving(a_pool(**spec))
+    assert COMMITS not in str(template(**spec))
+
+
+def test_what_a_download_says_beside_its_commits_is_passed_over() -> None:
+    pool = a_pool(**HF)
+    cluster = SimCluster()
+    cluster.converge(pool)
+    for nonsense in ("", "hf://org/name", f"hf://else/where {ONE}", f"{URI} {ONE} x", "x" * 4096):
+        (pod,) = cluster.pods.values()
+        pod["status"]["initContainerStatuses"][0]["state"]["terminated"]["message"] = nonsense
+        assert kinds(cluster.plan(pool)) == []
