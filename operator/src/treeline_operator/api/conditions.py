@@ -138,6 +138,22 @@ class Reason(StrEnum):
         "room at once; the former spec ends the rollout.",
         patience_s=60,
     )
+    NODES_TOO_SMALL = _needs_you(
+        "NodesTooSmall",
+        "No node that a pod may run on is as large as the pod, even when it is empty. A pod is on one node: tensor "
+        "parallelism over more devices than a node has is not served.",
+        "Lower accelerator.count and engine.tensorParallel to what a node has, or engine.resources; or add larger "
+        "nodes, or correct accelerator.class, nodeSelector and tolerations. Wait where an autoscaler adds such nodes, or "
+        "one is away.",
+        patience_s=60,
+    )
+    DEVICES_MISSING = _needs_you(
+        "DevicesMissing",
+        "No node that a pod may run on offers the device that it asks for.",
+        "Install the vendor's device plugin or GPU operator, or correct accelerator.type, resourceName, class and "
+        "tolerations. Wait where an autoscaler adds such nodes.",
+        patience_s=60,
+    )
     IMAGE_PULL_FAILING = _needs_you(
         "ImagePullFailing",
         "An image cannot be pulled.",

@@ -36,11 +36,11 @@ def fits_in_place(pods: Iterable[Json], new: Json, old: Json) -> bool:
     """
     if any(new.get(field) != old.get(field) for field in _PLACING):
         return False
-    needed, freed = _requests(new), _requests(old)
+    needed, freed = requests(new), requests(old)
     lacking: set[str] = set()
     for pod in pods:
         words = str(condition_of(pod, "PodScheduled").get("message", ""))
-        short = set(_LACKING.findall(words))
+        short = lacking_of(words)
         if not short and _TOO_MANY not in words:
             return False
         lacking |= short
@@ -48,7 +48,12 @@ def fits_in_place(pods: Iterable[Json], new: Json, old: Json) -> bool:
     return all(needed.get(name, Decimal(0)) <= freed.get(name, Decimal(0)) for name in wanted)
 
 
-def _requests(pod: Json) -> dict[str, Decimal]:
+def lacking_of(words: str) -> set[str]:
+    """The resources of which nodes have too little, in a message of the scheduler."""
+    return set(_LACKING.findall(words))
+
+
+def requests(pod: Json) -> dict[str, Decimal]:
     """What the scheduler counts: the containers together, or an init container that needs more."""
     total: dict[str, Decimal] = {}
     for container in pod.get("containers", ()):
