@@ -5,7 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 
 def read_file(file: Path, most_bytes: int) -> bytes:
@@ -19,3 +25,33 @@ def read_file(file: Path, most_bytes: int) -> bytes:
     if len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"more than {most_bytes} bytes", str(file))
     return data
+
+
+class WatchedFile(Generic[T]):
+    """A file that is looked at again and again, and parsed only where its bytes are others than at the last look."""
+
+    def __init__(
+        self,
+        file: Path,
+        most_bytes: int,
+        parse: Callable[[bytes], T],
+        read: Callable[[Path, int], bytes] = read_file,
+    ) -> None:
+        self._file = file
+        self._most_bytes = most_bytes
+        self._parse = parse
+        self._read = read
+        self._seen: tuple[bytes, T | Exception] | None = None
+
+    def look(self) -> T:
+        """What it says. Blocks. Raises OSError, and the ValueError or MsgspecError of `parse`."""
+        data = self._read(self._file, self._most_bytes)
+        if self._seen is None or self._seen[0] != data:
+            try:
+                self._seen = data, self._parse(data)
+            except (ValueError, msgspec.MsgspecError) as error:
+                self._seen = data, error
+        found = self._seen[1]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_world import MODES, Caller, FlowWorld
-from treeline_epp.flow.quota_file import MOST_BYTES, QuotaFile, QuotaFileError, read_quotas
+from treeline_epp.flow import quota_file
+from treeline_epp.flow.quota_file import MOST_BYTES, QuotaFile, QuotaFileError
 from treeline_epp.flow.quotas import MOST_CLIENTS, Limits, QuotaExceeded, Quotas, QuotaTable
 from treeline_epp.flow.report import quota_samples
 from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.watched_file import read_file
 from treeline_wire import headers as names
 
 
@@ -186,16 +188,36 @@ async def test_a_file_that_comes_back_as_it_was_is_usable_and_keeps_what_was_cou
     assert (file.error, len(file.quotas)) == ("", 1)
 
 
+async def test_a_file_that_is_written_as_it_was_is_not_parsed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parsed, decode = tmp_path / "quotas.yaml", list[bytes](), quota_file.decode_yaml
+
+    def counting(text: bytes, into: type[Any]) -> Any:
+        parsed.append(text)
+        return decode(text, into)
+
+    monkeypatch.setattr(quota_file, "decode_yaml", counting)
+    path.write_text("default: {requests_per_day: 1}")
+    file = QuotaFile(path)
+    for text in ("default: {requests_per_day: 1}", "default: [", "default: {requests_per_day: 2}"):
+        for _ in range(3):
+            path.write_text(text)
+            await file.refresh()
+    assert len(parsed) == 3
+    assert file.describe()["default"] == Limits(requests_per_day=2)
+
+
 async def test_a_file_that_takes_long_to_read_holds_nobody_up(tmp_path: Path) -> None:
     path = tmp_path / "quotas.yaml"
     path.write_text("default: {requests_per_day: 1}")
     reading, go_on = threading.Event(), threading.Event()
 
-    def slowly(file: Path) -> QuotaTable:
+    def slowly(file: Path, most: int) -> bytes:
         if threading.current_thread() is not threading.main_thread():
             reading.set()
             assert go_on.wait(60)
-        return read_quotas(file)
+        return read_file(file, most)
 
     file = QuotaFile(path, slowly)
     path.write_text("default: {requests_per_day: 25}")
@@ -215,7 +237,7 @@ def test_a_file_that_says_something_else_is_refused_in_words(tmp_path: Path, tex
     path = tmp_path / "quotas.yaml"
     path.write_text(text)
     with pytest.raises(QuotaFileError, match=r"quotas\.yaml: "):
-        read_quotas(path)
+        QuotaFile(path)
 
 
 # ---- through the picker ----------------------------------------------------------------------------------------------

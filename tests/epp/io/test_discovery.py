@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import until
+from treeline_epp.endpoints import discovery
 from treeline_epp.endpoints.discovery import (
     DiscoveryError,
     discover,
@@ -97,6 +100,32 @@ async def test_flags_alone_are_told_once() -> None:
     assert [specs async for specs in discover([A], None)] == [(A,)]
     with pytest.raises(DiscoveryError, match="more than once"):
         unique([A, A])
+
+
+async def test_a_file_is_parsed_only_where_its_bytes_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twenty thousand endpoints take seconds of YAML, and the folder may have other files that change."""
+    file, looks, parsed = tmp_path / "endpoints.yaml", 0, list[str | bytes]()
+    decode = discovery.decode_yaml
+
+    async def changes(_file: Path) -> AsyncIterator[None]:
+        nonlocal looks
+        for text in ("endpoints: []", "endpoints: [", "endpoints: [{name: b, address: '10.0.0.2:80'}]"):
+            for _ in range(3):
+                looks += 1
+                await asyncio.to_thread(file.write_text, text)
+                yield
+
+    def counting(text: str | bytes, into: type[Any]) -> Any:
+        parsed.append(text)
+        return decode(text, into)
+
+    monkeypatch.setattr(discovery, "_changes", changes)
+    monkeypatch.setattr(discovery, "decode_yaml", counting)
+    told = [[spec.name for spec in specs] async for specs in discover([A], file)]
+    assert (told, looks, len(parsed)) == ([["a"], ["a", "b"]], 9, 3)
+    assert caplog.text.count("cannot be used") == 1
 
 
 async def test_a_file_is_followed_through_renames_and_mistakes(

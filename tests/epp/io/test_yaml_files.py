@@ -11,8 +11,9 @@ import pytest
 from treeline_epp.compat.config import GIE, ConfigError, decode
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_file, read_endpoints
 from treeline_epp.endpoints.engine_key import EngineKey
-from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError, read_quotas
-from treeline_epp.flow.quotas import Limits, QuotaTable
+from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
+from treeline_epp.flow.quotas import Limits
+from treeline_epp.watched_file import read_file
 from treeline_epp.yaml_text import decode_yaml
 
 VALUES = [
@@ -41,7 +42,7 @@ def test_a_value_that_cannot_be_is_a_fault_of_the_file(value: str, tmp_path: Pat
     quotas = tmp_path / "quotas.yaml"
     quotas.write_text(f"default: {{tokens_per_day: {value}}}")
     with pytest.raises(QuotaFileError):
-        read_quotas(quotas)
+        QuotaFile(quotas)
     with pytest.raises(DiscoveryError):
         parse_file(f"endpoints: [{{name: a, address: 127.0.0.1:80, uid: {value}}}]")
     with pytest.raises(ConfigError):
@@ -60,7 +61,7 @@ def test_a_few_lines_are_not_gigabytes_and_a_name_is_there_once(text: str, tmp_p
     quotas = tmp_path / "quotas.yaml"
     quotas.write_text("clients:\n" + indent(text, "  "))
     with pytest.raises(QuotaFileError, match=r"more than 1000000 values|occurs twice - at `\$\.clients\.a"):
-        read_quotas(quotas)
+        QuotaFile(quotas)
     with pytest.raises(DiscoveryError, match=r"more than 1000000 values|occurs twice"):
         parse_file(f"{text}\nendpoints: []")
 
@@ -68,7 +69,7 @@ def test_a_few_lines_are_not_gigabytes_and_a_name_is_there_once(text: str, tmp_p
 def test_lines_that_repeat_others_are_read(tmp_path: Path) -> None:
     quotas = tmp_path / "quotas.yaml"
     quotas.write_text(f"clients:\n  a: &a {LIMITS}\n  b: *a\n  c: {{<<: *a, tokens_per_day: 5}}")
-    table = read_quotas(quotas)
+    table = QuotaFile(quotas).table
     once = Limits(requests_per_day=1)
     assert table.clients == {"a": once, "b": once, "c": Limits(requests_per_day=1, tokens_per_day=5)}
 
@@ -81,7 +82,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         file.truncate(1 << 30)
     for file_ in (pipe, folder, large, Path("/dev/zero")):
         with pytest.raises(QuotaFileError):
-            read_quotas(file_)
+            QuotaFile(file_)
         with pytest.raises(OSError, match=r"regular|directory|more than"):
             read_endpoints(file_)
         assert not EngineKey(file_)()
@@ -92,10 +93,10 @@ async def test_a_file_that_cannot_be_read_at_the_moment_is_read_as_soon_as_it_ca
     file.write_text(f"default: {LIMITS}")
     rights = [True]
 
-    def read(path: Path) -> QuotaTable:
+    def read(path: Path, most: int) -> bytes:
         if not rights[0]:
-            raise QuotaFileError(f"{path}: no rights") from PermissionError()
-        return read_quotas(path)
+            raise PermissionError(f"{path}: no rights")
+        return read_file(path, most)
 
     kept = QuotaFile(file, read)
     file.write_text("default: {requests_per_day: 25}")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.control_plane import ControlPlane
 from support.gateway_cluster import Cluster, container, converged, pool
-from treeline_epp.flow.quota_file import read_quotas
+from treeline_epp.flow.quota_file import QuotaFile
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.options import Options, options_of
 from treeline_kube.client import Client
@@ -129,7 +129,7 @@ def test_the_samples_quotas_are_what_the_picker_reads(tmp_path: Path) -> None:
     assert ref["name"] == config_map["metadata"]["name"]
     file = tmp_path / "quotas.yaml"
     file.write_text(config_map["data"][ref.get("key", "quotas.yaml")])
-    limits = read_quotas(file).clients["batch"]
+    limits = QuotaFile(file).table.clients["batch"]
     assert (limits.tokens_per_minute, limits.requests_per_minute) == (20_000, 120)
 
 

@@ -24,7 +24,7 @@ from msgspec import Meta
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
 from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
-from treeline_epp.watched_file import read_file
+from treeline_epp.watched_file import WatchedFile, read_file
 from treeline_epp.yaml_text import decode_yaml
 
 log = logging.getLogger(__name__)
@@ -127,11 +127,12 @@ async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIte
     if file is None:
         yield unique(fixed)
         return
+    watched = WatchedFile(file, MOST_BYTES, lambda data: unique((*fixed, *parse_file(data))))
     current: tuple[EndpointSpec, ...] | None = None
     said = ""
     async for _ in _changes(file):
         try:
-            specs = unique((*fixed, *await asyncio.to_thread(read_endpoints, file)))
+            specs = await asyncio.to_thread(watched.look)
         except (DiscoveryError, OSError) as error:
             if str(error) != said:
                 kept = "nothing is known yet" if current is None else "the old list stays"
@@ -139,7 +140,7 @@ async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIte
                 said = str(error)
             continue
         said = ""
-        if specs != current:
+        if specs is not current and specs != current:
             log.info("endpoints file %s: %d endpoints", file, len(specs))
             current = specs
             yield specs
