@@ -40,14 +40,15 @@ class Held:
         self._gate = gate
         self._closed = closed
 
-    def answers(self, data: bytes) -> Iterator[bytes | Awaited | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | Awaited | None]:
+        assert data is not None
         if data == b"wait":
             yield b"a word before"
             while not self._gate.open:
                 yield self._gate
         yield data
 
-    def close(self) -> None:
+    def close(self, *, lost: bool) -> None:
         self._closed.set()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.flow.control import MOST_AT_ONCE, MOST_LOOKS, OUTCOMES, FlowControl, Held
+from treeline_epp.flow.control import MOST_AT_ONCE, MOST_ENDED, MOST_LOOKS, OUTCOMES, FlowControl, Held
 from treeline_epp.flow.refused import FlowRefused, NotAtOnce, QueueFull, ShuttingDown, WaitedTooLong
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import Ticket
@@ -276,6 +276,25 @@ def test_shutting_down_refuses_what_waits_and_what_comes() -> None:
     world.control.check()
 
 
+@pytest.mark.parametrize("closes", [False, True])
+def test_many_that_have_waited_too_long_or_until_the_end_are_told_some_at_a_time(closes: bool) -> None:
+    world = World(room={f"m{n}": 0 for n in range(5 * MOST_ENDED)})
+    tickets = [world.held(str(n), model=f"m{n}") for n in range(5 * MOST_ENDED)]
+    world.now += 1e6
+    if closes:
+        world.control.close()
+    steps, before = [], 0
+    while world.control.waiting:
+        more = world.control.pump()
+        ended = sum(ticket.done for ticket in tickets)
+        steps.append(ended - before)
+        assert more == world.control.waiting, "they need no timer"
+        before = ended
+        world.control.check()
+    assert max(steps[closes:]) == MOST_ENDED
+    assert world.control.outcomes == {"shutting_down" if closes else "expired": len(tickets)}
+
+
 def test_many_that_may_go_on_do_so_in_parts_and_no_pool_takes_all_of_it() -> None:
     world = World(room={"m": 0, "n": 0})
     many = [world.held(str(number)) for number in range(3 * MOST_AT_ONCE)]
@@ -406,6 +425,7 @@ def test_no_request_is_lost_or_answered_twice_and_no_bound_is_exceeded(
                 world.control.cancel(tickets[at % len(tickets)])
         world.control.check()
     world.control.close()
+    world.pump()
     assert len(told) + refused == sent
     assert set(told.values()) <= {1}
     assert all(ticket.done for ticket in tickets)

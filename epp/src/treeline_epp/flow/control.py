@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Generic, NamedTuple, Protocol
 
 from treeline_epp.flow.fair_queue import FairQueue
@@ -25,6 +25,8 @@ OUTCOMES = ("dispatched", "refused", "expired", "cancelled", "shutting_down", "f
 
 MOST_AT_ONCE = 16
 """Decisions between two turns of others: some milliseconds."""
+MOST_ENDED = 64
+"""Requests that have waited too long, or that a picker that stops refuses, between two turns of others."""
 MOST_LOOKS = 64
 """For room, between two turns of others, where requests wait for many models: some milliseconds with many endpoints."""
 _MOST_POOLS = 1000
@@ -141,11 +143,11 @@ class FlowControl(Generic[R]):
     def pump(self) -> bool:
         """Let go on whom there is room for, and end what has waited too long; whether there is more to do at once.
 
-        At most MOST_AT_ONCE go on, and MOST_LOOKS are looked after, so that others get a turn; where more targets than
-        that have no room, the next call goes on with those behind.
+        At most MOST_AT_ONCE go on, MOST_LOOKS are looked after and MOST_ENDED end, so that others get a turn; where
+        more targets than that have no room, the next call goes on with those behind.
         """
         now, left, looks = self._clock(), MOST_AT_ONCE, MOST_LOOKS
-        for pool, queue in list(self._queues.items()):
+        for pool, queue in [] if self._closed else list(self._queues.items()):
             while left and looks and (ticket := queue.head(queue.blocked)) is not None:
                 left -= self._try(queue, ticket, queue.blocked, now)
                 looks -= 1
@@ -157,8 +159,8 @@ class FlowControl(Generic[R]):
                 self._queues[pool] = queue
             if not left or not looks:
                 break
-        self._expire(now)
-        return not left and self.waiting
+        more = self._expire(now)
+        return self.waiting and (more or not left)
 
     def cancel(self, ticket: Ticket[R]) -> None:
         """Nobody wants it any more. Nothing where it is done."""
@@ -167,12 +169,9 @@ class FlowControl(Generic[R]):
             self._end(ticket, "cancelled")
 
     def close(self) -> None:
-        """The picker stops: what waits is refused, and so is what comes."""
+        """The picker stops: what waits is refused, by this and the next calls of `pump`, and so is what comes."""
         self._closed = True
-        for tickets in list(self._by_limit.values()):
-            for ticket in list(tickets):
-                self._leave(ticket)
-                self._end(ticket, "shutting_down", error=ShuttingDown())
+        self._expire(self._clock())
 
     def held(self) -> dict[str, Held]:
         """What waits, by pool ("" where requests name none); zeros where it has gone. O(requests that wait)."""
@@ -283,14 +282,21 @@ class FlowControl(Generic[R]):
         self._dispatched(now - ticket.since)
         self._end(ticket, "dispatched", result)
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float) -> bool:
+        """Whether there may be more."""
+        left = MOST_ENDED
         for limit_s, tickets in list(self._by_limit.items()):
-            late = list(takewhile(lambda ticket: now - ticket.since >= ticket.limit_s, tickets))
-            for ticket in late:
+            late = takewhile(lambda ticket: self._closed or now - ticket.since >= ticket.limit_s, tickets)
+            for ticket in list(islice(late, left)):
+                left -= 1
                 queue = self._queues[ticket.asked.pool]
                 empty = isinstance(queue.why.get(ticket.target), NoEndpoints)
                 self._leave(ticket)
-                self._end(ticket, "expired", error=WaitedTooLong(limit_s, empty=empty))
+                if self._closed:
+                    self._end(ticket, "shutting_down", error=ShuttingDown())
+                else:
+                    self._end(ticket, "expired", error=WaitedTooLong(limit_s, empty=empty))
+        return not left
 
     def _leave(self, ticket: Ticket[R]) -> None:
         """Out of its queue, which goes with the last."""
