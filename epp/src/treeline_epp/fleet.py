@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ READY_WAIT_S = 2.0
 _BEAT_S = 0.05
 _AT_ONCE = 16
 """Endpoints that come or go before other tasks get a turn: each takes half a millisecond."""
+_SLICE = 128
+"""Endpoints that are looked at before other tasks get a turn: a millisecond."""
 _CHECKED_EACH_SECOND = 250
 """Subscriptions that may each ask every second whether something got lost; of more, each asks less often."""
 
@@ -92,9 +95,8 @@ class Fleet:
         self.discovered = asyncio.Event()
         self._beat = asyncio.Event()
         self._waiting: set[str] = set()  # ready, but not yet known to Envoy
-        self._changed = False  # since the last list for Envoy
-        self._announced_at = float("-inf")
-        eds.on_ack = self._select_all
+        self._changed = asyncio.Event()  # since the last list for Envoy, or what Envoys know
+        eds.on_ack = self._on_ack
 
     # --- running ------------------------------------------------------------------------------------------------------
 
@@ -103,6 +105,7 @@ class Fleet:
         ticking = asyncio.create_task(self._tick())
         publishers = asyncio.create_task(self._ticker.run())
         tokenizers = self._spawn(lambda: self._keyers.run(self._on_tokenizer), "tokenizers")
+        announcing = self._spawn(self._announce, "announce")
         try:
             async for specs in source:
                 await self._apply(specs)
@@ -112,6 +115,7 @@ class Fleet:
             ticking.cancel()
             publishers.cancel()
             tokenizers.cancel()
+            announcing.cancel()
             await asyncio.gather(*map(self._remove, list(self.members)))
             await self.scraping.close()
             self._zmq.destroy(linger=0)
@@ -129,7 +133,7 @@ class Fleet:
                 for member in members:
                     await member.watcher.probed.wait()
         self.eds.set_synced()
-        while time.monotonic() < deadline and not self._caught_up():
+        while time.monotonic() < deadline and not await self._caught_up():
             await self._beat.wait()
 
     def probe_now(self, name: str) -> None:
@@ -140,8 +144,8 @@ class Fleet:
     def ask_for_models(self) -> None:
         """A request named a model that nobody is known to have: engines are asked in the background, so that the next
         request finds it."""
-        ready = [name for name, member in self.members.items() if member.state is EngineState.READY]
-        self._sweep.begin(ready, time.monotonic())
+        if self._sweep.due(now := time.monotonic()):
+            self._sweep.begin(list(self.members), now)
 
     async def _tick(self) -> None:
         while True:
@@ -150,10 +154,11 @@ class Fleet:
             self._look_for_adapters()
             for name in self._sweep.take():
                 self.probe_now(name)
-            if self._changed:
-                self._announce()
-            self._select(self._waiting)
-            self._judge.look(self.members.values(), time.monotonic())
+            now = time.monotonic()
+            due = self._judge.due(now)
+            async for members in self._slices():
+                self._select(member.spec.name for member in members if member.spec.name in self._waiting)
+                self._judge.look(members, now, due=due)
             self.ways.tell()
             self._beat.set()
             self._beat = asyncio.Event()
@@ -167,15 +172,21 @@ class Fleet:
                     self.probe_now(name)
             news.clear()
 
-    def _caught_up(self) -> bool:
-        for name, member in self.members.items():
-            if member.state is not EngineState.READY:
-                continue
-            endpoint = self.picker.endpoints.get(name)
-            if endpoint is None or not endpoint.ready:
-                return False
-            if not member.caught_up:
-                return False
+    async def _slices(self) -> AsyncIterator[list[Member]]:
+        """All members that are there at their turn; between two slices others have theirs."""
+        members = list(self.members.values())
+        for at in range(0, len(members), _SLICE):
+            yield [one for one in members[at : at + _SLICE] if self.members.get(one.spec.name) is one]
+            await asyncio.sleep(0)
+
+    async def _caught_up(self) -> bool:
+        async for members in self._slices():
+            for member in members:
+                if member.state is not EngineState.READY:
+                    continue
+                endpoint = self.picker.endpoints.get(member.spec.name)
+                if endpoint is None or not endpoint.ready or not member.caught_up:
+                    return False
         return True
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -183,31 +194,31 @@ class Fleet:
     async def _apply(self, specs: Sequence[EndpointSpec]) -> None:
         """Make the members equal the list."""
         wanted = {spec.name: spec for spec in specs}
-        gone = [
-            name
-            for name, member in self.members.items()
-            if name not in wanted or wanted[name].identity != member.spec.identity
-        ]
+        gone = []
+        async for members in self._slices():
+            for member in members:
+                other = wanted.get(member.spec.name)
+                if other is None or other.identity != member.spec.identity:
+                    gone.append(member.spec.name)
         for at in range(0, len(gone), _AT_ONCE):
             await asyncio.gather(*map(self._remove, gone[at : at + _AT_ONCE]))
-        added = 0
+        work = 0
         for name, spec in wanted.items():
-            member = self.members.get(name)
-            if member is None:
-                member, added = self._add(spec), added + 1
-                if added % _AT_ONCE == 0:
-                    await asyncio.sleep(0)
+            known = self.members.get(name)
+            member = known or self._add(spec)
             if spec.ready and not member.ready:
                 member.watcher.probe_now()
             member.ready, member.draining = spec.ready, spec.draining
-        self._announce()
+            work += 1 if known else _SLICE // _AT_ONCE
+            if work >= _SLICE:
+                work = 0
+                await asyncio.sleep(0)
+        self._changed.set()
 
     def _announce_soon(self, name: str) -> None:
         """An endpoint's state has changed. A list for Envoy costs by the endpoints, so one is made for many changes."""
-        self._changed = True
         self._select((name,))
-        if time.monotonic() >= self._announced_at + _BEAT_S:
-            self._announce()
+        self._changed.set()
 
     def _add(self, spec: EndpointSpec) -> Member:
         key_file = spec.key_file or self._key_file
@@ -401,21 +412,26 @@ class Fleet:
 
     # --- what Envoy and the picker are told ---------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        """Tell Envoy which endpoints there are, then let the picker choose among those that Envoy knows."""
-        self._changed = False
-        self._announced_at = time.monotonic()
-        self.eds.announce(
-            {
-                member.spec.address: member.state is EngineState.DRAINING
-                for member in self.members.values()
-                if member.state in (EngineState.READY, EngineState.DRAINING)
-            }
-        )
-        self._select_all()
+    async def _announce(self) -> None:
+        """Whenever something has changed, tell Envoy which endpoints there are, and let the picker choose among those
+        that Envoy knows."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            found: dict[str, bool] = {}
+            async for members in self._slices():
+                for member in members:
+                    if (state := member.state) in (EngineState.READY, EngineState.DRAINING):
+                        found[member.spec.address] = state is EngineState.DRAINING
+            self.eds.announce(found)
+            async for members in self._slices():
+                self._select(member.spec.name for member in members)
+            await asyncio.sleep(_BEAT_S)
 
-    def _select_all(self) -> None:
-        self._select(self.members)
+    def _on_ack(self) -> None:
+        """An Envoy's knowledge has changed: what waits for it is looked at now, the others in their turn."""
+        self._select(islice(self._waiting, _SLICE))
+        self._changed.set()
 
     def _select(self, names: Iterable[str]) -> None:
         """Let the picker choose among these where they are ready and Envoy knows them, or else at a later beat."""

@@ -49,11 +49,15 @@ class WayJudge:
         if routing.way is Way.HISTORY or member.hearing.state is not HearingState.UNKNOWN:
             self.ways.set(spec.name, spec.pool, routing)
 
-    def look(self, members: Iterable[Member], now: float) -> None:
-        """Look at what is heard: often while that is not known, else about every second. O(publishers)."""
+    def due(self, now: float) -> bool:
+        """Whether it is time to look at those that are known, too; about every second."""
         due = now >= self._due_at
         if due:
             self._due_at = now + _EVERY_S
+        return due
+
+    def look(self, members: Iterable[Member], now: float, *, due: bool) -> None:
+        """Look at what is heard where that is not known, or where it is `due`. O(publishers)."""
         for member in members:
             if not due and member.hearing.state is not HearingState.UNKNOWN:
                 continue

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treeline_epp.extproc import wire_reader
 from treeline_epp.extproc.convert import UnknownMessage, read, read_by_protobuf, to_response
-from treeline_epp.extproc.protowire import field
 from treeline_epp.extproc.state import Kind, Message, Reply
 from treeline_epp.extproc.wire_reader import USED_HEADERS, read_quickly
+from treeline_epp.protowire import field
 from treeline_epp.requests.body import Body
 from treeline_wire import headers as names
 

@@ -11,22 +11,26 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq
 import zmq.asyncio
+from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from support.epp_io import FakePublisher, small_bundle, until
 from treeline_epp.endpoints import watcher
 from treeline_epp.endpoints.adapters.base import EngineInfo
 from treeline_epp.endpoints.engine_http import EngineError
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.endpoints.watcher import ProbePace
+from treeline_epp.endpoints.watcher import EngineState, ProbePace
 from treeline_epp.fleet import Fleet
 from treeline_epp.index.index import Index
 from treeline_epp.kvevents import connection
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Ticker, new_context
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.member import Member
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers
 from treeline_epp.tokenizers.watch import TokenizerSources
+from treeline_epp.xds import eds
 from treeline_epp.xds.eds import Eds
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -105,6 +109,62 @@ async def test_endpoints_that_come_and_go_at_once_do_so_in_slices() -> None:
         watching.cancel()
         running.cancel()
         await asyncio.gather(watching, running, return_exceptions=True)
+
+
+class Counted:
+    """How often something was done between two turns of another task, at most."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+
+    def __call__(self) -> None:
+        self._now += 1
+
+    async def watch(self) -> None:
+        while True:
+            self.most, self._now = max(self.most, self._now), 0
+            await asyncio.sleep(0)
+
+
+async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted is how many are looked at, and written for Envoy, between two turns of another task."""
+    looked, written, many = Counted(), Counted(), 3000
+    state, entry = Member.state.fget, eds._entry
+    assert state is not None
+    monkeypatch.setattr(Member, "state", property(lambda member: (looked(), state(member))[1]))
+    monkeypatch.setattr(eds, "_entry", lambda *args, **kwargs: (written(), entry(*args, **kwargs))[1])
+    fleet = Fleet(Picker(), ModelRegistry(), Eds())
+    sent = asyncio.Queue[DiscoveryResponse]()
+
+    class Envoy:
+        async def write(self, response: DiscoveryResponse) -> None:
+            sent.put_nowait(response)
+
+    specs = tuple(EndpointSpec(f"e{at}", f"10.0.{at >> 8}.{at & 255}:80", models=("m",)) for at in range(many))
+    monkeypatch.setattr(Fleet, "_spawn", lambda _fleet, _run, _what: asyncio.create_task(asyncio.Event().wait()))
+    await fleet._apply(specs)
+    for member in fleet.members.values():
+        member.registered, member.watcher.state = member.spec, EngineState.READY
+        fleet.picker.add_endpoint(member.spec, ready=False)
+    fleet.eds.set_synced()
+    stream = fleet.eds.state.connect()
+    fleet.eds.state.on_request(stream, DiscoveryRequest(resource_names=[eds.CLUSTER]))
+    runs = looked.watch(), written.watch(), fleet._announce(), fleet._tick(), fleet.eds._write(stream, Envoy())
+    tasks = [asyncio.create_task(run) for run in runs]
+    try:
+        await until(lambda: all(one.ready for one in fleet.picker.endpoints.values()), "all can be chosen", 60.0)
+        assert await fleet._caught_up()
+        await fleet._apply(specs)
+        told = 0
+        while told < many:
+            response = await asyncio.wait_for(sent.get(), 60)
+            told = len(ClusterLoadAssignment.FromString(response.resources[0].value).endpoints[0].lb_endpoints)
+        assert 0 < looked.most <= 8 * 128
+        assert 0 < written.most <= 128
+    finally:
+        for task in [*tasks, *(task for member in fleet.members.values() for task in member.tasks)]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_a_thousand_engines_are_asked_as_often_as_a_hundred() -> None:

@@ -25,9 +25,13 @@ class Sweep:
         self._due: deque[str] = deque()
         self._again_at = float("-inf")
 
+    def due(self, now: float) -> bool:
+        """None is under way, nor was lately."""
+        return not self._due and now >= self._again_at
+
     def begin(self, names: Sequence[str], now: float) -> None:
         """Something was missed: ask these, unless a sweep is under way or was lately."""
-        if not self._due and now >= self._again_at:
+        if self.due(now):
             self._due.extend(names)
             self._again_at = now + max(MIN_INTERVAL_S, len(names) / EACH_SECOND)
 

@@ -15,10 +15,10 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3 import http_status_pb2
 from treeline_wire import headers as names
 
-from treeline_epp.extproc.protowire import field, field_head, field_numbers
 from treeline_epp.extproc.state import Kind, Message, Reply
 from treeline_epp.extproc.wire_reader import NO_METADATA, is_used, metadata_of, modes_of, read_quickly
 from treeline_epp.flow.settings import LONGEST_WAIT_S
+from treeline_epp.protowire import field, field_head, field_numbers
 from treeline_epp.requests.body import Body, Buffer
 from treeline_epp.requests.messages import Immediate
 

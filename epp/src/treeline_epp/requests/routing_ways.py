@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -102,34 +101,53 @@ def way_of(
     return Routing(Way.HISTORY, WayReason.NO_TOKENIZER, message)
 
 
+_Kinds = dict[tuple[Way, str], Counter[str]]
+"""Of a pool: how many endpoints have a way, for a reason, with a message."""
+
+
 class RoutingWays:
     """The ways of all endpoints and of their pools. A change of a pool's is logged once, by `tell`."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, Routing]] = {}
+        self._pools: dict[str, _Kinds] = {}
         self._told: dict[str, Routing] = {}
         self._changed = False
 
     def set(self, endpoint: str, pool: str, routing: Routing) -> None:
         """An endpoint of this pool is routed so from now on."""
         if self._endpoints.get(endpoint) != (pool, routing):
+            self.remove(endpoint)
             self._endpoints[endpoint] = pool, routing
+            messages = self._pools.setdefault(pool, {}).setdefault((routing.way, routing.reason), Counter())
+            messages[routing.message] += 1
             self._changed = True
 
     def remove(self, endpoint: str) -> None:
         """The endpoint has gone. Unknown names are ignored."""
-        self._changed |= self._endpoints.pop(endpoint, None) is not None
+        known = self._endpoints.pop(endpoint, None)
+        if known is None:
+            return
+        pool, (way, reason, message) = known
+        kinds = self._pools[pool]
+        messages = kinds[way, reason]
+        messages[message] -= 1
+        if not messages[message]:
+            del messages[message]
+        if not messages:
+            del kinds[way, reason]
+        if not kinds:
+            del self._pools[pool]
+        self._changed = True
 
     def pools(self) -> dict[str, Routing]:
-        """Of each pool with endpoints the worst of their ways, with a word on how many have it. O(endpoints)."""
-        by_pool: dict[str, list[Routing]] = {}
-        for _, (pool, routing) in sorted(self._endpoints.items()):
-            by_pool.setdefault(pool, []).append(routing)
-        return {pool: _worst(routings) for pool, routings in by_pool.items()}
+        """Of each pool with endpoints the worst of their ways, with a word on how many have it. O(messages)."""
+        return {pool: _worst(kinds) for pool, kinds in sorted(self._pools.items())}
 
     def counts(self) -> Counter[tuple[str, str, str]]:
         """Endpoints by pool, way and reason."""
-        return Counter((pool, routing.way.value, routing.reason) for pool, routing in self._endpoints.values())
+        kinds = ((pool, *key, found) for pool, kinds in self._pools.items() for key, found in kinds.items())
+        return Counter({(pool, way.value, reason): found.total() for pool, way, reason, found in kinds})
 
     def tell(self) -> None:
         """Log what has changed since the last time. O(1) when nothing has."""
@@ -145,21 +163,18 @@ class RoutingWays:
         self._told = now
 
 
-def _worst(routings: Iterable[Routing]) -> Routing:
+def _worst(kinds: _Kinds) -> Routing:
     """The worst way; of those that have it the reason that most have, with one of their messages."""
-    by_reason: dict[tuple[Way, str], Counter[Routing]] = {}
-    for routing in routings:
-        by_reason.setdefault((routing.way, routing.reason), Counter())[routing] += 1
-    endpoints = sum(found.total() for found in by_reason.values())
-    _, count, key = max((_BETTER_FIRST.index(key[0]), found.total(), key) for key, found in by_reason.items())
-    found = by_reason[key]
-    told = {routing: times for routing, times in found.items() if routing.message}
+    endpoints = sum(found.total() for found in kinds.values())
+    _, count, key = max((_BETTER_FIRST.index(key[0]), found.total(), key) for key, found in kinds.items())
+    found = kinds[key]
+    told = {message: times for message, times in found.items() if message}
     if not told:
         return Routing(*key)
     if not key[1]:  # it is the best way, and what is told concerns some requests: only those who have it count
         count = sum(told.values())
-    first = max(told, key=lambda routing: (told[routing], routing.message))
+    first = max(told, key=lambda message: (told[message], message))
     if len(found) == 1 and count == endpoints:
-        return first
+        return Routing(*key, first)
     one_of = "" if len(told) == 1 else "for example, "
-    return first._replace(message=f"{count} of {endpoints} endpoints: {one_of}{first.message}")
+    return Routing(*key, f"{count} of {endpoints} endpoints: {one_of}{first}")

@@ -13,16 +13,17 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from envoy.config.core.v3 import health_check_pb2
-from envoy.config.endpoint.v3 import endpoint_pb2
+from envoy.config.endpoint.v3 import endpoint_components_pb2, endpoint_pb2
 from envoy.service.discovery.v3 import discovery_pb2
 
 from treeline_epp.endpoints.spec import split_address
+from treeline_epp.protowire import field, field_numbers
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ CLUSTER = "pods"
 TYPE_URL = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 ACK_PATIENCE_S = 1.0
 """An endpoint is selectable this long after its announcement, even if an Envoy has not acknowledged it."""
+_SLICE = 128
+"""Endpoints that are written for Envoy before other tasks get a turn: a millisecond."""
+_GROUPS, _ENTRIES = field_numbers(endpoint_pb2.ClusterLoadAssignment.DESCRIPTOR, "endpoints", "lb_endpoints")
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class _Announced:
     version: int  # in which it became what it is
     at: float
     confirmed: bool = False  # it was selectable once; an Envoy that comes later does not change that
+    entry: bytes = b""  # as Envoy is told
 
 
 @dataclass(slots=True)
@@ -56,21 +61,22 @@ class EdsState:
         self.synced = False
         self.acks = 0
         self.rejections = 0
+        self._listed: Mapping[str, bool] = {}
         self._endpoints: dict[str, _Announced] = {}
         self._envoys: dict[int, _Envoy] = {}
         self._ids = itertools.count(1)
 
     def announce(self, endpoints: Mapping[str, bool], now: float) -> bool:
         """Set the whole list: address → draining. True if that changed it."""
-        if {address: known.draining for address, known in self._endpoints.items()} == endpoints:
+        if endpoints == self._listed:
             return False
         self.version += 1
-        for address in self._endpoints.keys() - endpoints.keys():
+        for address in self._listed.keys() - endpoints.keys():
             del self._endpoints[address]
         for address, draining in endpoints.items():
-            known = self._endpoints.get(address)
-            if known is None or known.draining != draining:
+            if self._listed.get(address) is not draining:
                 self._endpoints[address] = _Announced(draining, self.version, now)
+        self._listed = dict(endpoints)
         return True
 
     def selectable(self, address: str, now: float) -> bool:
@@ -118,6 +124,15 @@ class EdsState:
             self.acks += 1
             envoy.acked = envoy.sent
 
+    def write(self) -> Iterator[None]:
+        """Write what Envoys are to be told of endpoints that are new, so that `due` takes no time; others should have
+        a turn whenever this yields."""
+        new = [(address, known) for address, known in self._endpoints.items() if not known.entry]
+        for at, (address, known) in enumerate(new, 1):
+            known.entry = _entry(address, draining=known.draining)
+            if at % _SLICE == 0:
+                yield
+
     def due(self, stream: int) -> discovery_pb2.DiscoveryResponse | None:
         """The answer that this Envoy should get now, if any; it then counts as sent."""
         envoy = self._envoys[stream]
@@ -127,23 +142,25 @@ class EdsState:
         if self.version == 0:
             self.version = 1
         envoy.sent = self.version
+        for _ in self.write():
+            pass
+        entries = b"".join(self._endpoints[address].entry for address in sorted(self._endpoints))
+        named = endpoint_pb2.ClusterLoadAssignment(cluster_name=CLUSTER).SerializeToString()
         response = discovery_pb2.DiscoveryResponse(
             version_info=str(self.version), nonce=str(self.version), type_url=TYPE_URL
         )
-        response.resources.add().Pack(self._assignment())
+        response.resources.add(type_url=TYPE_URL, value=named + field(_GROUPS, entries))
         return response
 
-    def _assignment(self) -> endpoint_pb2.ClusterLoadAssignment:
-        assignment = endpoint_pb2.ClusterLoadAssignment(cluster_name=CLUSTER)
-        group = assignment.endpoints.add()
-        for address, announced in sorted(self._endpoints.items()):
-            host, port = split_address(address)
-            entry = group.lb_endpoints.add(
-                health_status=health_check_pb2.DRAINING if announced.draining else health_check_pb2.HEALTHY
-            )
-            entry.endpoint.address.socket_address.address = host
-            entry.endpoint.address.socket_address.port_value = int(port)
-        return assignment
+
+def _entry(address: str, *, draining: bool) -> bytes:
+    """An endpoint in the list of all, serialized."""
+    host, port = split_address(address)
+    health = health_check_pb2.DRAINING if draining else health_check_pb2.HEALTHY
+    entry = endpoint_components_pb2.LbEndpoint(health_status=health)
+    entry.endpoint.address.socket_address.address = host
+    entry.endpoint.address.socket_address.port_value = int(port)
+    return field(_ENTRIES, entry.SerializeToString())
 
 
 class Eds:
@@ -200,6 +217,8 @@ class Eds:
     async def _write(self, stream: int, context: Any) -> None:
         while True:
             changed = self._changed
+            for _ in self.state.write():
+                await asyncio.sleep(0)
             if (response := self.state.due(stream)) is not None:
                 await context.write(response)
             await changed.wait()
