@@ -1,7 +1,9 @@
 """KV events: every generation is read, ours is written, and bad input costs what it is worth."""
 
+import gc
 import hashlib
 import struct
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -146,7 +148,6 @@ def test_every_field_survives_our_form() -> None:
         session_id="s",
         locality="LOCAL",
         ownership="tier",
-        lookahead_token_ids=[[1], [2]],
     )
     removed = BlockRemoved([3, U64], "GPU", 0, "REMOTE", "tier", [1, 0])
     events = [stored, removed, AllBlocksCleared()]
@@ -194,8 +195,9 @@ def test_batches_are_arrays_of_two_or_three_or_maps(event: Any, batch: Any, rank
     assert decode_batch(pack(batch(event))) == EventBatch(2.0, [AllBlocksCleared()], rank)
 
 
-def test_hashes_are_numbers_of_either_sign_or_32_bytes() -> None:
-    digest = bytes(range(32))
+@pytest.mark.parametrize("length", [8, 16, 20, 32, 64])
+def test_hashes_are_numbers_of_either_sign_or_bytes_of_any_algorithm(length: int) -> None:
+    digest = bytes(range(length))
     low = int.from_bytes(digest[-8:], "big")
     event = {
         "type": "BlockStored",
@@ -262,9 +264,9 @@ def test_a_bad_event_costs_one_event(event: Any, reason: DecodeReason) -> None:
         (b"\xc1", DecodeReason.NOT_MSGPACK),
         (bytes.fromhex(GOLDEN["map"])[:-1], DecodeReason.NOT_MSGPACK),
         (bytes.fromhex(GOLDEN["map"]) + b"\x00", DecodeReason.NOT_MSGPACK),
-        (b"\x91" * 100_000, DecodeReason.NOT_MSGPACK),
-        (b"\xdd\xff\xff\xff\xff", DecodeReason.NOT_MSGPACK),
-        (b"\xdf\xff\xff\xff\xff\x00", DecodeReason.NOT_MSGPACK),
+        (b"\x91" * 100_000, DecodeReason.BAD_BATCH),
+        (b"\xdd\xff\xff\xff\xff\x00\xdd\xff\xff\xff\xff", DecodeReason.BAD_BATCH),
+        (b"\xdf\xff\xff\xff\xff\xa2ts", DecodeReason.NOT_MSGPACK),
         (pack(1), DecodeReason.BAD_BATCH),
         (pack([]), DecodeReason.BAD_BATCH),
         (pack([1.0]), DecodeReason.BAD_BATCH),
@@ -337,3 +339,73 @@ def test_large_batches_decoded_event_by_event_are_the_same(monkeypatch: pytest.M
     monkeypatch.setattr(events, "_LARGE_BYTES", 0)
     assert [outcome(payload) for payload in payloads] == whole
     assert sum(type(each) is EventBatch and bool(each.rejected) for each in whole) > 100
+
+
+SIZE = 1 << 20
+
+
+def many(item: bytes, count: int) -> bytes:
+    """An array of the same item."""
+    return b"\xdd" + struct.pack(">I", count) + item * count
+
+
+def map_of(**members: bytes) -> bytes:
+    return bytes([0x80 + len(members)]) + b"".join(pack(name) + value for name, value in members.items())
+
+
+def stored(**members: bytes) -> bytes:
+    return map_of(type=pack("BlockStored"), **{"block_hashes": many(b"\x01", 100), **members})
+
+
+EMPTY = many(b"\x90", SIZE)
+LARGE = {
+    "events that are nil": many(b"\xc0", SIZE),
+    "as many events as there may be": many(b"\xc0", 1 << 18),
+    "tokens that nobody reads": many(stored(lookahead_token_ids=EMPTY), 1),
+    "a member that nobody knows": many(stored(later=EMPTY), 1),
+    "extra keys": many(stored(extra_keys=EMPTY), 1),
+    "extra keys of one block": many(stored(extra_keys=many(EMPTY, 1)), 1),
+    "extra keys in many events": many(stored(extra_keys=many(many(b"\x90", 1000), 100)), SIZE // 100_000),
+    "hashes": many(map_of(type=pack("BlockRemoved"), block_hashes=many(b"\xe0", 3 * SIZE)), 1),
+    "hashes in many events": many(map_of(type=pack("BlockRemoved"), block_hashes=many(b"\xe0", 10_000)), 200),
+    "counts": many(stored(remaining_copy_counts=many(b"\xe0", SIZE)), 1),
+    "an event as an array": many(b"\x92" + pack("BlockStored") + EMPTY, 1),
+    "many events as arrays": many(b"\x92" + pack("BlockStored") + many(b"\x90", 1000), SIZE // 1000),
+    "an event of no type": many(map_of(later=EMPTY), 1),
+    "an event that is a list": many(EMPTY, 1),
+    "maps": many(stored(extra_keys=many(b"\x80", SIZE)), 1),
+}
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=pytest.mark.deep if w.startswith("hashes") else ()) for w in LARGE]
+)
+def test_a_payload_costs_no_more_than_some_times_its_own_bytes(what: str) -> None:
+    ts, inside = pack(1.0), LARGE[what]
+    payload = map_of(ts=ts, events=inside) if what == "maps" else b"\x92" + ts + inside
+    gc.collect()
+    tracemalloc.start()
+    try:
+        outcome(payload)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < max(24 * len(payload), 48 << 20)
+
+
+def test_a_large_batch_loses_the_events_that_are_not_worth_their_bytes_and_keeps_the_others() -> None:
+    good = pack({"type": "BlockRemoved", "block_hashes": [7]})
+    bad = stored(extra_keys=many(many(b"\x90", 300_000), 1))
+    batch = decode_batch(b"\x92" + pack(1.0) + b"\x93" + good + bad + good)
+    assert batch.events == [BlockRemoved([7])] * 2
+    assert batch.rejected == {DecodeReason.TOO_LARGE: 1}
+
+
+@pytest.mark.parametrize("extra", [[None, None], [{"a": 1}], [[["a", [1]]]], [["x"] * 1025], [[[]]]])
+def test_extra_keys_that_no_engine_has_cost_the_event(extra: Any) -> None:
+    assert rejection({"type": "BlockStored", "block_hashes": [1], "extra_keys": extra}) == DecodeReason.BAD_EVENT
+
+
+@pytest.mark.parametrize("extra", [[None], ["salt"], [["lora", ["mm", 3], b"digest", "salt"]], [[]]])
+def test_extra_keys_of_todays_engines_are_kept(extra: Any) -> None:
+    assert only({"type": "BlockStored", "block_hashes": [1], "extra_keys": extra}).extra_keys == extra

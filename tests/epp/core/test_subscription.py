@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from msgspec.msgpack import encode
 from support.epp_core import Bench, Lab, batch, item
 from treeline_epp.kvevents.batches import WaitingBatches
 from treeline_epp.kvevents.states import Peer
@@ -265,14 +266,15 @@ def test_a_buffer_that_overflows_is_a_gap_and_nothing_worse() -> None:
 
 def test_batches_that_wait_are_bounded_by_what_is_in_them_and_not_by_their_number_alone() -> None:
     large = EventBatch(1.0, [BlockStored(list(range(10)), None, list(range(160)), 16)])
-    waiting = WaitingBatches(most=100, most_values=1000)
+    size = len(encode(large.events))
+    waiting = WaitingBatches(most=100, most_bytes=5 * size)
     assert sum(waiting.append((seq, large)) for seq in range(50)) == 50 - len(waiting)
-    assert len(waiting) == 1000 // 172
-    assert waiting.first == 50 - len(waiting), "the oldest go"
-    huge = EventBatch(1.0, [BlockRemoved(list(range(2000)))])
-    waiting.append((50, huge))
-    assert len(waiting) == 0, "one that is too large is a gap, too"
-    assert waiting.append((51, large)) == 0
+    assert len(waiting) == 5
+    assert waiting.first == 45, "the oldest go"
+    for seq, huge in enumerate((BlockRemoved(list(range(5 * size))), BlockStored([1], lora_name=5 * size * "x")), 50):
+        waiting.append((seq, EventBatch(1.0, [huge])))
+        assert len(waiting) == 0, "one that is too large is a gap, too"
+    assert waiting.append((52, large)) == 0
 
 
 # Foreign publishers

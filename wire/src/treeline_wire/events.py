@@ -3,8 +3,11 @@
 We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers; and
 `lora_name` even where it is nil, without which vLLM's typed decoders refuse a `BlockStored`. We read every form that
 either engine has ever sent: the batch as array or map, events as maps or positional arrays, hashes signed, unsigned or
-as 32 raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
+as raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
 looks at each event on its own, so that one bad event costs one event, never the batch.
+
+A payload costs some times its own bytes of memory, not some hundred times: what nobody reads is skipped, lists have
+bounds that are checked before they are built, and what has no type is built of small events alone.
 """
 
 from __future__ import annotations
@@ -26,12 +29,24 @@ MAX_PAYLOAD_BYTES: Final = 64 << 20
 """A batch larger than this is refused before it is decoded, in bytes."""
 _LARGE_BYTES: Final = 256 << 10
 """A batch larger than this is decoded event by event, so that other threads run in between."""
+_SLOW_BYTES: Final = 256 << 10
+"""An event larger than this is read in today's form or not at all: in another, a byte may become a list."""
+_MOST: Final = 1 << 20
+"""Hashes in a batch, tokens in an event. What 8 MiB hold of them is less, but for one-byte numbers."""
+_MOST_EVENTS: Final = 1 << 18
+_MOST_REJECTED: Final = 4096
+"""Bad events in a batch; with more, all of it is refused."""
+_MOST_EXTRA_BYTES: Final = 256 << 10
+"""Extra keys in a large batch: they have no type, so a byte may become a list."""
+_MOST_KEYS: Final = 1024
+"""Extra keys of a block, which has as many items at most as tokens."""
 
 _U64: Final = (1 << 64) - 1
 _SIGN: Final = 1 << 63
 
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+Hashes: TypeAlias = Annotated[list[int], Meta(max_length=_MOST)]
 
 
 class DecodeReason(StrEnum):
@@ -62,14 +77,14 @@ class BlockStored(Struct, frozen=True, gc=False, tag_field="type", tag="BlockSto
     `len(token_ids)` may differ from `len(block_hashes) * block_size` in foreign engines (masked or tier-only blocks).
     """
 
-    block_hashes: list[int]
+    block_hashes: Hashes
     parent_block_hash: int | None = None
-    token_ids: list[TokenId] = []
+    token_ids: Annotated[list[TokenId], Meta(max_length=_MOST)] = []
     block_size: Count = 0
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[Any] | None = None
+    extra_keys: Annotated[list[Any], Meta(max_length=_MOST)] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
@@ -77,7 +92,6 @@ class BlockStored(Struct, frozen=True, gc=False, tag_field="type", tag="BlockSto
     session_id: str | None = None
     locality: str | None = None
     ownership: str | None = None
-    lookahead_token_ids: list[Any] | None = None
 
     @property
     def namespace(self) -> str | None:
@@ -88,12 +102,12 @@ class BlockStored(Struct, frozen=True, gc=False, tag_field="type", tag="BlockSto
 class BlockRemoved(Struct, frozen=True, gc=False, tag_field="type", tag="BlockRemoved"):
     """Blocks left the cache (one tier of it, if `medium` says so). Hashes are u64."""
 
-    block_hashes: list[int]
+    block_hashes: Hashes
     medium: str | None = None
     group_idx: int | None = None
     locality: str | None = None
     ownership: str | None = None
-    remaining_copy_counts: list[int] | None = None
+    remaining_copy_counts: Annotated[list[Count], Meta(max_length=_MOST)] | None = None
 
 
 @final
@@ -127,8 +141,23 @@ class _RawBatch(Struct, array_like=True):
     """The same, with events that are not read yet."""
 
     ts: float
-    events: list[msgspec.Raw]
+    events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
     dp_rank: int | None = None
+
+
+class _Extras(Struct):
+    """An event's extra keys, not read, and nothing else of it."""
+
+    extra_keys: msgspec.Raw = msgspec.Raw()
+
+
+class _RawMapBatch(Struct):
+    """The same as a map."""
+
+    ts: float
+    events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
+    data_parallel_rank: int | None = None
+    attn_dp_rank: int | None = None
 
 
 _TYPES: Final[dict[str, Any]] = {
@@ -157,15 +186,18 @@ _STORED_OPTIONAL: Final = (
     "kv_cache_spec_sliding_window",
     "locality",
     "ownership",
-    "lookahead_token_ids",
 )
 _REMOVED_OPTIONAL: Final = ("medium", "group_idx", "locality", "ownership", "remaining_copy_counts")
 
 _encoder = msgspec.msgpack.Encoder()
 _map_decoder = msgspec.msgpack.Decoder(_MapBatch)
 _raw_decoder = msgspec.msgpack.Decoder(_RawBatch)
+_raw_map_decoder = msgspec.msgpack.Decoder(_RawMapBatch)
+_extras_decoder = msgspec.msgpack.Decoder(_Extras)
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 _any_decoder = msgspec.msgpack.Decoder()
+_MAPS: Final = frozenset(bytes([first]) for first in (*range(0x80, 0x90), 0xDE, 0xDF))
+"""First bytes of a map."""
 _set: Final = msgspec.structs.force_setattr
 
 
@@ -182,20 +214,15 @@ def decode_batch(payload: bytes) -> EventBatch:
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DecodeError(DecodeReason.TOO_LARGE, f"{len(payload)} bytes")
+    if len(payload) > _LARGE_BYTES:
+        return _decode_each(payload)
     try:
-        batch = _map_decoder.decode(payload) if len(payload) <= _LARGE_BYTES else _decode_each(payload)
+        batch = _map_decoder.decode(payload)
+        for event in batch.events:
+            _settle(event)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
-        return _decode_slowly(payload)
-    if not math.isfinite(batch.ts):
-        raise DecodeError(DecodeReason.BAD_BATCH, "ts is not a finite number")
-    _make_unsigned(batch.events)
-    return EventBatch(batch.ts, batch.events, batch.dp_rank)
-
-
-def _decode_each(payload: bytes) -> _MapBatch:
-    """What the decoder of whole batches does, or raises."""
-    batch = _raw_decoder.decode(payload)
-    return _MapBatch(batch.ts, [_event_decoder.decode(event) for event in batch.events], batch.dp_rank)
+        return _decode_each(payload)
+    return _batch(batch.ts, batch.events, batch.dp_rank, {})
 
 
 def root_digest(namespace: str | None) -> bytes:
@@ -243,19 +270,41 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value & _SIGN else value
 
 
-def _make_unsigned(events: list[Event]) -> None:
-    """Turn signed hashes of fresh events into u64, in place: nobody else holds the events yet."""
-    for event in events:
-        if type(event) is BlockStored:
-            parent = event.parent_block_hash
-            if parent is not None and parent < 0:
-                _set(event, "parent_block_hash", parent & _U64)
-        elif isinstance(event, AllBlocksCleared):
-            continue
-        hashes = event.block_hashes
-        for i, value in enumerate(hashes):
-            if value < 0:
-                hashes[i] = value & _U64
+def _settle(event: Event) -> None:
+    """Turn signed hashes of a fresh event into u64, in place: nobody else holds it yet. Raises `ValueError` for extra
+    keys that no engine has."""
+    if type(event) is BlockStored:
+        if event.extra_keys is not None:
+            _check_extra(event.extra_keys, len(event.block_hashes))
+        parent = event.parent_block_hash
+        if parent is not None and parent < 0:
+            _set(event, "parent_block_hash", parent & _U64)
+    elif isinstance(event, AllBlocksCleared):
+        return
+    hashes = event.block_hashes
+    for i, value in enumerate(hashes):
+        if value < 0:
+            hashes[i] = value & _U64
+
+
+def _check_extra(extra_keys: list[Any], blocks: int) -> None:
+    """A block has nil or a few strings, digests, numbers, and pairs of an item and its offset."""
+    if len(extra_keys) > blocks:
+        raise ValueError("more extra keys than blocks")
+    for keys in filter(None, extra_keys):
+        if isinstance(keys, dict) or (isinstance(keys, list) and len(keys) > _MOST_KEYS):
+            raise ValueError("extra keys of a block in another form")
+        for key in keys if isinstance(keys, list) else ():
+            if isinstance(key, dict) or (
+                isinstance(key, list) and not (0 < len(key) <= 8 and not any(isinstance(it, list | dict) for it in key))
+            ):
+                raise ValueError("an extra key in another form")
+
+
+def _batch(ts: float, events: list[Event], dp_rank: int | None, rejected: dict[str, int]) -> EventBatch:
+    if not math.isfinite(ts):
+        raise DecodeError(DecodeReason.BAD_BATCH, "ts is not a finite number")
+    return EventBatch(ts, events, dp_rank, rejected)
 
 
 class _RejectedError(Exception):
@@ -263,53 +312,71 @@ class _RejectedError(Exception):
         self.reason = reason
 
 
-def _decode_slowly(payload: bytes) -> EventBatch:
+def _decode_each(payload: bytes) -> EventBatch:
+    """Event by event: a batch that is large, or that has events in another form."""
+    ts, raw_events, dp_rank = _outline(payload)
     events: list[Event] = []
     rejected: dict[str, int] = {}
-    try:
-        ts, raw_events, dp_rank = _batch_members(_outline(payload))
-        for raw_event in raw_events:
-            if type(raw_event) is msgspec.Raw:
-                raw_event = _any_decoder.decode(raw_event)
-            try:
-                events.append(_event(raw_event))
-            except _RejectedError as error:
-                rejected[error.reason] = rejected.get(error.reason, 0) + 1
-    except DecodeError:
-        raise
-    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise DecodeError(DecodeReason.NOT_MSGPACK, str(error)[:200]) from None
-    return EventBatch(ts, events, dp_rank, rejected)
-
-
-def _outline(payload: bytes) -> Any:
-    """The batch; where it is large and in today's form its events are not read yet."""
-    if len(payload) > _LARGE_BYTES:
+    hashes, extra = _MOST, _MOST_EXTRA_BYTES
+    for raw in raw_events:
         try:
-            batch = _raw_decoder.decode(payload)
-        except msgspec.MsgspecError:
-            pass  # another form, or none
-        else:
-            return [batch.ts, batch.events, batch.dp_rank]
-    return _any_decoder.decode(payload)
+            needed = _extra_bytes(raw)
+            if needed > extra:
+                raise _RejectedError(DecodeReason.TOO_LARGE)
+            extra -= needed
+            event = _event(raw)
+        except _RejectedError as error:
+            rejected[error.reason] = rejected.get(error.reason, 0) + 1
+            if sum(rejected.values()) > _MOST_REJECTED:
+                raise DecodeError(DecodeReason.BAD_BATCH, f"more than {_MOST_REJECTED} bad events") from None
+            continue
+        events.append(event)
+        hashes -= 0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+        if hashes < 0:
+            raise DecodeError(DecodeReason.TOO_LARGE, f"more than {_MOST} hashes")
+    return _batch(ts, events, dp_rank, rejected)
 
 
-def _batch_members(raw: Any) -> tuple[float, list[Any], int | None]:
-    if isinstance(raw, dict):
-        raw = [raw.get("ts"), raw.get("events"), raw.get("data_parallel_rank", raw.get("attn_dp_rank"))]
-    if not isinstance(raw, list) or len(raw) < 2:
-        raise DecodeError(DecodeReason.BAD_BATCH, "neither an array of two or three nor a map")
-    ts, events, dp_rank = raw[0], raw[1], raw[2] if len(raw) > 2 else None
-    if isinstance(ts, bool) or not isinstance(ts, int | float) or not math.isfinite(ts):
-        raise DecodeError(DecodeReason.BAD_BATCH, "ts is not a finite number")
-    if not isinstance(events, list):
-        raise DecodeError(DecodeReason.BAD_BATCH, "events is not an array")
-    if dp_rank is not None and (isinstance(dp_rank, bool) or not isinstance(dp_rank, int)):
-        raise DecodeError(DecodeReason.BAD_BATCH, "the rank is not an integer")
-    return float(ts), events, dp_rank
+def _outline(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
+    """The batch, an array of two or three or a map, with events that are not read yet."""
+    try:
+        if payload[:1] in _MAPS:
+            as_map = _raw_map_decoder.decode(payload)
+            rank = as_map.attn_dp_rank if as_map.data_parallel_rank is None else as_map.data_parallel_rank
+            return as_map.ts, as_map.events, rank
+        batch = _raw_decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        raise DecodeError(DecodeReason.BAD_BATCH, str(error)[:200]) from None
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError) as error:
+        raise DecodeError(DecodeReason.NOT_MSGPACK, str(error)[:200]) from None
+    return batch.ts, batch.events, batch.dp_rank
 
 
-def _event(raw: Any) -> Event:
+def _extra_bytes(raw: msgspec.Raw) -> int:
+    """Of the extra keys of an event in today's form; one in another is small."""
+    try:
+        return len(_extras_decoder.decode(raw).extra_keys)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
+        return 0
+
+
+def _event(raw: msgspec.Raw) -> Event:
+    try:
+        event = _event_decoder.decode(raw)
+        _settle(event)
+    except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
+        pass
+    else:
+        return event
+    if len(raw) > _SLOW_BYTES:
+        raise _RejectedError(DecodeReason.TOO_LARGE)
+    try:
+        return _loose_event(_any_decoder.decode(raw))
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, MemoryError):
+        raise _RejectedError(DecodeReason.BAD_EVENT) from None
+
+
+def _loose_event(raw: Any) -> Event:
     if isinstance(raw, list) and raw and isinstance(raw[0], str):
         kind: Any = raw[0]
         fields: dict[str, Any] = dict(zip(_POSITIONS.get(kind, ()), raw[1:], strict=False))
@@ -339,18 +406,17 @@ def _event(raw: Any) -> Event:
         if plain.get("parent_block_hash") is not None:
             plain["parent_block_hash"] = _hash(plain["parent_block_hash"])
         plain["token_ids"] = _tokens(plain.get("token_ids", []))
-    try:
-        event: Event = msgspec.convert(plain, known)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise _RejectedError(DecodeReason.BAD_EVENT) from None
+    event: Event = msgspec.convert(plain, known)
+    _settle(event)
     return event
 
 
 def _hash(value: Any) -> int:
-    """u64 from a signed or unsigned number, or from vLLM's 32 raw bytes (it means the last 8)."""
+    """u64 from a signed or unsigned number, or from raw bytes, of which vLLM means the last 8: 32 of SHA-256, 16 of
+    xxhash."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value & _U64
-    if isinstance(value, bytes) and len(value) == 32:
+    if isinstance(value, bytes) and len(value) >= 8:
         return int.from_bytes(value[-8:], "big")
     raise _RejectedError(DecodeReason.BAD_HASH)
 

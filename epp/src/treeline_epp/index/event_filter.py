@@ -30,8 +30,6 @@ class Skip(StrEnum):
 
 _DEVICE_TIERS = frozenset({"GPU", "DEVICE", "HBM"})
 """Spellings of the device tier, in capitals; lower tiers are CPU, CPU_PINNED, DISK, STORAGE, EXTERNAL."""
-_MOST_KEYS = 1024
-"""Of one block; it has as many items at most as tokens."""
 _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 """Kinds of KV groups whose blocks decide how far a prefix is cached."""
 
@@ -60,9 +58,6 @@ def namespace_of(event: BlockStored) -> tuple[str | None, bool]:
         return event.namespace, True
     salt, plain = None, True
     for at, extra in enumerate(event.extra_keys):
-        if isinstance(extra, list | tuple) and len(extra) > _MOST_KEYS:
-            plain = False
-            continue
         rest = list(extra) if isinstance(extra, list | tuple) else [] if extra is None else [extra]
         if rest and event.lora_name is not None and rest[0] == event.lora_name:
             del rest[0]

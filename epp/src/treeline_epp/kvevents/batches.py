@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from treeline_wire.events import AllBlocksCleared, BlockStored, Event, EventBatch
+from msgspec.msgpack import encode
+from treeline_wire.events import Event, EventBatch
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.index import Index
@@ -155,13 +156,13 @@ class AppliedBatches:
 
 
 class WaitingBatches:
-    """Live batches that wait for an answer, in their order: at most so many, with so many values in all of them."""
+    """Live batches that wait for an answer, in their order: at most so many, and so many bytes in all of them."""
 
-    def __init__(self, most: int, most_values: int) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
-        self._most_values = most_values
-        self._kept: deque[tuple[int, EventBatch | None]] = deque()
-        self._values = 0
+        self._most_bytes = most_bytes
+        self._kept: deque[tuple[int, EventBatch | None, int]] = deque()
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -173,32 +174,21 @@ class WaitingBatches:
 
     def append(self, came: tuple[int, EventBatch | None]) -> int:
         """How many of the oldest had to go: that leaves a gap, which will be seen."""
-        self._kept.append(came)
-        self._values += _values(came[1])
+        size = 0 if came[1] is None else len(encode(came[1].events))
+        self._kept.append((*came, size))
+        self._bytes += size
         before = len(self._kept)
-        while self._kept and (len(self._kept) > self._most or self._values > self._most_values):
+        while self._kept and (len(self._kept) > self._most or self._bytes > self._most_bytes):
             self.popleft()
         return before - len(self._kept)
 
     def popleft(self) -> tuple[int, EventBatch | None]:
         """The first of them, which waits no more."""
-        came = self._kept.popleft()
-        self._values -= _values(came[1])
-        return came
+        seq, batch, size = self._kept.popleft()
+        self._bytes -= size
+        return seq, batch
 
     def clear(self) -> None:
         """Forget them."""
         self._kept.clear()
-        self._values = 0
-
-
-def _values(batch: EventBatch | None) -> int:
-    """Hashes, tokens and keys in a batch: what takes memory."""
-    count = 1
-    for event in () if batch is None else batch.events:
-        count += 1
-        if not isinstance(event, AllBlocksCleared):
-            count += len(event.block_hashes)
-        if isinstance(event, BlockStored):
-            count += len(event.token_ids) + len(event.extra_keys or ())
-    return count
+        self._bytes = 0

@@ -62,6 +62,5 @@ def _stored(event: BlockStored) -> Iterator[Event]:
             parent_block_hash=parent,
             token_ids=tokens[at * width : (at + count) * width],
             extra_keys=extra[at : at + count] if extra is not None else None,
-            lookahead_token_ids=None,  # nobody reads them
         )
         parent = hashes[min(at + count, len(hashes)) - 1]

@@ -87,7 +87,7 @@ class SubscriptionConfig:
     requests run there is suspicious. `replay_retry_s`: a replay that was not answered is asked for again no sooner,
     unless the publisher has just come (back): then after `come_back_s`, since an engine that starts is slow to answer.
     Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds buffered batches,
-    `buffer_values` the hashes and tokens in them."""
+    `buffer_bytes` what is in them."""
 
     reply_s: float = 1.0
     check_s: float = 1.0
@@ -98,7 +98,7 @@ class SubscriptionConfig:
     backoff_s: float = 0.25
     max_backoff_s: float = 10.0
     buffer: int = 10_000
-    buffer_values: int = 4_000_000
+    buffer_bytes: int = 16 << 20
 
 
 @dataclass(slots=True)

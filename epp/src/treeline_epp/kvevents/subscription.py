@@ -482,7 +482,7 @@ class KvSubscription:
             self._checks.behind = None
 
     def _new_buffer(self) -> WaitingBatches:
-        return WaitingBatches(self._config.buffer, self._config.buffer_values)
+        return WaitingBatches(self._config.buffer, self._config.buffer_bytes)
 
     def _drop(self) -> None:
         """Another process: forget everything at once."""
