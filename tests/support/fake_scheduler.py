@@ -26,6 +26,7 @@ from treeline_runtime.messages import (
     FinishReason,
     FlushReq,
     GenerateReq,
+    HeardReq,
     LoadUpdate,
     Reply,
     SleepReq,
@@ -128,11 +129,14 @@ class FakeScheduler:
             case GenerateReq():
                 self.start(message)
             case AbortReq(rid=rid):
-                for run in [self.runs[rid]] if rid in self.runs else list(self.runs.values()) if not rid else []:
+                rids = [rid] if isinstance(rid, str) else rid
+                for run in [run for id, run in self.runs.items() if not rid or id in rids]:
                     self.end(run, FinishReason("abort", message="aborted"))
             case StopReq(rid=rid):
                 if rid in self.runs:
                     self.end(self.runs[rid], FinishReason("stop", matched=message.matched))
+            case HeardReq(id=id):
+                self.detokenizer.send(Reply(id))
             case FlushReq(id=id):
                 busy = bool(self.runs)
                 self.detokenizer.send(Reply(id, not busy, "requests are running" if busy else None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import sys
@@ -34,7 +35,6 @@ from treeline_runtime.ipc import (
     AsyncInbox,
     Begin,
     EndAll,
-    HeardReq,
     Heartbeat,
     Idle,
     Outbox,
@@ -45,7 +45,7 @@ from treeline_runtime.ipc import (
     ToWorker,
     decode_to_worker,
 )
-from treeline_runtime.messages import BatchTextOut, Reply
+from treeline_runtime.messages import BatchTextOut, HeardReq, Reply
 from treeline_runtime.server.service import State
 
 logger = logging.getLogger("treeline")
@@ -113,7 +113,7 @@ class Worker:
             case AbortNamed():
                 manager.abort(message.name)
             case HeardReq():
-                self._parent.send(Reply(message.id))
+                manager.when_all_sent(functools.partial(self._parent.send, Reply(message.id)))
             case SamplesReq():
                 self._parent.send(Reply(message.id, data={"samples": self._front.metrics.samples()}))
 

@@ -96,12 +96,6 @@ class StateUpdate(msgspec.Struct, tag=True, frozen=True):
     load: messages.LoadUpdate
 
 
-class HeardReq(msgspec.Struct, tag=True, frozen=True):
-    """Ask whether what was sent before has been taken. Answered by Reply."""
-
-    id: str
-
-
 class EndAll(msgspec.Struct, tag=True, frozen=True):
     """End whatever is in flight, now."""
 
@@ -134,7 +128,9 @@ class Idle(msgspec.Struct, tag=True, frozen=True):
 
 
 ToHttp = messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat | Observed | Idle
-ToWorker = messages.BatchTextOut | messages.Reply | Begin | StateUpdate | HeardReq | EndAll | AbortNamed | SamplesReq
+ToWorker = (
+    messages.BatchTextOut | messages.Reply | Begin | StateUpdate | messages.HeardReq | EndAll | AbortNamed | SamplesReq
+)
 
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
 """Of the first HTTP process."""

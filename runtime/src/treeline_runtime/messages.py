@@ -2,7 +2,7 @@
 
 Direction decides the closed set of types a process accepts, so there is one typed decoder per direction:
 
-    tokenizer manager ──GenerateReq, AbortReq, FlushReq, StateReq, DrainReq, administration──▶ scheduler
+    tokenizer manager ──GenerateReq, AbortReq, HeardReq, StateReq, DrainReq, administration──▶ scheduler
     detokenizer ──StopReq──▶ scheduler
     scheduler ──BatchTokenOut, Reply──▶ detokenizer ◀──DetokenizeInit── tokenizer manager
     detokenizer ──BatchTextOut, Reply──▶ tokenizer manager
@@ -130,9 +130,9 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """End `rid` now ("" = every request). Idempotent; legal in every state, and for unknown ids."""
+    """End `rid` now: one, several, or "" = every request. Idempotent; legal in every state, and for unknown ids."""
 
-    rid: str = ""
+    rid: str | list[str] = ""
 
 
 class FlushReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -146,6 +146,12 @@ class StateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
 
     id: str
     what: Literal["radix", "load"]
+
+
+class HeardReq(msgspec.Struct, tag=True, frozen=True):
+    """Ask whether what was sent before has been taken. Answered by Reply."""
+
+    id: str
 
 
 class SleepReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -398,7 +404,7 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 # ---- encoding --------------------------------------------------------------------------------------------
 
 AdminReq = FlushReq | SleepReq | WakeReq | UpdateWeightsReq | StartProfileReq | StopProfileReq
-ToScheduler = GenerateReq | AbortReq | StateReq | DrainReq | StopReq | AdminReq
+ToScheduler = GenerateReq | AbortReq | HeardReq | StateReq | DrainReq | StopReq | AdminReq
 ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
 ToTokenizer = BatchTextOut | Reply
 ToPublisher = CacheUpdate | LoadUpdate

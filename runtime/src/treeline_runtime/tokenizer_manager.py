@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from treeline_runtime.gate import Gate
 from treeline_runtime.ids import IdMaker
-from treeline_runtime.ipc import AbortNamed, AnnouncedReq, HeardReq, SamplesReq
+from treeline_runtime.ipc import AbortNamed, AnnouncedReq, SamplesReq
 from treeline_runtime.messages import (
     AbortReq,
     AdminReq,
@@ -28,19 +29,18 @@ from treeline_runtime.messages import (
     FinishReason,
     FlushReq,
     GenerateReq,
+    HeardReq,
     Reply,
     StateReq,
     TextOut,
 )
+from treeline_runtime.server.jobs import size_of
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 
-TOKENS_AT_ONCE = 65_536
-"""Prompt tokens that are sent to the scheduler before others get their turn: a few milliseconds."""
 MERGED_AT_ONCE = 16
 """Outputs of a generation that wait for their reader before they become one."""
-TOKENS_PER_REQUEST = 512
-"""What sending a request costs besides its tokens, in tokens."""
+ABORTED = FinishReason("abort", message="aborted")
 
 
 class Sender(Protocol):
@@ -87,11 +87,14 @@ class InflightRequest:
         rids: Sequence[str],
         ids: Sequence[str],
         names: Iterable[tuple[str | None, str]],
+        client: str | None,
     ) -> None:
         """`rids`: what clients call the generations; `ids`: what the other processes call them."""
         self.rids = list(rids)
         self.names = list(names)
         """What the manager keeps for `abort` while this is open."""
+        self.client = client
+        """Whose generations they are: who takes turns with others."""
         self._manager = manager
         now = time.monotonic()
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
@@ -192,10 +195,14 @@ class TokenizerManager:
         """By our own ids."""
         self._named: dict[str, dict[str | None, list[str]]] = {}
         """What clients call a request or one of its generations → by tenant, our ids of those."""
+        self._gate = Gate[GenerateReq](size_of)
+        self._marks: dict[str, int] = {}
+        """What the scheduler is asked to say that it has taken, by the question's id."""
+        self._on_all_sent: list[Callable[[], object]] = []
         self._asked: dict[str, asyncio.Future[Reply]] = {}
         self._ids = IdMaker(rank)
 
-    async def open(
+    def open(
         self,
         requests: Sequence[GenerateReq],
         name: str | None = None,
@@ -204,26 +211,17 @@ class TokenizerManager:
         tenant: str | None = None,
         on_output: Callable[[int, TextOut], None] | None = None,
     ) -> InflightRequest:
-        """Starts the requests, whose `rid` is the client's; `abort` takes these and `name`, which stands for all. They
-        may be many and long: others get their turn between them.
+        """Starts the requests of one client, whose `rid` is the client's; `abort` takes these and `name`, which stands
+        for all. They go to the scheduler in turns with those of other clients (`gate`).
 
         The caller must `close` what this returns, whatever happens; then `on_close` is called, which it is not where
-        this raises. Raises DuplicateRid when the tenant has one of the names in flight.
+        this raises. Raises DuplicateRid when the tenant has one of the names in flight, and TooManyGenerations.
         """
         inflight = self._register(requests, name, tenant)
-        inflight.on_output = on_output
-        try:
-            tokens = 0
-            for id, request in zip(inflight.ids, requests, strict=True):
-                if tokens > TOKENS_AT_ONCE:
-                    tokens = 0
-                    await asyncio.sleep(0)
-                self._send(id, request)
-                tokens += len(request.input_ids) + TOKENS_PER_REQUEST
-        except BaseException:
-            inflight.close()
-            raise
-        inflight.on_close = on_close
+        inflight.on_output, inflight.on_close = on_output, on_close
+        for id, request in zip(inflight.ids, requests, strict=True):
+            self._gate.put(inflight.client, id, request)
+        self._pump()
         return inflight
 
     def _register(self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None) -> InflightRequest:
@@ -238,48 +236,84 @@ class TokenizerManager:
             if tenant in self._named.get(name, ()):
                 raise DuplicateRid(name)
             names[tenant, name] = ids
+        client = requests[0].client
+        self._gate.enter(client, len(ids))
         for (_, known), ids_of_it in names.items():
             self._named.setdefault(known, {})[tenant] = ids_of_it
-        inflight = InflightRequest(self, rids, ids, names)
+        inflight = InflightRequest(self, rids, ids, names, client)
         self._running.update(inflight._generations)
         return inflight
 
-    def _send(self, id: str, request: GenerateReq) -> None:
-        self._metrics.requests.inc()
-        self._to_detokenizer.send(DetokenizeInit.of(request, id))
-        self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
+    def _pump(self) -> None:
+        """Sends whatever may go now."""
+        while (found := self._gate.take()) is not None:
+            id, request = found
+            self._metrics.requests.inc()
+            self._to_detokenizer.send(DetokenizeInit.of(request, id))
+            self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
+            if (mark := self._gate.mark()) is not None:
+                question = self._new_id()
+                self._marks[question] = mark
+                self._to_scheduler.send(HeardReq(question))
+        if not len(self._gate):
+            calls, self._on_all_sent = self._on_all_sent, []
+            for call in calls:
+                call()
+
+    def when_all_sent(self, call: Callable[[], object]) -> None:
+        """Calls once no generation waits for its turn: at once, where none does."""
+        self._on_all_sent.append(call)
+        self._pump()
 
     def forget(self, inflight: InflightRequest) -> None:
-        """Aborts what has not ended of a request that nobody waits for any more."""
+        """Aborts what has not ended of a request that nobody waits for any more. Idempotent."""
+        if not inflight.names:
+            return
         for tenant, name in inflight.names:
             tenants = self._named[name]
             del tenants[tenant]
             if not tenants:
                 del self._named[name]
         inflight.names = []
-        for id in inflight.ids:
-            if self._running.pop(id, None) is not None:
-                self._metrics.aborted.inc()
-                self._to_scheduler.send(AbortReq(id))
+        self._gate.leave(inflight.client, len(inflight.ids))
+        running = [id for id in inflight.ids if self._running.pop(id, None) is not None]
+        self._metrics.aborted.inc(len(running))
+        self._abort(id for id in running if not self._gate.remove(inflight.client, id))
+
+    def _abort(self, ids: Iterable[str]) -> None:
+        """Of generations that have gone to the scheduler."""
+        if gone := list(ids):
+            self._to_scheduler.send(AbortReq(gone))
+        self._pump()
+
+    def _end_waiting(self, id: str, finish: FinishReason) -> bool:
+        """Ends a generation if it has not gone to the scheduler. → whether it did."""
+        generation = self._running.get(id)
+        if generation is None or not self._gate.remove(generation.inflight.client, id):
+            return False
+        self._end(id, finish)
+        return True
+
+    def _end(self, id: str, finish: FinishReason) -> None:
+        generation = self._running.pop(id)
+        generation.inflight._deliver(generation, TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
         """Ends the requests of one name, every tenant's, or all with "": their waiters get what there is, and reason
         `abort`."""
-        if not name:
-            self._to_scheduler.send(AbortReq(""))
-            return
-        for ids in self._named.get(name, {}).values():
-            for id in ids:
-                self._to_scheduler.send(AbortReq(id))
+        named = self._named.get(name, {}).values() if name else [list(self._running)]
+        for ids in named:
+            self._abort(id for id in ids if not self._end_waiting(id, ABORTED))
         for worker in self._to_workers:
             worker.send(AbortNamed(name))
 
     def fail_all(self, finish: FinishReason) -> int:
         """Ends everything in flight here and now, without the scheduler; returns how many there were."""
-        running = list(self._running.items())
-        for id, generation in running:
-            del self._running[id]
-            generation.inflight._deliver(generation, TextOut(id, "", [], finish))
+        running = list(self._running)
+        for id in running:
+            if not self._end_waiting(id, finish):
+                self._end(id, finish)
+        self._pump()
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(NoReply(finish.message or finish.type))
@@ -299,6 +333,10 @@ class TokenizerManager:
             generation.inflight._deliver(generation, out)
 
     def on_reply(self, reply: Reply) -> None:
+        if (mark := self._marks.pop(reply.id, None)) is not None:
+            self._gate.taken(mark)
+            self._pump()
+            return
         future = self._asked.get(reply.id)
         if future is not None and not future.done():
             future.set_result(reply)
@@ -335,6 +373,9 @@ class TokenizerManager:
 
     async def ask(self, question: Callable[[str], AdminReq], timeout_s: float) -> Reply:
         """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
+        sent = asyncio.Event()
+        self.when_all_sent(sent.set)
+        await sent.wait()
         id = self._new_id()
         return await self._ask(self._to_scheduler, question(id), id, timeout_s)
 

@@ -18,6 +18,8 @@ EXAMPLES: dict[Any, list[Any]] = {
         m.GenerateReq("r", [1], PARAMS, pools=True),
         m.AbortReq(),
         m.AbortReq("r"),
+        m.AbortReq(["r", "s"]),
+        m.HeardReq("h"),
         m.FlushReq("f"),
         m.StateReq("s", "radix"),
         m.DrainReq(),
@@ -76,7 +78,7 @@ EXAMPLES: dict[Any, list[Any]] = {
             heartbeats=7,
             load=m.LoadUpdate(running=3),
         ),
-        ipc.HeardReq("q#1"),
+        m.HeardReq("q#1"),
         ipc.EndAll(FINISH),
         ipc.AbortNamed("r"),
         ipc.SamplesReq("q#0"),
@@ -99,7 +101,7 @@ def test_a_process_refuses_what_is_not_for_it() -> None:
         for other, examples in EXAMPLES.items():
             for message in examples:
                 # some are for more than one process
-                if other is not decode and not isinstance(message, m.Reply | m.DrainReq | m.BatchTextOut):
+                if other is not decode and not isinstance(message, m.Reply | m.DrainReq | m.BatchTextOut | m.HeardReq):
                     with pytest.raises(msgspec.ValidationError):
                         decode(m.encode(message))
 

@@ -15,6 +15,8 @@ from treeline_runtime.messages import (
     FinishReason,
     FlushReq,
     GenerateReq,
+    HeardReq,
+    Reply,
     SamplingParams,
     StateReq,
     StopReq,
@@ -283,6 +285,18 @@ def test_a_message_that_breaks_the_scheduler_is_answered(tiny: Path, monkeypatch
     engine.inbox += [GenerateReq("a", [1, 2], SamplingParams()), AbortReq("a")]
     engine.run()
     assert finish(engine, "a").status == 500
+
+
+def test_one_message_ends_several_requests_and_who_asks_is_told_what_was_taken(tiny: Path) -> None:
+    engine = Harness(tiny)
+    for rid in "abc":
+        engine.submit(rid, prompt(1, 10), max_new_tokens=50)
+    engine.inbox.append(HeardReq("after c"))
+    engine.step()
+    assert engine.replies == [Reply("after c")]
+    engine.inbox.append(AbortReq(["a", "c", "nobody's"]))
+    engine.run()
+    assert [finish(engine, rid).type for rid in "abc"] == ["abort", "length", "abort"]
 
 
 def test_the_tree_is_told_as_it_was_published(tiny: Path) -> None:

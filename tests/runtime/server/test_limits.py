@@ -6,14 +6,24 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, SamplingParams, encode
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
+from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
+from treeline_runtime.server.errors import RETRY
+from treeline_runtime.server.http import ApiError, Request
 from treeline_runtime.server.jobs import GenerationJob, PromptSpec
-from treeline_runtime.server.limits import ByteBudget, Limits, Reservation, TooMuchInFlight
+from treeline_runtime.server.limits import (
+    GENERATION_BYTES,
+    INLINE_BYTES,
+    ByteBudget,
+    Limits,
+    Reservation,
+    TooMuchInFlight,
+)
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
 from treeline_runtime.tokenizer_manager import TokenizerManager
+from treeline_wire import headers as wire_headers
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])
 
@@ -94,8 +104,13 @@ async def test_all_that_generations_carry_counts_as_bytes_in_flight(sampling: Sa
     made, sent = service(64 << 20)
     job = GenerationJob("r" * 128, [PromptSpec([1], sampling)] * 2, n=64, namespace="s" * 1024)
     inflight = await made.open(job)
-    carried = sum(len(encode(message)) for message in sent if isinstance(message, GenerateReq))
-    assert carried - (8 << 10) <= made.budget.used <= carried + 16 * job.generations
+    for message in sent:  # it goes on as the scheduler answers
+        if isinstance(message, HeardReq):
+            made.manager.on_reply(Reply(message.id))
+    generations = [encode(message) for message in sent if isinstance(message, GenerateReq)]
+    assert len(generations) == job.generations
+    carried = sum(map(len, generations)) + (job.generations - 1) * GENERATION_BYTES
+    assert carried - INLINE_BYTES <= made.budget.used <= carried + 16 * job.generations
     inflight.close()
     assert made.budget.used == 0
 
@@ -105,3 +120,30 @@ async def test_what_does_not_fit_is_refused_before_it_is_copied() -> None:
     with pytest.raises(ApiError) as refused:
         await made.open(GenerationJob("r", [PromptSpec([1], SamplingParams(stop=("x" * 1024,) * 64))], n=64))
     assert (refused.value.status, sent, made.budget.used) == (413, [], 0)
+
+
+async def test_more_generations_than_a_client_may_have_are_429_and_another_client_is_served() -> None:
+    made, _ = service(1 << 30)
+    jobs = [GenerationJob(str(i), [PromptSpec([1], SamplingParams())], n=1024) for i in range(18)]
+    assert MAX_GENERATIONS_OF_CLIENT == 16 * 1024
+    opened = [await made.open(job, asking("hostile")) for job in jobs[:16]]
+    with pytest.raises(ApiError, match="prompts x n") as refused:
+        await made.open(jobs[16], asking("hostile"))
+    assert (refused.value.status, refused.value.headers) == (429, RETRY)
+    held = made.budget.used
+    for client in ("other", None):
+        (await made.open(jobs[17], asking(client))).close()
+    assert made.budget.used == held
+    for _ in range(2):
+        opened[0].close()
+    opened[0] = await made.open(jobs[16], asking("hostile"))
+    with pytest.raises(ApiError):
+        await made.open(jobs[17], asking("hostile"))
+    for inflight in opened:
+        inflight.close()
+    assert (made.budget.used, len(made.manager._gate), made.manager._gate._in_flight) == (0, 0, {})
+
+
+def asking(client: str | None) -> Request:
+    headers = [] if client is None else [(wire_headers.CLIENT.encode(), client.encode())]
+    return Request({"headers": headers}, cast(Any, None), cast(Any, None))

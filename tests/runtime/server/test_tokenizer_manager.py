@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from treeline_runtime.gate import WINDOW_BYTES
 from treeline_runtime.ids import maker
 from treeline_runtime.ipc import AbortNamed
 from treeline_runtime.messages import (
@@ -17,10 +18,13 @@ from treeline_runtime.messages import (
     DetokenizeInit,
     FinishReason,
     GenerateReq,
+    HeardReq,
     Reply,
     SamplingParams,
+    SleepReq,
     TextOut,
 )
+from treeline_runtime.server.limits import GENERATION_BYTES
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.tokenizer_manager import DuplicateRid, NoReply, TokenizerManager, merge
 
@@ -33,7 +37,7 @@ class Sent(list[Any]):
 
 class World:
     def __init__(self) -> None:
-        self.scheduler, self.detokenizer = Sent(), Sent()
+        self.scheduler, self.detokenizer, self.answered = Sent(), Sent(), 0
         self.manager = TokenizerManager(Metrics("m"), self.scheduler, self.detokenizer)
 
     def requests(self, *rids: str) -> list[GenerateReq]:
@@ -47,9 +51,19 @@ class World:
         """`outs` have the client's names, for the newest requests of these."""
         self.manager.on_batch(BatchTextOut([msgspec.structs.replace(out, rid=self.sent(out.rid)[-1]) for out in outs]))
 
+    def answer(self) -> bool:
+        """The scheduler answers the first question that it has not answered, if there is one."""
+        questions = [m for m in self.scheduler if isinstance(m, HeardReq)]
+        if len(questions) > self.answered:
+            self.answered += 1
+            self.manager.on_reply(Reply(questions[self.answered - 1].id))
+            return True
+        return False
+
     @property
     def aborted(self) -> list[str]:
-        return [message.rid.split("#")[0] for message in self.scheduler if isinstance(message, AbortReq)]
+        ids = [id for message in self.scheduler if isinstance(message, AbortReq) for id in message.rid]
+        return [id.split("#")[0] for id in ids]
 
 
 DONE = FinishReason("length")
@@ -57,7 +71,7 @@ DONE = FinishReason("length")
 
 async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a"))
+    inflight = world.manager.open(world.requests("a"))
     (id,) = world.sent("a")
     assert world.detokenizer == [DetokenizeInit(id, ("x",))]
     assert [message.rid for message in world.scheduler] == [id]
@@ -67,7 +81,7 @@ async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
 
 async def test_outputs_of_one_turn_are_merged_and_kept_apart_by_index() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a", "b"))
+    inflight = world.manager.open(world.requests("a", "b"))
     world.arrive(TextOut("a", "he", [1]), TextOut("b", "x", [9]), TextOut("a", "llo", [2], completion_tokens=2))
     outs = await inflight.next()
     assert [(index, out.text, out.token_ids) for index, out in outs] == [(0, "hello", [1, 2]), (1, "x", [9])]
@@ -80,7 +94,7 @@ async def test_outputs_of_one_turn_are_merged_and_kept_apart_by_index() -> None:
 
 async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a"))
+    inflight = world.manager.open(world.requests("a"))
     task = asyncio.create_task(inflight.next(whole=True))
     await asyncio.sleep(0)
     world.arrive(TextOut("a", "he", [1]))
@@ -94,7 +108,7 @@ async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
 
 async def test_closing_aborts_what_has_not_ended_and_only_once() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a", "b"))
+    inflight = world.manager.open(world.requests("a", "b"))
     world.arrive(TextOut("a", "", [], DONE))
     for _ in range(3):
         inflight.close()
@@ -105,7 +119,7 @@ async def test_closing_aborts_what_has_not_ended_and_only_once() -> None:
 
 async def test_closing_wakes_who_waits() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a"))
+    inflight = world.manager.open(world.requests("a"))
     task = asyncio.create_task(inflight.next())
     await asyncio.sleep(0)
     inflight.close()
@@ -114,40 +128,43 @@ async def test_closing_wakes_who_waits() -> None:
 
 async def test_an_id_in_flight_cannot_be_used_again() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a"), name="a")
+    inflight = world.manager.open(world.requests("a"), name="a")
     with pytest.raises(DuplicateRid):
-        await world.manager.open(world.requests("a"))
+        world.manager.open(world.requests("a"))
     with pytest.raises(DuplicateRid):
-        await world.manager.open(world.requests("c"), name="a")
+        world.manager.open(world.requests("c"), name="a")
     with pytest.raises(DuplicateRid):
-        await world.manager.open(world.requests("d", "d"))
+        world.manager.open(world.requests("d", "d"))
     inflight.close()
-    (await world.manager.open(world.requests("a"), name="a")).close()
+    world.manager.open(world.requests("a"), name="a").close()
 
 
 async def test_aborting_a_name_ends_all_of_its_requests() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a:0", "a:1"), name="a")
+    inflight = world.manager.open(world.requests("a:0", "a:1"), name="a")
     world.manager.abort("a")
     world.manager.abort("b")
+    assert world.aborted == ["a:0", "a:1"]
+    other = world.manager.open(world.requests("c"))
     world.manager.abort("")
-    assert world.aborted == ["a:0", "a:1", ""]
+    assert world.aborted[2:] == ["a:0", "a:1", "c"]
     world.manager.abort("a:1")
-    assert world.aborted == ["a:0", "a:1", "", "a:1"]
+    assert world.aborted[5:] == ["a:1"]
+    other.close()
     inflight.close()
 
 
 async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_name() -> None:
     world = World()
-    opened = [await world.manager.open(world.requests("a"), name="a", tenant=tenant) for tenant in (None, "ada", "bob")]
+    opened = [world.manager.open(world.requests("a"), name="a", tenant=tenant) for tenant in (None, "ada", "bob")]
     with pytest.raises(DuplicateRid):
-        await world.manager.open(world.requests("a"), tenant="ada")
+        world.manager.open(world.requests("a"), tenant="ada")
     world.manager.abort("a")
     assert world.aborted == ["a", "a", "a"]
     opened[1].close()
-    (await world.manager.open(world.requests("a"), name="a", tenant="ada")).close()
+    world.manager.open(world.requests("a"), name="a", tenant="ada").close()
     with pytest.raises(DuplicateRid):
-        await world.manager.open(world.requests("a"), tenant="bob")
+        world.manager.open(world.requests("a"), tenant="bob")
     for inflight in opened:
         inflight.close()
 
@@ -155,25 +172,96 @@ async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_nam
 async def test_a_name_given_twice_is_the_one_that_is_told() -> None:
     world = World()
     with pytest.raises(DuplicateRid, match=r"^d$"):
-        await world.manager.open(world.requests("d", "d"), name="generated")
-    (await world.manager.open(world.requests("d"), name="generated")).close()
+        world.manager.open(world.requests("d", "d"), name="generated")
+    world.manager.open(world.requests("d"), name="generated").close()
 
 
 async def test_the_end_of_a_closed_request_is_not_that_of_its_namesake() -> None:
     world = World()
-    (await world.manager.open(world.requests("a"), name="a")).close()
-    again = await world.manager.open(world.requests("a"), name="a")
+    world.manager.open(world.requests("a"), name="a").close()
+    again = world.manager.open(world.requests("a"), name="a")
     old, new = world.sent("a")
     world.manager.on_batch(BatchTextOut([TextOut(old, "old", [1], FinishReason("abort"))]))
     world.manager.on_batch(BatchTextOut([TextOut(new, "new", [2], DONE)]))
     assert [out.text for _, out in await again.next()] == ["new"]
-    assert [m.rid for m in world.scheduler if isinstance(m, AbortReq)] == [old]
+    assert [m.rid for m in world.scheduler if isinstance(m, AbortReq)] == [[old]]
     again.close()
+
+
+MANY = 2 * WINDOW_BYTES // GENERATION_BYTES
+"""Generations of which about half go without a word of the scheduler."""
+
+
+def generations(world: World, client: str, count: int = MANY) -> list[GenerateReq]:
+    return [GenerateReq(f"{client}{i}", [1], SamplingParams(), client=client) for i in range(count)]
+
+
+async def test_a_client_that_sends_thousands_delays_another_by_what_is_on_its_way() -> None:
+    world = World()
+    hostile = world.manager.open(generations(world, "hostile", 8 * MANY), name="hostile")
+    before = len(world.scheduler)
+    assert before < MANY
+    assert len(world.detokenizer) == len([m for m in world.scheduler if isinstance(m, GenerateReq)])
+    other = world.manager.open(generations(world, "other", 1))
+    assert world.sent("other0") == []
+    world.answer()
+    places = [m.client for m in world.scheduler if isinstance(m, GenerateReq)]
+    assert places.index("other") <= before + 1
+    while world.answer():
+        pass
+    sent = [m.rid for m in world.scheduler if isinstance(m, GenerateReq)]
+    assert len(sent) == len(set(sent)) == 8 * MANY + 1
+    for inflight in (hostile, other):
+        inflight.close()
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted", "all aborted", "failed"])
+async def test_what_waits_for_its_turn_ends_without_the_scheduler(how: str) -> None:
+    world = World()
+    inflight = world.manager.open(generations(world, "c"), name="c")
+    sent = [m.rid for m in world.scheduler if isinstance(m, GenerateReq)]
+    assert 0 < len(sent) < MANY
+    match how:
+        case "closed":
+            inflight.close()
+        case "failed":
+            world.manager.fail_all(FinishReason("error", message="gone", status=503))
+        case _:
+            world.manager.abort("c" if how == "aborted" else "")
+            told = await inflight.next()
+            assert {out.finish and out.finish.type for _, out in told} == {"abort"}
+            assert len(told) == MANY - len(sent)
+    aborted = [m.rid for m in world.scheduler if isinstance(m, AbortReq)]
+    assert aborted == ([] if how == "failed" else [sent]), "one message for all that it has"
+    while world.answer():
+        pass
+    assert [m.rid for m in world.scheduler if isinstance(m, GenerateReq)] == sent
+    inflight.close()
+    world.manager.open(generations(world, "c", 1)).close()
+
+
+async def test_an_operation_on_the_engine_comes_after_all_generations_before_it() -> None:
+    world = World()
+    inflight = world.manager.open(generations(world, "c"))
+    heard = list[bool]()
+    world.manager.when_all_sent(lambda: heard.append(True))
+    asked = asyncio.create_task(world.manager.ask(SleepReq, timeout_s=60))
+    await asyncio.sleep(0)
+    while world.answer():
+        assert not heard or not len(world.manager._gate)
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert heard == [True]
+    kinds = [type(m) for m in world.scheduler if not isinstance(m, HeardReq)]
+    assert kinds == [GenerateReq] * MANY + [SleepReq]
+    world.manager.on_reply(Reply(world.scheduler[-1].id))
+    assert (await asked).ok
+    inflight.close()
 
 
 async def test_when_everything_fails_everyone_is_told() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a", "b"))
+    inflight = world.manager.open(world.requests("a", "b"))
     asked = asyncio.create_task(world.manager.state("load"))
     await asyncio.sleep(0)
     world.arrive(TextOut("a", "hi", [1]))
@@ -202,7 +290,7 @@ async def test_questions_are_answered_or_time_out() -> None:
 
 async def test_counts_and_times_are_measured() -> None:
     world = World()
-    inflight = await world.manager.open(world.requests("a"))
+    inflight = world.manager.open(world.requests("a"))
     world.arrive(TextOut("a", "x", [1], prompt_tokens=10, cached_tokens=4, completion_tokens=1))
     world.arrive(TextOut("a", "y", [2, 3], DONE, prompt_tokens=10, cached_tokens=4, completion_tokens=3))
     inflight.close()
@@ -231,16 +319,16 @@ async def test_ids_say_whose_they_are_and_an_abort_by_name_is_passed_on_to_worke
     scheduler, detokenizer, worker = Sent(), Sent(), Sent()
     first = TokenizerManager(Metrics("m"), scheduler, detokenizer, to_workers=[worker])
     third = TokenizerManager(Metrics("m"), scheduler, detokenizer, rank=2)
-    opened = [await manager.open([GenerateReq("a", [1], SamplingParams())]) for manager in (first, third)]
+    opened = [manager.open([GenerateReq("a", [1], SamplingParams())]) for manager in (first, third)]
     assert [maker(message.rid) for message in scheduler] == [maker(message.rid) for message in detokenizer] == [0, 2]
     ids = [message.rid for message in scheduler]
     assert ids[0] != ids[1]
     first.abort("a")
-    assert (scheduler[2:], worker) == ([AbortReq(ids[0])], [AbortNamed("a")])
+    assert (scheduler[2:], worker) == ([AbortReq([ids[0]])], [AbortNamed("a")])
     third.abort("a")
-    assert scheduler[3:] == [AbortReq(ids[1])]
+    assert scheduler[3:] == [AbortReq([ids[1]])]
     first.abort("")
-    assert (scheduler[4:], len(worker)) == ([AbortReq("")], 1), "the scheduler ends all, whoever asked for them"
+    assert (scheduler[4:], worker[1:]) == ([AbortReq([ids[0]])], [AbortNamed("")]), "each ends its own"
     for inflight in opened:
         inflight.close()
 
@@ -256,7 +344,7 @@ class Unwalked(dict[str, Any]):
 
 async def test_an_abort_does_not_go_through_the_names_of_all_requests() -> None:
     world = World()
-    opened = [await world.manager.open(world.requests(rid), tenant=tenant) for rid in "ab" for tenant in (None, "ada")]
+    opened = [world.manager.open(world.requests(rid), tenant=tenant) for rid in "ab" for tenant in (None, "ada")]
     world.manager._named = Unwalked(world.manager._named)
     world.manager.abort("a")
     world.manager.abort("nobody's")

@@ -13,8 +13,8 @@ import pytest
 import zmq
 from treeline_runtime import workers
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.ipc import Addresses, Begin, EndAll, HeardReq, Process, StateUpdate
-from treeline_runtime.messages import FinishReason, LoadUpdate, Reply, SleepReq, UpdateWeightsReq
+from treeline_runtime.ipc import Addresses, Begin, EndAll, Process, StateUpdate
+from treeline_runtime.messages import FinishReason, HeardReq, LoadUpdate, Reply, SleepReq, UpdateWeightsReq
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.http import ApiError, Request
 from treeline_runtime.server.metrics import Metrics

@@ -31,7 +31,9 @@ from treeline_runtime.messages import (
     DrainReq,
     FinishReason,
     GenerateReq,
+    HeardReq,
     LoadUpdate,
+    Reply,
     StateReq,
     StopReq,
     TokenOut,
@@ -117,7 +119,8 @@ class Scheduler:
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
             StopReq: self._on_stop,
-            StateReq: self._on_state,
+            HeardReq: lambda message: self.reporter.reply(Reply(message.id)),
+            StateReq: self.reporter.ask,
             DrainReq: self._on_drain,
             **administration.handlers,
         }
@@ -447,8 +450,8 @@ class Scheduler:
         return list(dict.fromkeys(reqs))
 
     def _on_abort(self, message: AbortReq) -> None:
-        found = [self._find(message.rid)] if message.rid else self._everything()
-        for req in found:
+        rids = [message.rid] if isinstance(message.rid, str) else message.rid
+        for req in map(self._find, rids) if message.rid else self._everything():
             if req is not None:
                 self._finish(req, FinishReason("abort", message="aborted"))
 
@@ -459,9 +462,6 @@ class Scheduler:
 
     def _on_drain(self, _: DrainReq) -> None:
         self.draining = True
-
-    def _on_state(self, message: StateReq) -> None:
-        self.reporter.ask(message)
 
     # ---- reports ------------------------------------------------------------------------------------------
 

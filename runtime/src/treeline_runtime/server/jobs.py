@@ -10,7 +10,7 @@ import msgspec
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.limits import BYTES_PER_TOKEN, MAX_COPIED_BYTES
+from treeline_runtime.server.limits import BYTES_PER_TOKEN, GENERATION_BYTES, MAX_COPIED_BYTES
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,8 +98,9 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def size_of(request: GenerateReq) -> int:
-    """Bytes that a generation takes: as many as go to the scheduler, but for the prompt, which is counted as a list."""
-    return BYTES_PER_TOKEN * len(request.input_ids) + len(encode(msgspec.structs.replace(request, input_ids=[])))
+    """Bytes that a generation takes: what goes to the scheduler, but for the prompt, which is counted as a list."""
+    carried = len(encode(msgspec.structs.replace(request, input_ids=[])))
+    return GENERATION_BYTES + carried + BYTES_PER_TOKEN * len(request.input_ids)
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -27,6 +27,8 @@ MAX_INPUTS = 2048
 """Texts that one HTTP request may have made vectors of: OpenAI's limit."""
 MAX_COPIED_BYTES = 16 << 20
 """Of what the generations of one request carry besides their prompts."""
+GENERATION_BYTES = 4 << 10
+"""What a generation takes in all processes together, whatever it carries."""
 BYTES_PER_TOKEN = 16
 """What a token of a prompt in flight is counted as: its entry in a list, here and in the scheduler."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 
+from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
@@ -20,6 +21,7 @@ from treeline_runtime.server.http import ApiError, Header, Request, in_pieces
 from treeline_runtime.server.jobs import Caller, GenerationJob, size_of
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
+    GENERATION_BYTES,
     INLINE_BYTES,
     INLINE_PAIRS_BYTES,
     INLINE_TEXTS_BYTES,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
 T = TypeVar("T", bound=Read)
+OURSELVES = ""
+"""The client of what nobody asked for: it does not wait behind those whom the edge has not named."""
 _INLINE_BYTES: Mapping[Kind, int] = {
     **dict.fromkeys(("embedding", "pooling", "classify"), INLINE_TEXTS_BYTES),
     **dict.fromkeys(("score", "rerank"), INLINE_PAIRS_BYTES),
@@ -229,18 +233,18 @@ class Service:
         if self.state.holding:
             await self.state.resumed()
             self.admit()
-        client = None if request is None else request.client
+        client = OURSELVES if request is None else request.client
         requests, size, pacer = job.requests(client), answer_bytes, Pacer()
         for first in requests[:: job.n]:
             size += job.n * size_of(first)
             await pacer.rest()
-        reservation = Reservation(self.budget, client)
+        reservation = Reservation(self.budget, client, INLINE_BYTES + GENERATION_BYTES)
         reservation.grow(size)
         try:
             span = None if request is None else request.span
             if span is not None:
                 span.began(job)
-            return await self.manager.open(
+            return self.manager.open(
                 requests,
                 name=job.rid,
                 on_close=reservation.release,
@@ -249,6 +253,15 @@ class Service:
             )
         except BaseException as error:
             reservation.release()
+            if isinstance(error, TooManyGenerations):
+                raise ApiError(
+                    429,
+                    f"More than {MAX_GENERATIONS_OF_CLIENT} generations in flight: prompts x n of all your requests. "
+                    "Wait until some have ended",
+                    type="rate_limit_error",
+                    code="rate_limit_exceeded",
+                    headers=RETRY,
+                ) from None
             if isinstance(error, DuplicateRid):
                 raise ApiError(400, f"A request with rid {str(error)!r} is already in flight", param="rid") from None
             raise

@@ -1,0 +1,150 @@
+"""Generations on their way to the scheduler: clients take turns, and little is on the way at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from treeline_runtime.gate import MARK_BYTES, WINDOW_BYTES, Gate, TooManyGenerations
+
+CLIENTS = st.sampled_from(["one", "two", "three", None])
+SIZES = st.sampled_from([1 << 12, MARK_BYTES - 1, MARK_BYTES, WINDOW_BYTES, 3 * WINDOW_BYTES])
+MOST = 6
+
+
+def went(gate: Gate[int], most: int = 1 << 30) -> list[str]:
+    """Takes all that goes without a word of the scheduler."""
+    ids = list[str]()
+    while len(ids) < most and (found := gate.take()) is not None:
+        ids.append(found[0])
+    return ids
+
+
+def test_a_newcomer_waits_for_what_is_on_its_way_and_for_one_turn_of_each_other_client() -> None:
+    gate = Gate[int](lambda size: size)
+    small = WINDOW_BYTES // 512
+    for client in ("hostile", "other"):
+        for i in range(5_000):
+            gate.put(client, f"{client}-{i}", small)
+    assert len(went(gate)) == 512
+    mark = gate.mark()
+    assert mark is not None
+    gate.put("newcomer", "new", small)
+    assert went(gate) == [], "what went before has not been taken"
+    gate.taken(mark)
+    assert went(gate, 3)[-1] == "new"
+
+
+def test_what_is_larger_than_all_that_may_be_on_its_way_goes_alone() -> None:
+    gate = Gate[int](lambda size: size)
+    for id in "ab":
+        gate.put("c", id, 3 * WINDOW_BYTES)
+    assert went(gate) == ["a"]
+    mark = gate.mark()
+    assert mark is not None
+    gate.taken(mark)
+    assert went(gate) == ["b"]
+
+
+def test_the_scheduler_is_not_asked_of_each() -> None:
+    gate, asked = Gate[int](lambda size: size), 0
+    for i in range(1024):
+        gate.put(None, str(i), WINDOW_BYTES // 512)
+        assert gate.take() is not None
+        if (mark := gate.mark()) is not None:
+            asked += 1
+            gate.taken(mark)
+    assert asked == 8
+
+
+class Gates(RuleBasedStateMachine):
+    """Beside a plain model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate[int](lambda size: size, most=MOST)
+        self.count = 0
+        self.waiting: dict[str | None, dict[str, int]] = {}
+        self.in_flight = Counter[str | None]()
+        self.gone: list[int | None] = []
+        """Sizes on the way, and None for each mark."""
+        self.marks: list[int] = []
+        self.served: dict[str | None, Counter[str | None]] = {}
+        """Of each client that waits: whose turns it has seen since its own."""
+
+    @rule(client=CLIENTS, sizes=st.lists(SIZES, min_size=1, max_size=3))
+    def open(self, client: str | None, sizes: Sequence[int]) -> None:
+        if self.in_flight[client] + len(sizes) > MOST:
+            with pytest.raises(TooManyGenerations):
+                self.gate.enter(client, len(sizes))
+            return
+        self.gate.enter(client, len(sizes))
+        self.in_flight[client] += len(sizes)
+        for size in sizes:
+            self.count += 1
+            self.gate.put(client, str(self.count), size)
+            self.waiting.setdefault(client, {})[str(self.count)] = size
+            self.served.setdefault(client, Counter())
+
+    @rule(client=CLIENTS, data=st.data())
+    def end(self, client: str | None, data: st.DataObject) -> None:
+        """One of a client's is over, whether it waits or has gone."""
+        if not self.in_flight[client]:
+            return
+        line = self.waiting.get(client, {})
+        if line and (data.draw(st.booleans()) or len(line) == self.in_flight[client]):
+            id = data.draw(st.sampled_from(sorted(line)))
+            assert self.gate.remove(client, id)
+            del line[id]
+            if not line:
+                del self.waiting[client], self.served[client]
+        else:
+            assert not self.gate.remove(client, "gone")
+        self.gate.leave(client, 1)
+        self.in_flight[client] -= 1
+
+    @rule()
+    def take(self) -> None:
+        found = self.gate.take()
+        if found is None:
+            assert not self.waiting or self.marks, "what waits goes once the scheduler has answered"
+            return
+        id, size = found
+        (client,) = [name for name, line in self.waiting.items() if id in line]
+        line = self.waiting[client]
+        assert next(iter(line)) == id, "in the order of the client"
+        assert line.pop(id) == size
+        for other, seen in self.served.items():
+            if other != client:
+                seen[client] += 1
+                assert seen[client] == 1, f"{client} has two turns while {other} waits for one"
+        if line:
+            self.served[client] = Counter()
+        else:
+            del self.waiting[client], self.served[client]
+        self.gone.append(size)
+        if (mark := self.gate.mark()) is not None:
+            self.marks.append(mark)
+            self.gone.append(None)
+
+    @precondition(lambda self: self.marks)
+    @rule()
+    def answer(self) -> None:
+        """The scheduler has come to a mark."""
+        self.gate.taken(self.marks.pop(0))
+        del self.gone[: self.gone.index(None) + 1]
+
+    @invariant()
+    def little_is_on_its_way(self) -> None:
+        sizes = [size for size in self.gone if size is not None]
+        assert sum(sizes[:-1]) < WINDOW_BYTES
+        assert len(self.gate) == sum(map(len, self.waiting.values()))
+        assert self.gate._in_flight == +self.in_flight
+
+
+Gates.TestCase.settings = settings(stateful_step_count=40)
+TestGates = Gates.TestCase
