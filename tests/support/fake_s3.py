@@ -27,6 +27,9 @@ class FakeS3:
     keys: dict[str, str] = field(default_factory=lambda: {"models": "a-secret"})
     public: bool = False
     url: str = ""
+    page: list[str] | None = None
+    """The names of every page of a listing without an end, in the place of the objects."""
+    pages: int = 0
 
     def put(self, files: dict[str, bytes], folder: str = "llama/") -> None:
         self.objects |= {folder + name: data for name, data in files.items()}
@@ -58,13 +61,19 @@ class FakeS3:
         return "" if hmac.compare_digest(key.hex(), signature) else "SignatureDoesNotMatch"
 
     def listing(self, prefix: str) -> bytes:
+        objects, more = self.objects, "<IsTruncated>false</IsTruncated>"
+        if self.page is not None:
+            self.pages += 1
+            objects = {f"{prefix}{self.pages}-{name}": b"{}" for name in self.page}
+            token = f"<NextContinuationToken>{self.pages}</NextContinuationToken>"
+            more = f"<IsTruncated>true</IsTruncated>{token}"
         files = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(data)}</Size><ETag>{escape(tag_of(data))}</ETag>"
             "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
-            for name, data in self.objects.items()
+            for name, data in objects.items()
             if name.startswith(prefix)
         )
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{files}</ListBucketResult>".encode()
+        return f"<ListBucketResult>{more}{files}</ListBucketResult>".encode()
 
 
 def tag_of(data: bytes) -> str:

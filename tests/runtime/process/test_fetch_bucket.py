@@ -159,6 +159,77 @@ def test_no_key_leads_out_of_the_folder(store: FakeS3, tmp_path: Path, key: str)
     )
 
 
+@pytest.mark.parametrize("name", ["{}.json", "{}.gz", ""], ids=["wanted", "unwanted", "empty"])
+def test_a_listing_without_an_end_is_left(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    store.page = [name.format(number) for number in range(1000)] if name else []
+    monkeypatch.setattr(bucket, "LISTING_S", 3600 if name else 0.5)
+    status, said = run(tmp_path / "m")
+    assert status == 1
+    if name:
+        assert said == "DownloadFailed: s3://weights/llama has more than 10000 objects: name the folder of one model"
+        assert store.pages <= 20
+    else:
+        assert said == "DownloadFailed: the list of s3://weights/llama comes to no end: correct its store's address"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ".treeline-complete/config.json",
+        ".treeline-version",
+        "a/.treeline-x.json",
+        "a/" * 500 + "a.json",
+        "a" * 600 + ".json",
+    ],
+    ids=lambda key: key[:25],
+)
+def test_names_that_no_file_of_a_model_has_are_refused(store: FakeS3, tmp_path: Path, key: str) -> None:
+    store.put(FILES | {key if key.endswith(".json") else f"{key}/a.json": b"{}"})
+    status, said = run(tmp_path / "m")
+    assert status == 1
+    assert said.startswith(
+        f"DownloadFailed: s3://weights/llama has a file with a name that no model needs, '{key[:20]}"
+    )
+    assert len(said) < 300
+    assert not list(tmp_path.glob("m*/*"))
+
+
+def test_what_is_kept_of_a_version_is_no_progress(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.put(FILES)
+    counted(monkeypatch, most=0)
+    assert run(tmp_path / "m")[0] == run(tmp_path / "m")[0] == 1
+    assert {json.loads(line)["bytes_done"] for line in capsys.readouterr().out.splitlines()} == {0}
+
+
+def test_each_file_is_compared_once_however_often_the_digests_name_it(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"{hashlib.sha256(WEIGHTS).hexdigest()}  model.safetensors\n"
+    store.put(FILES | {"SHA256SUMS": line.encode() * 1000})
+    compared = []
+    really = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: compared.append(file.name) or really(file, kind))
+    assert run(tmp_path / "m") == (0, "")
+    assert len(compared) == 1
+
+
+def test_digests_that_are_too_many_for_a_model_are_not_read(
+    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(FILES | {"SHA256SUMS": bytes(5 << 20)})
+    asked = counted(monkeypatch)
+    status, said = run(tmp_path / "m")
+    assert (status, asked) == (1, [])
+    assert said == (
+        "DownloadFailed: s3://weights/llama has a SHA256SUMS of 5242880 bytes, at most 4194304 are read: "
+        "write it anew for the files of this folder"
+    )
+
+
 def test_a_file_that_is_a_folder_too_is_refused(store: FakeS3, tmp_path: Path) -> None:
     store.put({**FILES, "a.json": b"{}", "a.json/b.json": b"{}"})
     status, said = run(tmp_path / "m")

@@ -8,6 +8,7 @@ of a folder.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -25,9 +26,11 @@ from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, 
 from obstore.store import from_url
 
 from treeline_runtime.download import IGNORED
+from treeline_runtime.fetch.folder import OURS
 from treeline_runtime.fetch.origin import TOKENIZER_FILES, WEIGHT_FILES, FetchError, Listing
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ClientConfig
 
 SUMS: Final = "SHA256SUMS"
@@ -36,7 +39,11 @@ PIECE: Final = 16 << 20
 """Bytes of a request: one that fails is repeated, and so many bytes of each file at once are in memory."""
 _PIECE_TIMEOUT: Final = timedelta(minutes=5)
 _FILES_AT_ONCE: Final = 8
-_VERSION: Final = ".treeline-version"
+_VERSION: Final = f"{OURS}version"
+_MOST_OBJECTS: Final = 10_000
+"""Below a folder, whatever they are: a model has some hundreds."""
+LISTING_S: Final = 300.0
+_MOST_SUMS_BYTES: Final = 4 << 20
 _CREDENTIALS: Final = {
     "s3": (
         "AWS",
@@ -85,14 +92,35 @@ class Bucket:
     def look(self, to: Path) -> Listing:
         """See Origin."""
         with self._told():
-            found = [one for page in obstore.list(self._store) for one in page if self._is_wanted(one["path"])]
+            found = asyncio.run(self._listed())
         if not found:
             raise FetchError("WeightsMissing", f"{self.name} has no files of a model: correct the bucket or the folder")
+        for one in found:
+            if one["path"] == SUMS and one["size"] > _MOST_SUMS_BYTES:
+                why = f"has a {SUMS} of {one['size']} bytes, at most {_MOST_SUMS_BYTES} are read"
+                raise FetchError("DownloadFailed", f"{self.name} {why}: write it anew for the files of this folder")
         self._tags = {one["path"]: one["e_tag"] for one in found}
         seen = sorted((one["path"], one["size"], one["e_tag"]) for one in found)
         return Listing(
             {one["path"]: one["size"] for one in found}, hashlib.sha256(repr(seen).encode()).hexdigest()[:40]
         )
+
+    async def _listed(self) -> list[ObjectMeta]:
+        """A server that has always one more page is left, even where nothing is on it (which only time tells)."""
+        found: list[ObjectMeta] = []
+        seen = 0
+        try:
+            async with asyncio.timeout(LISTING_S):
+                async for page in obstore.list(self._store):
+                    seen += len(page)
+                    if seen > _MOST_OBJECTS:
+                        why = f"has more than {_MOST_OBJECTS} objects: name the folder of one model"
+                        raise FetchError("DownloadFailed", f"{self.name} {why}")
+                    found += [one for one in page if self._is_wanted(one["path"])]
+        except TimeoutError:
+            why = f"the list of {self.name} comes to no end: correct its store's address"
+            raise FetchError("DownloadFailed", why) from None
+        return found
 
     def download(self, listed: Listing, to: Path) -> None:
         """See Origin. What is there of another version is removed: files of two versions make no model."""
@@ -140,13 +168,13 @@ class Bucket:
         """With the digests that the folder itself has. A file that differs is removed and fetched at the next try."""
         if SUMS not in self._tags:
             return
+        digests = {}
         for line in (folder / SUMS).read_text(errors="replace").splitlines():
             digest, _, name = line.partition(" ")
-            name = name.lstrip(" *").removeprefix("./")
-            if name not in self._tags or name == SUMS:
-                continue
+            digests[name.lstrip(" *").removeprefix("./")] = digest
+        for name in self._tags.keys() & digests.keys() - {SUMS}:
             with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() == digest.lower():
+                if hashlib.file_digest(file, "sha256").hexdigest() == digests[name].lower():
                     continue
             (folder / name).unlink()
             raise FetchError("DownloadFailed", f"{self.name}: {name} is not what {SUMS} says: upload it again")

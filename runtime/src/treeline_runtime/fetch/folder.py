@@ -20,9 +20,13 @@ from typing import IO, Any, Final
 
 from treeline_runtime.fetch.origin import DISK_ERRORS, FetchError, Origin
 
-MARKER: Final = ".treeline-complete"
+OURS: Final = ".treeline-"
+"""How names begin that are ours in a folder."""
+MARKER: Final = f"{OURS}complete"
 PROGRESS_S: Final = 3.0
 SPARE_BYTES: Final = 64 << 20
+_LONGEST_NAME: Final = 512
+_MOST_FOLDERS: Final = 16
 
 logger = logging.getLogger("treeline.fetch")
 
@@ -113,6 +117,9 @@ def _locked(wanted: Wanted) -> Iterator[None]:
 def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
     name = wanted.origin.name
     listed = wanted.origin.look(wanted.partial)
+    for file in filter(_is_no_models, listed.sizes):
+        where = f"{name} has a file with a name that no model needs, {file[:80]!r}"
+        raise FetchError("DownloadFailed", f"{where}: remove it, or name another folder")
     if wanted.weights and not any(file.endswith(".safetensors") for file in listed.sizes):
         raise FetchError("WeightsMissing", f"{name} has no *.safetensors weights; other formats are not read")
     total = sum(listed.sizes.values())
@@ -130,6 +137,12 @@ def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
     shutil.rmtree(wanted.to, ignore_errors=True)
     wanted.partial.rename(wanted.to)
     progress.finish(total)
+
+
+def _is_no_models(file: str) -> bool:
+    """Such names would stand where ours do, or cost more than files do."""
+    parts = file.split("/")
+    return len(file) > _LONGEST_NAME or len(parts) > _MOST_FOLDERS or any(part.startswith(OURS) for part in parts)
 
 
 @contextlib.contextmanager
@@ -151,10 +164,12 @@ def _telling(tell: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes on disk, those of unfinished files too."""
+    """Bytes on disk, those of unfinished files too, and not ours."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
+            if name.startswith(OURS):
+                continue
             with contextlib.suppress(OSError):
                 # Space may be reserved before the bytes are there: what counts is what is written.
                 found = os.stat(os.path.join(root, name))
