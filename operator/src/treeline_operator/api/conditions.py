@@ -143,8 +143,7 @@ class Reason(StrEnum):
         "No node that a pod may run on is as large as the pod, even when it is empty. A pod is on one node: tensor "
         "parallelism over more devices than a node has is not served.",
         "Lower accelerator.count and engine.tensorParallel to what a node has, or engine.resources; or add larger "
-        "nodes, or correct accelerator.class, nodeSelector and tolerations. Wait where an autoscaler adds such nodes, or "
-        "one is away.",
+        "nodes, or correct accelerator.class, nodeSelector and tolerations. Wait where an autoscaler adds such nodes.",
         patience_s=60,
     )
     DEVICES_MISSING = _needs_you(
