@@ -52,6 +52,8 @@ def reply(body: Any, code: int = 200, headers: dict[str, str] | None = None) -> 
 
 
 def refusal(code: int, reason: str = "", headers: dict[str, str] | None = None, **details: Any) -> Handler:
+    assert str(error_of(502, b"[" * 100_000, None, "x")).startswith("x: [[[")
+    assert str(error_of(502, b'{"a":' * 100_000, None, "x")).startswith('x: {"a"')
     body = {"kind": "Status", "message": f"refused: {reason}", "reason": reason, "details": details or None}
     return reply(body, code, headers)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -299,6 +300,25 @@ def test_an_object_that_cannot_be_read_leaves_what_was_known(caplog: pytest.LogC
         body = {"metadata": {"resourceVersion": "31"}, "items": [broken, obj("b", 2)]}
         mirror.on_page(json.dumps(body).encode(), 2.0)
     assert mirror.objects == {"a": 1, "b": 2}
+
+
+def test_an_object_as_deep_as_the_api_server_takes_keeps_no_other_unread() -> None:
+    deep = (
+        b'{"metadata": {"name": "deep", "resourceVersion": "30"}, "value": 3, "more": '
+        + b"[" * 9990
+        + b"]" * 9990
+        + b"}"
+    )
+    limit, mirror = sys.getrecursionlimit(), synced()
+    assert mirror.on_data(b'{"type": "ADDED", "object": ' + deep + b"}\n", 1.0)
+    mirror.on_failure(Gone("relist"), 2.0)
+    other = json.dumps(obj("b", 2)).encode()
+    mirror.on_page(b'{"metadata": {"resourceVersion": "31"}, "items": [' + deep + b", " + other + b"]}", 2.0)
+    assert mirror.objects == {"deep": 3, "b": 2}
+    assert sys.getrecursionlimit() == limit
+    mirror.on_failure(Gone("relist"), 3.0)
+    with pytest.raises(Malformed):
+        mirror.on_page(b'{"metadata": ' + b"[" * 100_000, 3.0)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"metadata": {}}', b"\xff"])

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ class Room:
         """The decoded answer, or None for a 404."""
         reply = await asyncio.to_thread(self.plane._http.get, path.format(self.namespace))
         return None if reply.status_code == 404 else reply.json()
+
+    async def raw(self, method: str, body: str) -> int:
+        """The status of an answer to a body of pools that no client of ours would write."""
+        send = partial(self.plane._http.request, headers={"Content-Type": "application/json"}, content=body)
+        return (await asyncio.to_thread(send, method, POOLS.format(self.namespace))).status_code
 
     async def items(self, path: str) -> list[Any]:
         """The objects of a collection."""

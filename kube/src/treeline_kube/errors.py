@@ -170,7 +170,7 @@ def error_of(code: int, body: bytes, retry_after: str | None, what: str) -> Kube
     """The error of an answer. `what` names the request; `retry_after` is the header of that name."""
     try:
         status = msgspec.json.decode(body, type=_Status)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         # not the API server's own words: a proxy's, or none
         status = _Status(message=body[:200].decode(errors="replace").strip() or f"HTTP {code}")
     details = status.details or _Details()

@@ -32,7 +32,7 @@ class Objects(Generic[T]):
         name = _named(data).metadata.name
         try:
             self._listed[name] = self._read(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             if name in self.objects:
                 self._listed[name] = self.objects[name]
             raise

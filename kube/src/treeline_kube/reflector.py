@@ -40,6 +40,7 @@ import msgspec
 from treeline_kube.connection import JSON, ONCE, Call, Retry
 from treeline_kube.errors import Forbidden, Gone, KubeError, Malformed, NotFound, Unauthorized, error_of
 from treeline_kube.resources import Collection
+from treeline_kube.yaml_depth import deep_json
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ LONGEST_RETRY_AFTER_S: Final = 60.0
 _SHORT_S: Final = 1.0
 _LINE_BYTES: Final = 32 * 1024 * 1024
 _LIST: Final = Retry(attempt_s=30.0, budget_s=30.0, attempts=ONCE.attempts)
-_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class State(enum.Enum):
@@ -232,7 +233,8 @@ class Reflector:
         """A page of a list. True when the list is complete and was news. Raises Malformed for what is no list."""
         self._expect(State.LISTING)
         try:
-            page = _list(body)
+            with deep_json():
+                page = _list(body)
         except _UNREADABLE as error:
             raise Malformed(f"not a list: {error}") from None
         if not page.metadata.resource_version:
@@ -315,10 +317,11 @@ class Reflector:
 
     def _on_event(self, line: bytes) -> bool:
         try:
-            event = _event(line)
-            if event.type == "ERROR":
-                raise error_of(_code(event.object).code, bytes(event.object), None, f"watch {self.label}")
-            version = _versioned(event.object).metadata.resource_version
+            with deep_json():
+                event = _event(line)
+                if event.type == "ERROR":
+                    raise error_of(_code(event.object).code, bytes(event.object), None, f"watch {self.label}")
+                version = _versioned(event.object).metadata.resource_version
         except _UNREADABLE as error:
             raise Malformed(f"not an event: {error}") from None
         self._version = version or self._version
@@ -331,7 +334,8 @@ class Reflector:
     def _read(self, take: _Take, data: msgspec.Raw) -> bool:
         """Hand an object to the sink. One that cannot be read leaves what was known of it as it was."""
         try:
-            return bool(take(data))
+            with deep_json():
+                return bool(take(data))
         except _UNREADABLE as error:
             self.errors["unreadable"] += 1
             try:

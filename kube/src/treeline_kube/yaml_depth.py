@@ -1,4 +1,4 @@
-"""How deep a YAML document is nested, found out before anything that recurses reads it.
+"""How deep YAML and JSON are nested, found out before anything that recurses reads them.
 
 libyaml's composer is recursive C: a hundred kilobytes of `[` end the process. Its parser of events is not, so these are
 counted first. JSON is read here, too, as it is YAML.
@@ -6,11 +6,17 @@ counted first. JSON is read here, too, as it is YAML.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any, Final
 
 import yaml
 
 MOST_DEPTH: Final = 100
+RECURSION: Final = 12_000
+"""Enough for JSON that is nested 10,000 deep, which API servers take and send: one such object must not keep all others
+unread. Decoders in C recurse once for each level, with some hundred bytes of the stack."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OPENING = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
@@ -19,6 +25,17 @@ _CLOSING = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 
 class TooDeepError(yaml.YAMLError):
     """It is nested more than `MOST_DEPTH` deep."""
+
+
+@contextlib.contextmanager
+def deep_json() -> Iterator[None]:
+    """Decoders may follow JSON as deep as API servers send it, for so long."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(before, RECURSION))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def check_depth(text: str | bytes) -> None:
@@ -31,3 +48,15 @@ def check_depth(text: str | bytes) -> None:
                 raise TooDeepError(f"nested more than {MOST_DEPTH} deep")
         elif isinstance(event, _CLOSING):
             depth -= 1
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether decoded JSON is nested more than `MOST_DEPTH` deep. O(its size), and it stops where it is too deep."""
+    level = [value]
+    for _ in range(MOST_DEPTH + 1):
+        maps = [one.values() for one in level if isinstance(one, dict)]
+        lists = [one for one in level if isinstance(one, list)]
+        level = [inner for inners in (*maps, *lists) for inner in inners]
+        if not level:
+            return False
+    return True

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import msgspec
+import yaml
 from treeline_kube.resources import Ref as Ref
+from treeline_kube.yaml_depth import MOST_DEPTH, check_depth, is_too_deep
 from treeline_wire.settings import port_setting, setting
 from treeline_wire.signals import PoolSignals
 
@@ -123,11 +125,12 @@ _PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
 def _json(text: str) -> Any:
     """What a text of JSON has, or argparse's complaint."""
     try:
-        return json.loads(text)
-    except RecursionError:
-        raise argparse.ArgumentTypeError("nested too deep") from None
-    except ValueError as exc:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as exc:
         raise argparse.ArgumentTypeError(f"not JSON: {exc}") from None
+    if is_too_deep(found):
+        raise argparse.ArgumentTypeError(f"nested more than {MOST_DEPTH} deep")
+    return found
 
 
 def _peers(text: str) -> tuple[dict[str, Any], ...]:
@@ -154,9 +157,6 @@ def _fragment(text: str) -> dict[str, Any]:
 
 def _presets(text: str) -> dict[str, dict[str, Any]]:
     """Presets by name, from JSON or a file with values of the chart, or argparse's complaint."""
-    import yaml
-    from treeline_kube.yaml_depth import check_depth
-
     literal = text.lstrip().startswith("{")
     try:
         content = text if literal else Path(text).read_text()

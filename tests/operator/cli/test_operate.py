@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -138,6 +139,15 @@ def test_readers_of_metrics_that_are_no_peers_are_refused(
         parser().parse_args(["--metrics-from", text])
     assert end.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--metrics-from", "--epp-template", "--edge-template", "--presets"])
+@pytest.mark.parametrize("depth", [101, 100_000])
+def test_json_that_is_nested_deep_is_refused(flag: str, depth: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parser().parse_args([flag, '{"spec":' * depth + "{}" + "}" * depth])
+    assert end.value.code == 2
+    assert re.search("nested more than 100 deep|recursion depth", capsys.readouterr().err)
 
 
 def test_readers_of_metrics_can_be_chosen_and_can_be_nobody() -> None:

@@ -35,6 +35,7 @@ def pod(name: str, version: int, state: str = "running") -> dict[str, Any]:
         ),
         ('{"bytes_done": 5}\n{"bytes_don', (5, 0)),
         ('{"bytes_done": "many"}', None),
+        ('{"bytes_done": 5}\n{"a":' + "[" * 100_000 + "]" * 100_000 + "}", (5, 0)),
     ],
 )
 def test_the_last_line_that_tells_counts(text: str, expected: tuple[int, int] | None) -> None:

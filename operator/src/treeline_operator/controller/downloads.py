@@ -98,7 +98,7 @@ def parse(text: str) -> tuple[int, int] | None:
     for line in reversed(text.splitlines()):
         try:
             said = _decode(line)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             continue
         return said.bytes_done, said.bytes_total
     return None

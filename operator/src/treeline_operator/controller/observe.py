@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Final
 
 from pydantic import ValidationError
+from treeline_kube.yaml_depth import MOST_DEPTH, is_too_deep
 
 from treeline_operator.api.conditions import Reason
 from treeline_operator.api.misfits import explain
@@ -154,9 +155,11 @@ class Observer:
         return typed
 
     def _read(self, observed: Observed) -> Resource | Cause:
-        kind = _KINDS[observed.ref.kind]
+        kind, obj = _KINDS[observed.ref.kind], observed.object
+        if is_too_deep(obj.get("spec")):
+            return Cause(Reason.SPEC_NOT_UNDERSTOOD, f"spec: it is nested more than {MOST_DEPTH} deep")
         try:
-            typed = kind.from_object(observed.object)
+            typed = kind.from_object(obj)
             return resolved(typed, self.platform.presets or {}) if isinstance(typed, InferencePool) else typed
         except ValidationError as exc:
             return Cause(Reason.SPEC_NOT_UNDERSTOOD, explain(exc, kind))

@@ -15,6 +15,7 @@ import aiohttp
 from treeline_kube.client import Client
 from treeline_kube.discovery import Discovery
 from treeline_kube.errors import KubeError, LostLease
+from treeline_kube.yaml_depth import deep_json
 
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.account import own_account
@@ -201,6 +202,7 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
     metrics, vitals = Metrics(), Vitals()
 
     async with AsyncExitStack() as stack:
+        stack.enter_context(deep_json())  # kopf decodes in its own way
         pages = await Pages(vitals, metrics).open(options.host, options.health_port, options.metrics_port)
         stack.push_async_callback(pages.close)
         cluster = await _connect(options, metrics)
