@@ -4,8 +4,6 @@
 #   scripts/test.sh --all      all of it, but for the servers of others (`make engines`)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# One torch thread a process: tests run engines side by side, and on two cores more threads only fight.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # A file's tests stay together: they share servers.
 workers=(--numprocesses 2 --dist loadfile)
 case ${1:-} in

@@ -1,5 +1,6 @@
 """Fixtures that tests of several rooms take, and what holds for all properties."""
 
+import gc
 import logging
 import os
 import signal
@@ -17,6 +18,8 @@ __all__ = ["control_plane", "namespace"]
 # Tests start hundreds of processes: none of them shall compile again what another one has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# One torch thread a process: tests run engines side by side, and on two cores more threads only fight.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in each run: what is red here is red everywhere. To look for new ones: --hypothesis-profile explore.
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
@@ -46,6 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     # Before the interpreter ends, which waits for threads that may wait for these processes.
     reaper.reap(config.stash[run])
+
+
+def pytest_collection() -> None:
+    gc.disable()  # what is imported stays: looking through it again and again takes nearly half of the time
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

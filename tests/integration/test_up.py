@@ -75,10 +75,10 @@ def up(tmp_path: Path):
             family = one.family()
             os.killpg(one.popen.pid, signal.SIGKILL)
             one.popen.wait(60)
-            psutil.wait_procs(family, 10)
+            psutil.wait_procs(family, 60)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_it_serves_and_a_signal_stops_everything(up, number):
     running = up("--replicas", "1")
     url = running.ready()
@@ -88,10 +88,11 @@ def test_it_serves_and_a_signal_stops_everything(up, number):
     family = running.family()
     running.popen.send_signal(number)
     assert running.popen.wait(30) == 0
-    _, alive = psutil.wait_procs(family, 1)
+    _, alive = psutil.wait_procs(family, 60)
     assert not alive
 
 
+@pytest.mark.deep
 def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
     running = up("--replicas", "2")
     running.ready()
@@ -100,7 +101,7 @@ def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
     runtime.kill()
     assert running.popen.wait(60) == 1
     assert "runtime-0 was ended by SIGKILL" in running.err
-    _, alive = psutil.wait_procs(family, 3)
+    _, alive = psutil.wait_procs(family, 60)
     assert not alive
 
 

@@ -8,6 +8,7 @@ is something to tell (an error's reason, say), so those are found in its source:
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -48,6 +49,7 @@ class NotUnderstood(Exception):
     """A sample in the picker's source is written in a way that this module cannot read."""
 
 
+@functools.cache
 def families() -> dict[str, list[Family]]:
     """All metrics, sorted, by who exports them."""
     rooms = {

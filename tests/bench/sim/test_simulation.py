@@ -87,7 +87,9 @@ def test_a_restarted_engine_is_used_again() -> None:
     assert any(served.endpoint == 1 and not served.error for served in outcome.served if served.at > 2.1)
 
 
-@pytest.mark.parametrize("policy", known_policies())
+@pytest.mark.parametrize(
+    "policy", [one if one == DEFAULT_POLICY else pytest.param(one, marks=pytest.mark.deep) for one in known_policies()]
+)
 def test_the_same_seed_is_the_same_run(policy: str) -> None:
     plan = Plan(TRACES["zipf"], endpoints=4, requests=50, seed=7, faults=Faults(event_loss=0.05))
     first = simulate(plan, policy)

@@ -424,6 +424,8 @@ def test_hostile_bodies_are_refused_or_routed_quickly(shape: str, path: str) -> 
             assert isinstance(found, ParsedRequest | Refusal)
             if isinstance(found, Refusal):
                 assert found.status == 400
+            if times[-1] < most_s:
+                break
         assert min(times) < most_s, times
 
 

@@ -376,7 +376,12 @@ def test_who_ends_while_a_failed_launch_is_repeated_is_not_launched(
 
 @pytest.mark.parametrize(
     ("victim", "how"),
-    [("greedy", "abort"), ("drawn", "abort"), ("plain", "abort"), ("drawn", "stop"), ("drawn", "abort all")],
+    [
+        ("drawn", "abort"),
+        ("drawn", "stop"),
+        *(pytest.param(*case, marks=pytest.mark.deep) for case in (("greedy", "abort"), ("plain", "abort"))),
+        pytest.param("drawn", "abort all", marks=pytest.mark.deep),
+    ],
 )
 def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]], victim: str, how: str) -> None:
     """The harness asserts after every step that constraints are told what their requests took, and nothing else."""

@@ -46,7 +46,7 @@ def prompts() -> list[list[int]]:
     return [rng.choice(families)[: rng.randint(1, 70)] + prompt(100 + i, rng.randint(1, 9)) for i in range(30)]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("settings", CONFIGS)
 def test_random_traffic(
     tiny: Path, expected: dict[tuple[int, ...], list[int]], settings: dict[str, Any], seed: int

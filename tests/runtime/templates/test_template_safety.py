@@ -116,9 +116,11 @@ def outcomes() -> dict[tuple[str, str], dict[str, Any]]:
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = map(json.loads, run.stdout.splitlines())
-    return {(row["name"], row.get("where", "")): row for row in rows}
+    reference = {("reference", ""): {"s": reference_s()}}
+    return reference | {(row["name"], row.get("where", "")): row for row in rows}
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(660)  # of which the fixture, which the first of them waits for, takes nearly all
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
@@ -126,10 +128,12 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
 ) -> None:
     inline, worker = outcomes[name, "inline"], outcomes[name, "worker"]
     assert not inline["result"].startswith("rendered"), inline
-    assert inline["render_cpu_s"] < 15 * reference_s(), "an event loop waits for it"
+    assert inline["render_cpu_s"] < 15 * outcomes["reference", ""]["s"], "an event loop waits for it"
     assert worker["result"] != "stopped", "its worker says what became of it"
 
 
+@pytest.mark.deep
+@pytest.mark.timeout(660)
 def test_bombs_take_no_more_memory_than_they_may(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
     memory = outcomes["memory", ""]
     assert memory["inline_growth_bytes"] < 64 << 20
