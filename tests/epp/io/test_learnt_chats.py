@@ -232,10 +232,10 @@ def test_a_difference_switches_it_off(monkeypatch: pytest.MonkeyPatch, caplog: p
     full, learnt = both(FAMILIES["chatml"])
     learn(learnt, "user")
     body = said(("user", "A"))
-    [(shape, joint)] = learnt._shapes.items()
+    [(shape, joint)] = learnt._shapes.of(None).items()
     assert joint is not None
     wrong = structs.replace(joint, trace=structs.replace(joint.trace, constants=("a", "b")))
-    learnt._shapes[shape] = wrong
+    learnt._shapes.put(None, shape, wrong)
     with caplog.at_level(logging.ERROR):
         found = [rendered(learnt, body) for _ in range(5)]
     truth = rendered(full, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import threading
 import weakref
 
 import pytest
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from treeline_epp.index.index import Index
 from treeline_epp.keyers import token_keys
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
-from treeline_epp.keyers.token_keys import LONGEST_CHARS, NEW_CHARS, STRETCH_CHARS, TokenKeys
+from treeline_epp.keyers.token_keys import LONGEST_CHARS, NEW_CHARS, STRETCH_CHARS, WAITING, TokenKeys
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
@@ -118,6 +119,27 @@ def test_text_without_spaces_has_a_key_up_to_there() -> None:
     found = keys.affordable(Prompt(run))
     assert found.text == ""
     assert keys.prompt_key(run, False) == b""
+
+
+def test_prompts_are_read_on_by_turns_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, go_on = TokenKeys(lossy("wordpiece").to_str()), threading.Event()
+    read: list[str | None] = []
+    stretches = keys._stretches
+    keys_of = stretches.keys
+
+    def watched(text: str, namespace: str | None) -> list[bytes]:
+        assert go_on.wait(60)
+        read.append(namespace)
+        return list(keys_of(text, namespace))
+
+    monkeypatch.setattr(stretches, "keys", watched)
+    for seed in range(WAITING // 4):
+        keys.affordable(Prompt(story(1000, seed)), f"ada{seed}", "ada")  # each with a salt of its own
+    keys.affordable(Prompt(story(1000, 99)), "bob", "bob")
+    go_on.set()
+    keys.join()
+    assert read.index("bob") <= 2
+    assert len(read) == WAITING // 4 + 1
 
 
 def test_what_is_remembered_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,22 +8,24 @@ from typing import Any, Final, Protocol
 from treeline_wire.dialects import ChatDialect
 from treeline_wire.prompt import Prompt
 
+from treeline_epp.keyers.shares import Owner
+
 _FIRST_GUESS_BYTES_PER_TOKEN: Final = 4.0
 _LEARNING_RATE: Final = 0.05
 
 
 class Renderer(Protocol):
-    """From chats to prompts."""
+    """From chats to prompts. What was learnt of one client's chats counts for them alone."""
 
-    def most(self, messages: Sequence[Any]) -> int:
+    def most(self, messages: Sequence[Any], client: Owner = None) -> int:
         """How many messages of this chat a rendering is given."""
         ...
 
-    def whole(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
+    def whole(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
         """The prompt of a chat; None where it has none here. Raises `PromptError`, `TemplateError`."""
         ...
 
-    def beginning(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
+    def beginning(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
         """The prompt as far as the text of the last message that is given. None and raises as `whole`."""
         ...
 
@@ -43,9 +45,9 @@ class Keyer(Protocol):
     @property
     def renderer(self) -> Renderer | None: ...
 
-    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None, client: Owner = None) -> Prompt:
         """The prompt, or as much of its beginning as has a key in short time. What other namespaces have sent does not
-        matter to that."""
+        matter to that. What is left is read on in turn with that of other clients."""
         ...
 
     def key(self, prompt: Prompt, namespace: str | None = None) -> bytes | None:

@@ -13,6 +13,7 @@ from treeline_wire.prompt import Prompt, PromptError, TooDeep
 
 from treeline_epp.keyers.base import TokenLengths
 from treeline_epp.keyers.rendering import MAX_MESSAGES
+from treeline_epp.keyers.shares import Owner
 
 _BEFORE_MESSAGES: Final = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
 """What templates write at the beginning, if they write it at all."""
@@ -34,7 +35,7 @@ class HistoryKeyer(TokenLengths):
         super().__init__()
         self.renderer = HistoryRenderer()
 
-    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None, client: Owner = None) -> Prompt:
         """All of it."""
         return prompt
 
@@ -48,15 +49,15 @@ class HistoryKeyer(TokenLengths):
 class HistoryRenderer:
     """Tools and the like, then roles and contents in order."""
 
-    def most(self, _messages: Sequence[Any]) -> int:
+    def most(self, _messages: Sequence[Any], _client: Owner = None) -> int:
         """How many messages a rendering is given."""
         return MAX_MESSAGES
 
-    def whole(self, body: Mapping[str, Any], _dialect: ChatDialect) -> Prompt | None:
+    def whole(self, body: Mapping[str, Any], _dialect: ChatDialect, _client: Owner = None) -> Prompt | None:
         """The prompt of a chat. Raises `PromptError`."""
         return self._rendered(body, open_end=body.get("continue_final_message") is True)
 
-    def beginning(self, body: Mapping[str, Any], _dialect: ChatDialect) -> Prompt | None:
+    def beginning(self, body: Mapping[str, Any], _dialect: ChatDialect, _client: Owner = None) -> Prompt | None:
         """The prompt as far as the text of the last message that is given. Raises `PromptError`."""
         return self._rendered(body, open_end=True)
 

@@ -18,9 +18,11 @@ from treeline_wire.chat import ChatTemplate, NeedsWorkerError, Renderer, Templat
 from treeline_wire.template_inline import MAX_CHARS, MAX_SECONDS
 from treeline_wire.template_trace import MAX_TEXTS, DependsOnTextError, Trace, TracedTemplate, has_mark, mark
 
+from treeline_epp.keyers.shares import Owner, Shares
+
 CHECK_EVERY: Final = 512
 MAX_SHAPES: Final = 1024
-"""Sequences of roles that are remembered; the one that was learnt first is forgotten."""
+"""Sequences of roles that are remembered, of all clients. What one has sent makes nothing faster for another."""
 _MAX_NAME: Final = 32
 _MAX_KWARGS: Final = 8
 _BARE: Final = ("role", "content")
@@ -63,8 +65,10 @@ class LearntTemplate(ChatTemplate):
         self.joined = 0
         self.differed = False
         self._seconds = inline_seconds
-        self._shapes: dict[Shape, _Joint | None] = {}
-        self._seen: dict[int, None] = {}
+        self.client: Owner = None
+        """Whose chats are rendered from now on."""
+        self._shapes: Shares[Shape, _Joint | None] = Shares(MAX_SHAPES)
+        self._seen: Shares[int, None] = Shares(MAX_SHAPES)
         self._traced: TracedTemplate | None = None
         if self.not_inline is None and not any(map(has_mark, special_tokens.values())):
             try:
@@ -123,12 +127,12 @@ class LearntTemplate(ChatTemplate):
 
     def _give_up(self) -> None:
         self._traced, self.differed = None, True
-        self._shapes.clear()
+        self._shapes = Shares(MAX_SHAPES)
         log.error("what was learnt of a chat template differs from what it renders: its chats are rendered from now on")
 
     def _join(self, shape: Shape, texts: list[str]) -> str | None:
         """The chat as its shape was learnt; None where it was not, or does not hold for these texts."""
-        joint = self._shapes.get(shape)
+        joint = self._shapes.of(self.client).get(shape)
         if joint is None or not self._holds(joint, texts):
             return None
         self.joined += 1
@@ -148,27 +152,23 @@ class LearntTemplate(ChatTemplate):
 
     def _learn(self, shape: Shape, texts: list[str], rendered: str) -> None:
         """Trace a shape that was seen before; keep what comes of it, which may be nothing."""
-        known = self._shapes.get(shape)
+        own = self._shapes.of(self.client)
+        known = own.get(shape)
         if known is not None and not self._is_dated(known):
             return
         if known is None:
-            if shape in self._shapes:
+            if shape in own:
                 return
             seen = hash(shape)
-            if seen not in self._seen:
-                self._seen[seen] = None
-                if len(self._seen) > MAX_SHAPES:
-                    del self._seen[next(iter(self._seen))]
+            if seen not in self._seen.of(self.client):
+                self._seen.put(self.client, seen, None)
                 return
-            del self._seen[seen]
+            self._seen.drop(self.client, seen)
         joint = self._trace(shape)
         if joint is not None and self._holds(joint, texts) and _joined(joint, texts) != rendered:
             joint = None
-        self._shapes.pop(shape, None)
-        asks, kwargs, roles, lists = shape
-        self._shapes[asks, kwargs, tuple(map(sys.intern, roles)), lists] = joint  # long chats share their pieces
-        if len(self._shapes) > MAX_SHAPES:
-            del self._shapes[next(iter(self._shapes))]
+        asks, kwargs, roles, lists = shape  # long chats share their pieces
+        self._shapes.put(self.client, (asks, kwargs, tuple(map(sys.intern, roles)), lists), joint)
 
     def _is_dated(self, joint: _Joint) -> bool:
         traced = self._traced

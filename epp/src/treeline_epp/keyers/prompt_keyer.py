@@ -12,6 +12,7 @@ from treeline_epp.keyers.base import TokenLengths
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
 from treeline_epp.keyers.rendering import RENDER_SECONDS, BoundedRenderer
+from treeline_epp.keyers.shares import Owner
 from treeline_epp.keyers.token_keys import TokenKeys
 
 
@@ -59,9 +60,9 @@ class PromptKeyer(TokenLengths):
             self.bytes_per_token = float(len(escape(0)))
             self.keys = keys
 
-    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None, client: Owner = None) -> Prompt:
         """The prompt, or as much of its beginning as has a key in short time."""
-        return self.keys.affordable(prompt, namespace) if isinstance(self.keys, TokenKeys) else prompt
+        return self.keys.affordable(prompt, namespace, client) if isinstance(self.keys, TokenKeys) else prompt
 
     @property
     def by_tokens(self) -> bool:

@@ -19,6 +19,7 @@ from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 
 from treeline_epp.keyers.learnt_chats import LearntTemplate
+from treeline_epp.keyers.shares import Owner, Shares
 
 MAX_MESSAGES: Final = 256
 """Messages that a template is given; rendering costs by each."""
@@ -28,28 +29,28 @@ _MIN_MESSAGES: Final = 16
 _SMALL_PART: Final = 0.4
 """Half as many messages more take at most 2.25 times as long, where time grows with their square."""
 _REMEMBERED: Final = 1024
-"""Chats of which more than `MAX_MESSAGES` says is remembered; of others only a rendering tells."""
+"""Chats of which more than `MAX_MESSAGES` says is remembered, of all clients; of others only a rendering tells."""
 
 
 class Bounds:
     """How many messages of a chat fit: of one that continues another whatever was learnt of that. Chats are told apart
-    by the texts of their first two messages, the system's and the first question."""
+    by their clients and the texts of their first two messages, the system's and the first question."""
 
     def __init__(self) -> None:
-        self._most: dict[int, int] = {}
+        self._most: Shares[int, int] = Shares(_REMEMBERED)
 
-    def of(self, messages: Sequence[Any]) -> int:
+    def of(self, messages: Sequence[Any], client: Owner = None) -> int:
         """Messages that a rendering of this chat is given. O(characters of the first two)."""
-        return self._most.get(_beginning(messages), MAX_MESSAGES) if self._most else MAX_MESSAGES
+        own = self._most.of(client)
+        return own.get(_beginning(messages), MAX_MESSAGES) if own else MAX_MESSAGES
 
-    def keep(self, messages: Sequence[Any], most: int) -> None:
-        """So many from now on, at most `MAX_MESSAGES`; the chat that was longest without news is forgotten."""
+    def keep(self, messages: Sequence[Any], most: int, client: Owner = None) -> None:
+        """So many from now on, at most `MAX_MESSAGES`."""
         chat = _beginning(messages)
-        self._most.pop(chat, None)
         if most < MAX_MESSAGES:
-            self._most[chat] = most
-        if len(self._most) > _REMEMBERED:
-            del self._most[next(iter(self._most))]
+            self._most.put(client, chat, most)
+        else:
+            self._most.drop(client, chat)
 
 
 def _beginning(messages: Sequence[Any]) -> int:
@@ -86,18 +87,18 @@ class BoundedRenderer:
         """Whether joining and rendering were found to differ, and so all chats are rendered."""
         return isinstance(self._template, LearntTemplate) and self._template.differed
 
-    def most(self, messages: Sequence[Any]) -> int:
+    def most(self, messages: Sequence[Any], client: Owner = None) -> int:
         """How many messages of this chat a rendering is given."""
-        return self.bounds.of(messages)
+        return self.bounds.of(messages, client)
 
-    def whole(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
+    def whole(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
         """The prompt of a chat; None if it takes too long or must not be rendered here. Raises `PromptError`,
         `TemplateError`."""
-        return self._timed(prompt_of_chat, body, dialect)
+        return self._timed(prompt_of_chat, body, dialect, client)
 
-    def beginning(self, body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
+    def beginning(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
         """The prompt as far as the text of the last message that is given. None and raises as `whole`."""
-        return self._timed(beginning_of_chat, body, dialect)
+        return self._timed(beginning_of_chat, body, dialect, client)
 
     def takes_lists(self, body: Mapping[str, Any], dialect: ChatDialect) -> bool:
         """Whether the template of this request takes the parts of a message as a list."""
@@ -116,17 +117,21 @@ class BoundedRenderer:
         except NeedsWorkerError:
             return False
 
-    def _timed(self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect) -> Prompt | None:
+    def _timed(
+        self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect, client: Owner
+    ) -> Prompt | None:
         messages = body["messages"]
-        count, most = len(messages), self.bounds.of(messages)
+        count, most = len(messages), self.bounds.of(messages, client)
+        if isinstance(self._template, LearntTemplate):
+            self._template.client = client
         may_grow = most < min(MAX_MESSAGES, 2 * count)
         began = self._clock() if may_grow else 0.0  # the processor's time is a system call
         try:
             prompt = render(body, self._template, dialect)
         except NeedsWorkerError:
             if count > _MIN_MESSAGES:
-                self.bounds.keep(messages, max(_MIN_MESSAGES, min(most, count) // 4))
+                self.bounds.keep(messages, max(_MIN_MESSAGES, min(most, count) // 4), client)
             return None
         if may_grow and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
-            self.bounds.keep(messages, most * 3 // 2)
+            self.bounds.keep(messages, most * 3 // 2, client)
         return prompt

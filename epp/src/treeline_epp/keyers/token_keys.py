@@ -11,10 +11,8 @@ of that; what lies beyond it is done by a thread of our own, for those who ask n
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
 import re
 import string
 import sys
@@ -30,6 +28,8 @@ from treeline_wire.library_errors import LibraryError, library_errors
 from treeline_wire.normalization import check_growth
 from treeline_wire.prompt import Prompt
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
+
+from treeline_epp.keyers.shares import Owner, Turns
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +88,11 @@ class TokenKeys(PrefixKeys):
         key = b"".join(self._stretches.keys(text, namespace))
         return self._head + key + self._tail if add_special_tokens else key
 
-    def affordable(self, prompt: Prompt, namespace: str | None = None) -> Prompt:
+    def affordable(self, prompt: Prompt, namespace: str | None = None, client: Owner = None) -> Prompt:
         """The prompt, or as much of its beginning as has a key in short time; the rest has one later."""
         if prompt.text is None:
             return prompt
-        end = self._stretches.affordable(prompt.text, namespace)
+        end = self._stretches.affordable(prompt.text, namespace, client)
         return prompt if end == len(prompt.text) else Prompt(prompt.text[:end], None, prompt.add_special_tokens)
 
     def self_test(self) -> None:
@@ -121,8 +121,8 @@ class TokenKeys(PrefixKeys):
 
 
 class Stretches:
-    """The keys of stretches of text: those remembered, and the thread that reads on. What one namespace has sent makes
-    nothing faster for another."""
+    """The keys of stretches of text: those remembered, and the thread that reads on, in which clients take turns. What
+    one namespace has sent makes nothing faster for another."""
 
     def __init__(self, keys: TokenKeys, chars: int) -> None:
         self._keys = keys
@@ -130,7 +130,8 @@ class Stretches:
         self._known: OrderedDict[Stretch, bytes] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._waiting: queue.Queue[Stretch] = queue.Queue(WAITING)
+        self._idle = threading.Condition(self._lock)
+        self._waiting: Turns[Stretch] = Turns(WAITING)
         self._reader: threading.Thread | None = None
 
     def keys(self, text: str, namespace: str | None) -> Iterator[bytes]:
@@ -145,7 +146,7 @@ class Stretches:
                 self._remember((namespace, stretch), key)
             yield key
 
-    def affordable(self, text: str, namespace: str | None) -> int:
+    def affordable(self, text: str, namespace: str | None, client: Owner) -> int:
         """How many characters have a key in short time: what is remembered, and `NEW_CHARS` that are tokenized now. The
         rest is left to the thread."""
         end, new = 0, 0
@@ -153,7 +154,7 @@ class Stretches:
             if self._remembered((namespace, stretch)) is None:
                 new += len(stretch)
                 if new > NEW_CHARS and end:
-                    self._read_on((namespace, text))
+                    self._read_on((namespace, text), client)
                     break
                 try:
                     self._remember((namespace, stretch), self._keys.stretch_key(stretch))
@@ -163,7 +164,8 @@ class Stretches:
         return end
 
     def join(self) -> None:
-        self._waiting.join()
+        with self._idle:
+            self._idle.wait_for(lambda: self._reader is None)
 
     def _cut(self, text: str) -> Iterator[str]:
         """The stretches of a text; a longer text with the same beginning has the same ones, but for the last."""
@@ -191,10 +193,9 @@ class Stretches:
             while len(self._known) > REMEMBERED or self._bytes > REMEMBERED_BYTES:
                 self._bytes -= _size(*self._known.popitem(last=False))
 
-    def _read_on(self, text: Stretch) -> None:
-        with contextlib.suppress(queue.Full):  # so busy that the next request may as well ask again
-            self._waiting.put_nowait(text)
+    def _read_on(self, text: Stretch, client: Owner) -> None:
         with self._lock:
+            self._waiting.put(client, text)
             if self._reader is None:
                 self._reader = threading.Thread(target=self._read, name="token-keys", daemon=True)
                 self._reader.start()
@@ -202,19 +203,17 @@ class Stretches:
     def _read(self) -> None:
         """Until nothing waits: a thread that stayed would keep a tokenizer that nobody uses any more."""
         while True:
-            with self._lock:
-                try:
-                    namespace, text = self._waiting.get_nowait()
-                except queue.Empty:
+            with self._idle:
+                if not len(self._waiting):
                     self._reader = None
+                    self._idle.notify_all()
                     return
+                namespace, text = self._waiting.take()
             try:
                 for _ in self.keys(text, namespace):
                     pass
             except Exception:
                 log.exception("a prompt could not be read on")
-            finally:
-                self._waiting.task_done()
 
 
 def _size(stretch: Stretch, key: bytes) -> int:

@@ -18,6 +18,7 @@ from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_complet
 from treeline_epp.keyers.base import Keyer, Renderer
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.requests.doors import Door
+from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, keyed, shortened
 from treeline_epp.requests.summary import Summary
 
@@ -46,13 +47,13 @@ _READ: Final = frozenset(
 _MEDIA: Final = ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "video", "file")
 
 
-def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, namespace: str | None) -> KeyedPrompt:
+def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: Cache) -> KeyedPrompt:
     """The prompt of a chat for this type of engine. Raises `TooDeep`; other faults mean no key."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None or keyer.renderer is None or summary.left_out & _READ or not _few(summary.members):
         return rough
     try:
-        found = _Chat(summary, keyer.renderer, door, engine).prompt()
+        found = _Chat(summary, keyer.renderer, door, engine, cache.client).prompt()
     except TooDeep:
         raise
     except (PromptError, TemplateError):
@@ -60,13 +61,14 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, namespa
     if found is None:
         return rough
     prompt, whole = found
-    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size), namespace)
+    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size), cache)
 
 
 class _Chat:
     """One chat on its way to a prompt."""
 
-    def __init__(self, summary: Summary, renderer: Renderer, door: Door, engine: str) -> None:
+    def __init__(self, summary: Summary, renderer: Renderer, door: Door, engine: str, client: str | None) -> None:
+        self._client = client
         self._summary = summary
         self._renderer = renderer
         self._door = door
@@ -88,8 +90,8 @@ class _Chat:
             return None if found is None else (found, False)
         conversation = self._converted(value)
         messages, known = self._known(conversation)
-        if known and conversation.complete and len(messages) <= self._renderer.most(messages):
-            whole = self._renderer.whole(conversation.body, self._dialect)
+        if known and conversation.complete and len(messages) <= self._renderer.most(messages, self._client):
+            whole = self._renderer.whole(conversation.body, self._dialect, self._client)
             if whole is not None:
                 return whole, True
             found = self._beginning(conversation.body, messages[: len(messages) // 4], tries=1)
@@ -148,12 +150,12 @@ class _Chat:
 
     def _beginning(self, body: Mapping[str, Any], messages: list[Any], tries: int = 2) -> Prompt | None:
         """The prompt of the first messages; of a quarter of them where those take too long."""
-        most = self._renderer.most(messages)
+        most = self._renderer.most(messages, self._client)
         for _ in range(tries):
             some = _with_text_at_end(_first(messages, most))
             if not some:
                 return None
-            prompt = self._renderer.beginning({**body, "messages": some}, self._dialect)
+            prompt = self._renderer.beginning({**body, "messages": some}, self._dialect, self._client)
             if prompt is not None:
                 return prompt
             most = len(some) // 4

@@ -23,10 +23,12 @@ _CACHE_SALT, _EXTRA_KEY = "cache_salt", "extra_key"
 
 
 class Cache(msgspec.Struct, frozen=True, gc=False):
-    """The namespace that a request's prefix is cached in, and the members that its body must have for that, if any."""
+    """The namespace that a request's prefix is cached in, the members that its body must have for that, if any, and
+    the client who asks, as far as the edge knows."""
 
     namespace: str | None
     members: Mapping[str, str | None] | None = None
+    client: str | None = None
 
 
 class Isolation(msgspec.Struct, frozen=True, gc=False):
@@ -74,17 +76,17 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
     ) -> Cache:
         """Which cache a request to an endpoint of `pool`, which is asked for `model`, uses. Raises `PromptError`."""
         body = registry.adapters_of(pool).read(body, model, path)
-        tenant = self.tenant(headers)
+        client, tenant = self.client(headers), self.tenant(headers)
         if tenant is None or not self.must_salt(headers, registry):
-            return Cache(namespace_of(body, tenant))
+            return Cache(namespace_of(body, tenant), client=client)
         salt = client_salt(self.key, tenant, salt_of(body))
         # SGLang joins the two where it speaks OpenAI's language; its native path reads the second alone.
         native = path.endswith("/generate")
         members = {_CACHE_SALT: salt, _EXTRA_KEY: salt if native else None}
         if registry.isolates_clients(pool):
-            return Cache(namespace_of({**body, **members}, tenant), members)
+            return Cache(namespace_of({**body, **members}, tenant), members, client)
         # What its events name is the one salt.
-        return Cache(namespace_of({**body, _CACHE_SALT: salt, _EXTRA_KEY: None}), members)
+        return Cache(namespace_of({**body, _CACHE_SALT: salt, _EXTRA_KEY: None}), members, client)
 
 
 NO_ISOLATION: Final = Isolation()

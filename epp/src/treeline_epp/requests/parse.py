@@ -129,9 +129,9 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         try:
             if door.chat:
                 engine = self.registry.engine_of(target.pool) if target is not None else ""
-                prompt = chat(read, keyer, door, engine, cache.namespace)
+                prompt = chat(read, keyer, door, engine, cache)
             else:
-                prompt = completion(read, keyer, cache.namespace)
+                prompt = completion(read, keyer, cache)
         except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most = _max_output_tokens(self.path, read.members)

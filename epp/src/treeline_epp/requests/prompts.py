@@ -14,6 +14,7 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_epp.keyers.base import Keyer
+from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.summary import Summary
 
 CHARS_PER_TOKEN: Final = 4
@@ -34,7 +35,7 @@ class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
     key_tokens: int | None = None
 
 
-def completion(summary: Summary, keyer: Keyer | None, namespace: str | None) -> KeyedPrompt:
+def completion(summary: Summary, keyer: Keyer | None, cache: Cache) -> KeyedPrompt:
     """The prompt of a completion (of the native API too); the key is that of the first, where there are several."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None:
@@ -51,13 +52,13 @@ def completion(summary: Summary, keyer: Keyer | None, namespace: str | None) -> 
         tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
-    return keyed(prompts[0], keyer, tokens, namespace)
+    return keyed(prompts[0], keyer, tokens, cache)
 
 
-def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, namespace: str | None) -> KeyedPrompt:
+def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, cache: Cache) -> KeyedPrompt:
     """The key of a prompt, or of its beginning. `tokens` of the whole request, where the prompt is not all of it."""
-    bounded = keyer.affordable(_bounded(prompt), namespace)
-    key = keyer.key(bounded, namespace)
+    bounded = keyer.affordable(_bounded(prompt), cache.namespace, cache.client)
+    key = keyer.key(bounded, cache.namespace)
     if key is None:
         return KeyedPrompt(None, tokens or _tokens(prompt, keyer))
     in_key = len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(key))

@@ -1,0 +1,79 @@
+"""What clients share of a bound: whoever has most gives way, so that many of one's entries are paid by their owner."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+Owner = str | None
+"""A client; None where all are one."""
+
+
+class Shares(Generic[K, V]):
+    """Entries by owner, at most `most` in all. Beyond them the owner that has most loses its oldest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: dict[Owner, dict[K, V]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def of(self, owner: Owner) -> dict[K, V]:
+        """Its entries, the oldest first; not to be written."""
+        return self._of.get(owner, {})
+
+    def put(self, owner: Owner, key: K, value: V) -> None:
+        """The newest of its owner's. O(owners) where there is no more room."""
+        self.drop(owner, key)
+        self._of.setdefault(owner, {})[key] = value
+        self._count += 1
+        if self._count > self._most:
+            largest, own = max(self._of.items(), key=lambda item: len(item[1]))
+            self.drop(largest, next(iter(own)))
+
+    def drop(self, owner: Owner, key: K) -> None:
+        """Nothing where it is not there."""
+        own = self._of.get(owner)
+        if own is None or key not in own:
+            return
+        del own[key]
+        self._count -= 1
+        if not own:
+            del self._of[owner]
+
+
+class Turns(Generic[V]):
+    """What waits, at most `most` in all: owners take turns, each in its order."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._of: OrderedDict[Owner, deque[V]] = OrderedDict()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, owner: Owner, item: V) -> None:
+        """It waits behind the others of its owner. Without room the newest of the owner that has most is dropped, which
+        may be this one."""
+        self._of.setdefault(owner, deque()).append(item)
+        self._count += 1
+        if self._count > self._most:
+            largest, own = max(self._of.items(), key=lambda waiting: len(waiting[1]))
+            own.pop()
+            self._count -= 1
+            if not own:
+                del self._of[largest]
+
+    def take(self) -> V:
+        """Whose turn it is. Something waits."""
+        owner, own = self._of.popitem(last=False)
+        item = own.popleft()
+        self._count -= 1
+        if own:
+            self._of[owner] = own
+        return item
