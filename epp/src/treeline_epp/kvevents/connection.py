@@ -5,8 +5,9 @@ starts with fresh sockets, so that no answer to an old question can arrive in it
 subscription's; here bytes are decoded, fed to it, and what it asks is sent.
 
 Thousands of publishers are followed, so a session keeps little: three sockets, and a monitor of the one for events; the
-other two are monitored until they are connected. Should one of these lose its peer alone, it connects again by itself,
-and the publisher's checks go unanswered meanwhile. A session takes up to 13 file descriptors for a moment, then 8.
+other two are monitored until they are connected. What each has taken without a whole message is looked at by `intake`,
+which also notices that one of these two has lost its peer. A session takes up to 13 file descriptors for a moment,
+then 8.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import logging
 import random
 import time
@@ -35,6 +37,7 @@ from treeline_wire.security import CurveKeys
 from zmq.utils.monitor import parse_monitor_message
 
 from treeline_epp.endpoints.adapters.base import KvSource
+from treeline_epp.kvevents.intake import Intake, IntakeError, receive
 from treeline_epp.kvevents.reading import Answer, Numbered, is_large, read_live, read_reply
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.kvevents.turns import Turns
@@ -47,15 +50,14 @@ _RETRY_S = 5.0
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TICKS = 200
 """Publishers that are ticked before other tasks get a turn."""
+LOOKED_AT = 100
+"""Publishers whose connections are looked at in one tick: that takes 10 µs each."""
 MOST_BYTES = {"events": 8 << 20, "replay": 8 << 20, "load": 64 << 10}
 """Of one message. A step in which an engine drops a hundred thousand blocks, one event for each, takes as much; a
 publisher that sends more loses its connection before it is read."""
-_QUEUE = 8
-"""Messages that wait in a socket, so that all of them are `_QUEUE * MOST_BYTES` at most. More wait at the publisher,
-which keeps 100,000."""
 _SOCKET_OPTIONS = {
     zmq.LINGER: 0,
-    zmq.RCVHWM: _QUEUE,
+    zmq.RCVHWM: 1,  # more wait at the publisher, which keeps 100,000; `intake` relies on it
     zmq.SNDHWM: 1000,
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 500,
@@ -84,24 +86,26 @@ def new_context() -> zmq.asyncio.Context:
 
 
 class Ticker:
-    """Calls everybody every TICK_S: one task for all publishers. `turns` are theirs, too."""
+    """Calls everybody every TICK_S, some of them with True: they are to look at their connections. One task for all
+    publishers. `turns` are theirs, too."""
 
     def __init__(self) -> None:
         self.turns = Turns()
-        self._calls: dict[Callable[[], None], None] = {}
+        self._calls: dict[Callable[[bool], None], None] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
+        for tick in itertools.count():
             await asyncio.sleep(TICK_S)
+            every = 1 + len(self._calls) // LOOKED_AT
             for number, call in enumerate(list(self._calls)):
                 if call in self._calls:
-                    call()
+                    call((number + tick) % every == 0)
                 if number % _TICKS == _TICKS - 1:
                     await asyncio.sleep(0)
 
     @contextlib.contextmanager
-    def calling(self, call: Callable[[], None]) -> Iterator[None]:
+    def calling(self, call: Callable[[bool], None]) -> Iterator[None]:
         """Call this, too, while the block lasts."""
         self._calls[call] = None
         try:
@@ -177,13 +181,12 @@ class KvConnection:
             sockets.close()
             await asyncio.sleep(_RETRY_S * random.uniform(0.8, 1.2))
         else:
+            sockets.close()
             await sockets.settle()
             callbacks.stats.disconnects += 1
-            most = MOST_BYTES["events"]
-            log.warning("publisher %s: its events ended: it is gone, or sent a message of over %d bytes", name, most)
+            log.warning("publisher %s: its events ended: %s", name, sockets.why)
             callbacks.subscription.on_disconnected(time.monotonic())
             callbacks.on_trouble()
-            sockets.close()
             await asyncio.sleep(pause)
         finally:
             sockets.close()
@@ -199,7 +202,9 @@ class _Sockets:
         self._sockets: dict[str, zmq.asyncio.Socket] = {}
         self._monitors: dict[str, zmq.asyncio.Socket] = {}
         self._up: dict[str, asyncio.Event] = {}
+        self._intakes: dict[str, Intake] = {}
         self._lost = asyncio.Event()
+        self.why = ""
         self._treeline_load = False
         self._doing: set[asyncio.Task[None]] = set()
 
@@ -222,7 +227,7 @@ class _Sockets:
             if topic is not None:
                 sock.subscribe(topic)
             self._up[what] = asyncio.Event()
-            self._monitors[what] = sock.get_monitor_socket(_UP | _LOST)
+            self._monitors[what] = sock.get_monitor_socket(zmq.Event.CONNECTED | _UP | _LOST)
             sock.connect(f"tcp://{host}:{port}")
 
     def close(self) -> None:
@@ -244,13 +249,13 @@ class _Sockets:
             "replay": (read_reply, self._on_reply),
             "load": (_read_load, self._on_load),
         }
-        jobs = [self._receive(sock, *handlers[what]) for what, sock in self._sockets.items()]
+        jobs = [self._receive(what, *handlers[what]) for what in self._sockets]
         tasks = [asyncio.ensure_future(job) for job in (*jobs, self._keep_time(), self._lost.wait())]
         monitors = [asyncio.ensure_future(self._monitor(what)) for what in self._monitors]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # a receiver never ends: this raises what ended it
+                task.result()  # raises what ended it
         finally:
             tasks += [*monitors, *self._doing]
             for task in tasks:
@@ -264,7 +269,8 @@ class _Sockets:
             await self._up["events"].wait()
             waiting = [event.wait() for what, event in self._up.items() if what != "events"]
             try:
-                await asyncio.wait_for(asyncio.gather(*waiting), _PATIENCE_S)
+                async with asyncio.timeout(_PATIENCE_S):
+                    await asyncio.gather(*waiting)
             except TimeoutError:
                 missing = [what for what, event in self._up.items() if not event.is_set()]
                 log.warning("publisher %s: no connection for %s", subscription.pod, ", ".join(missing))
@@ -287,8 +293,17 @@ class _Sockets:
                     requests, done = job(), True
             await self._send(requests)
 
-    def _tick(self) -> None:
+    def _end(self, why: str) -> None:
+        self.why = self.why or why
+        self._lost.set()
+
+    def _tick(self, look: bool) -> None:
         callbacks = self._callbacks
+        for what, intake in self._intakes.items() if look else ():
+            try:
+                intake.look()
+            except IntakeError as error:
+                self._end(f"{error} ({what})")
         if callbacks.subscription.busy:
             return
         requests = callbacks.subscription.on_tick(time.monotonic(), callbacks.in_flight())
@@ -299,15 +314,21 @@ class _Sockets:
 
     async def _monitor(self, what: str) -> None:
         """See to it that a socket is connected, and that of the events stays so."""
-        monitor, up = self._monitors[what], self._up[what]
+        monitor, up, most, fd = self._monitors[what], self._up[what], MOST_BYTES[what], -1
         while what == "events" or not up.is_set():
             event = parse_monitor_message(await monitor.recv_multipart())
             stats, name = self._callbacks.stats, str(self._callbacks.subscription.pod)
-            if event["event"] & _UP:
+            if event["event"] == zmq.Event.CONNECTED:
+                fd = event["value"]
+            elif event["event"] & _UP:
+                try:
+                    self._intakes[what] = Intake(fd, most)
+                except OSError:
+                    self._end(f"it is gone ({what})")
                 up.set()
                 stats.refused.discard(name)
             elif up.is_set():
-                self._lost.set()
+                self._end(f"it is gone, or sent a message of over {most} bytes")
             elif event["event"] & ~zmq.Event.DISCONNECTED & _LOST:
                 stats.refused.add(name)
                 log.warning("publisher %s: the %s socket refuses our keys", name, what)
@@ -315,11 +336,12 @@ class _Sockets:
 
     async def _receive(
         self,
-        sock: zmq.asyncio.Socket,
+        what: str,
         read: Callable[[list[bytes]], Any],
         take: Callable[[Any], Iterable[Request]],
     ) -> None:
         """Read every message and let it be taken."""
+        sock = self._sockets[what]
         # The plain view of the same socket: taking what is there costs no future per message.
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)
 
@@ -331,14 +353,18 @@ class _Sockets:
 
         while True:
             try:
-                message: Any = plain.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = receive(plain, MOST_BYTES[what])
+                if what in self._intakes:
+                    self._intakes[what].read = True
                 if is_large(message):
-                    what = await asyncio.to_thread(read_frames, message)
-                    await self._do(partial(take, what))
+                    came = await asyncio.to_thread(read_frames, message)
+                    await self._do(partial(take, came))
                 else:
                     await self._do(partial(take_frames, message))
             except zmq.Again:
                 await sock.poll()
+            except IntakeError as error:
+                return self._end(f"{error} ({what})")
             except WireError as error:
                 reason = error.reason.value if isinstance(error, DecodeError) else "frames"
                 self._callbacks.stats.rejected[reason] += 1

@@ -1,0 +1,146 @@
+"""What a publisher may send before it is disconnected: frames, bytes, and messages that do not end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.epp_io import stored, until
+from support.raw_publisher import frame, raw_publisher
+from treeline_epp.endpoints.adapters.base import KvSource
+from treeline_epp.kvevents import connection
+from treeline_epp.kvevents.connection import LOOKED_AT, MOST_BYTES, Ticker
+from treeline_epp.kvevents.intake import Intake, IntakeError
+
+from .test_connection import publisher, subscribed
+
+MIB = 1 << 20
+
+
+def endless(peer: socket.socket) -> None:
+    """Frames of a mebibyte; no more than two messages may have in all, then it waits."""
+    for _ in range(2 * MOST_BYTES["events"] // MIB):
+        peer.sendall(frame(bytes(MIB), more=True))
+
+
+def empty(peer: socket.socket) -> None:
+    """Empty frames, until there are as many bytes."""
+    for _ in range(2 * MOST_BYTES["events"] // MIB):
+        peer.sendall(b"\x01\x00" * (MIB // 2))
+
+
+def many(peer: socket.socket) -> None:
+    """A message of six frames."""
+    peer.sendall(5 * frame(b"", more=True) + frame(b"", more=False))
+
+
+def in_parts(peer: socket.socket) -> None:
+    """Three frames, each of them small enough."""
+    part = bytes(MOST_BYTES["load"] // 2)
+    peer.sendall(2 * frame(part, more=True) + frame(part, more=False))
+
+
+@pytest.mark.parametrize(
+    ("what", "talk", "why"),
+    [
+        ("events", endless, "it sent over 8388608 bytes without a whole message (events)"),
+        ("events", empty, "it sent over 8388608 bytes without a whole message (events)"),
+        ("replay", endless, "it sent over 8388608 bytes without a whole message (replay)"),
+        ("load", empty, "it sent over 65536 bytes without a whole message (load)"),
+        ("load", endless, "it is gone (load)"),
+        ("events", many, "it sent a message of over 5 frames (events)"),
+        ("replay", many, "it sent a message of over 5 frames (replay)"),
+        ("load", in_parts, "it sent a message of over 65536 bytes (load)"),
+    ],
+)
+async def test_a_publisher_whose_message_is_too_long_is_disconnected_and_others_go_on(
+    what: str, talk: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = b"ROUTER" if what == "replay" else b"PUB"
+    async with publisher() as other, publisher() as fake, subscribed(other.source) as heard:
+        await other.subscribed()
+        with raw_publisher(talk, kind) as (port, ended):
+            ports = {"events": fake.events_port, "replay": fake.replay_port, "load": fake.load_port, what: port}
+            source = KvSource("127.0.0.1", *(ports[name] for name in ("events", "replay", "load")))
+            async with subscribed(source) as script:
+                await until(lambda: script.disconnected, "its session ends", 30, lambda: script.connected)
+                assert await asyncio.to_thread(ended.wait, 30), "it is disconnected"
+                assert why in caplog.text
+                await until(lambda: script.connected > 1, "it is followed again", 30)
+        await other.store(stored(range(16)))
+        await until(lambda: heard.seqs == [0], "another is heard", 30)
+        assert heard.disconnected == 0
+
+
+async def test_a_replay_socket_that_is_lost_alone_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+    def hang_up(peer: socket.socket) -> None:
+        peer.recv(1)
+        peer.shutdown(socket.SHUT_RDWR)
+
+    async with publisher() as fake:
+        with raw_publisher(hang_up, b"ROUTER") as (port, _):
+            async with subscribed(KvSource("127.0.0.1", fake.events_port, port)) as script:
+                await until(lambda: script.disconnected, "its session ends", 30)
+                assert "it is gone (replay)" in caplog.text
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as ours:
+        theirs, _ = server.accept()
+        with theirs:
+            yield ours, theirs
+
+
+def test_what_the_kernel_has_does_not_count() -> None:
+    with pair() as (ours, theirs):
+        intake = Intake(ours.fileno(), 1000)
+        for _ in range(3):
+            theirs.sendall(bytes(MIB))
+            intake.look()
+            ours.recv(MIB, socket.MSG_WAITALL)
+            intake.read = True
+            intake.look()
+        theirs.sendall(bytes(MIB + 2000))
+        intake.look()
+        ours.recv(MIB, socket.MSG_WAITALL)
+        intake.look()
+        ours.recv(2000, socket.MSG_WAITALL)
+        with pytest.raises(IntakeError, match="over 1000 bytes without a whole message"):
+            intake.look()
+
+
+def test_another_connection_by_the_same_number_is_another() -> None:
+    with pair() as (ours, _), pair() as (later, _):
+        intake = Intake(ours.fileno(), 1000)
+        intake.look()
+        number = ours.detach()
+        os.dup2(later.fileno(), number)
+        with pytest.raises(IntakeError, match="gone"):
+            intake.look()
+        os.close(number)
+        with pytest.raises(IntakeError, match="gone"):
+            intake.look()
+
+
+async def test_of_many_publishers_some_are_looked_at_in_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TICK_S", 0.0)
+    ticker, ticks, looks = Ticker(), Counter[int](), Counter[int]()
+    with contextlib.ExitStack() as stack:
+        for number in range(3 * LOOKED_AT):
+
+            def call(look: bool, number: int = number) -> None:
+                ticks[number] += 1
+                looks[number] += look
+
+            stack.enter_context(ticker.calling(call))
+        task = asyncio.create_task(ticker.run())
+        await until(lambda: ticks.total() >= 8 * 3 * LOOKED_AT, "eight ticks", 30)
+        task.cancel()
+    assert all(ticks[number] // 4 <= looks[number] <= ticks[number] // 4 + 1 for number in range(3 * LOOKED_AT))

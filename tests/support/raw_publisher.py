@@ -1,0 +1,57 @@
+"""A publisher that speaks ZMTP byte by byte, for what ZMQ itself would never send: messages that do not end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def frame(data: bytes, *, more: bool) -> bytes:
+    """One frame of a message."""
+    return bytes([2 | more]) + len(data).to_bytes(8, "big") + data
+
+
+def _greet(peer: socket.socket, kind: bytes) -> None:
+    peer.sendall(_GREETING)
+    left = 64
+    while left:
+        left -= len(peer.recv(left))
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
+    peer.sendall(bytes([4, len(ready)]) + ready)
+
+
+@contextlib.contextmanager
+def raw_publisher(talk: Callable[[socket.socket], None], kind: bytes = b"PUB") -> Iterator[tuple[int, threading.Event]]:
+    """Its port; `talk` is called with each connection after the handshake, and the event is set when the peer has ended
+    one."""
+    ended = threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        with peer:
+            try:
+                _greet(peer, kind)
+                talk(peer)
+                while peer.recv(1 << 16):
+                    pass
+            except OSError:
+                pass
+            ended.set()
+
+    def accept() -> None:
+        while True:
+            try:
+                peer, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(peer,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield server.getsockname()[1], ended
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
