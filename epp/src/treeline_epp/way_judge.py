@@ -6,13 +6,14 @@ nothing is said of an endpoint for which nothing else is in the way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
 from treeline_epp.endpoints.kv_endpoints import why_not_listening
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.kvevents.connection import KvStats
-from treeline_epp.kvevents.hearing import HearingState, Prefills
+from treeline_epp.kvevents.hearing import HearingState, Prefills, Readings
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.member import Member
@@ -67,7 +68,7 @@ class WayJudge:
             if member.state is not EngineState.READY:
                 member.hearing.rest()
             elif self._look_at(member, info, now):
-                if member.hearing.state is HearingState.UNREACHED:
+                if member.hearing.state in (HearingState.UNREACHED, HearingState.UNREADABLE):
                     self._rely_on_history(member)
                 self.judge(member, info)
 
@@ -83,6 +84,10 @@ class WayJudge:
             breaks=sum(one.counts["disconnects"] for one in subscriptions),
             batches=sum(one.counts["applied"] + one.counts[SubscriptionState.SNAPSHOT] for one in subscriptions),
             served=Prefills(endpoint.keyed_prompts, endpoint.new_tokens),
+            readings=Readings(
+                sum(one.counts["understood"] for one in subscriptions),
+                sum(one.applied.unread.total() for one in subscriptions),
+            ),
         )
 
     def _rely_on_history(self, member: Member) -> None:
@@ -94,6 +99,12 @@ class WayJudge:
         """Why nothing is heard of it, and what to do; None if something is, or nobody knows yet."""
         if member.hearing.state is HearingState.UNREACHED:
             return Unheard(WayReason.EVENTS_UNREACHABLE, self._why_unreached(member, info))
+        if member.hearing.state is HearingState.UNREADABLE:
+            followed = _followed(member, info)
+            unread = sum((one.applied.unread for _, one in followed), Counter[str]())
+            reasons = ", ".join(f"{reason} {count}" for reason, count in unread.most_common(3))
+            message = f"most events of {_places(source for source, _ in followed)} are not understood ({reasons})"
+            return Unheard(WayReason.EVENTS_UNREADABLE, f"{message}: is the engine newer than this picker?")
         if member.hearing.state is HearingState.NOTHING:
             places = _places(source for source, _ in _followed(member, info))
             topics = ", ".join(sorted({repr(source.topic[:100]) for source in info.sources if source.topic}))

@@ -9,9 +9,11 @@ from treeline_epp.kvevents.hearing import (
     SILENT_TOKENS,
     STEADY_S,
     UNREACHED_S,
+    UNREAD_EVENTS,
     Hearing,
     HearingState,
     Prefills,
+    Readings,
 )
 
 NONE = Prefills()
@@ -27,11 +29,13 @@ def looks(
     breaks: int = 0,
     batches: int = 0,
     served: Prefills = NONE,
+    readings: Readings = Readings(),  # noqa: B008
 ) -> list[HearingState]:
     """Each second's state."""
     states = []
     for second in range(round(seconds)):
-        hearing.look(begin + second, connected=connected, breaks=breaks, batches=batches, served=served)
+        now = begin + second
+        hearing.look(now, connected=connected, breaks=breaks, batches=batches, served=served, readings=readings)
         states.append(hearing.state)
     return states
 
@@ -81,6 +85,20 @@ def test_prompts_that_leave_no_event_say_that_nothing_is_heard() -> None:
     assert (states[0], states[-1]) == (HearingState.HEARD, HearingState.NOTHING)
     assert looks(hearing, 41, 2, batches=1, served=served) == [HearingState.HEARD] * 2
     assert set(looks(hearing, 43, 30, batches=1, served=Prefills(10**6, 10**9))) == {HearingState.HEARD}
+
+
+def test_events_of_which_most_cannot_be_read_are_not_heard_until_most_can_be() -> None:
+    hearing, few, many = Hearing(), UNREAD_EVENTS - 1, 10 * UNREAD_EVENTS
+    looks(hearing, 0, 1)
+    assert looks(hearing, 1, 2, readings=Readings(0, few)) == [HearingState.HEARD] * 2, "too few to know"
+    assert looks(hearing, 3, 2, readings=Readings(0, few + 1)) == [HearingState.UNREADABLE] * 2
+    assert looks(hearing, 5, 2, batches=9, readings=Readings(few, few + 1)) == [HearingState.UNREADABLE] * 2
+    assert looks(hearing, 7, 2, batches=9, readings=Readings(few + 1, few + 1)) == [HearingState.HEARD] * 2
+    assert looks(hearing, 9, 1, batches=9, readings=Readings(many, many)) == [HearingState.HEARD], "as many"
+    assert looks(hearing, 10, 1, batches=9, readings=Readings(many, 2 * many)) == [HearingState.UNREADABLE]
+    assert looks(hearing, 11, UNREACHED_S + 1, connected=False, readings=Readings(many, 2 * many))[-1] is (
+        HearingState.UNREACHED
+    )
 
 
 LOOK = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.integers(0, 5))

@@ -106,6 +106,27 @@ async def test_where_prompts_leave_no_event_the_way_is_history_until_one_comes(
             await routed(picker, "events")
 
 
+async def test_where_events_cannot_be_read_the_way_is_history_until_they_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unread = {"type": "BlockStored", "block_hashes": ["a text"], "token_ids": [], "block_size": 16}
+    async with foreign_engine("vllm", 1) as vllm:
+        vllm.says_as_vllm()
+        async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
+            await routed(picker, "events")
+            await vllm.ranks[0].subscribed()
+            for _ in range(hearing.UNREAD_EVENTS - 1):
+                await vllm.ranks[0].publish([unread])
+            await vllm.ranks[0].publish({"not": "events"})  # type: ignore[arg-type]
+            message = await routed(picker, "history", "EventsUnreadable")
+            assert f"most events of tcp://127.0.0.1:{vllm.events_base} are not understood" in message
+            assert "(bad_hash 15, undecodable 1)" in message
+            assert "EventsUnreadable" in caplog.text
+            for at in range(hearing.UNREAD_EVENTS):
+                await vllm.ranks[0].store(stored(range(16 * at, 16 * at + 16)))
+            assert await routed(picker, "events") == ""
+
+
 @pytest.mark.parametrize(
     ("endpoint", "vllm", "sglang"),
     [

@@ -43,6 +43,8 @@ class AppliedBatches:
     pod: Pod
     keys: PrefixKeys | None
     counts: Counter[str]
+    unread: Counter[str] = field(default_factory=Counter)
+    """Events that were not understood by the reason; a batch of which nothing was is one."""
     next_seq: int | None = None
     partial: bool = False
     _times: dict[int, float] = field(default_factory=dict)
@@ -82,13 +84,16 @@ class AppliedBatches:
         self._times.pop(seq - _REMEMBERED, None)
         if batch is None:
             self.counts["undecodable"] += 1
+            self.unread["undecodable"] += 1
             self.partial = True
             return
         self._times[seq] = batch.ts
         self.counts["applied"] += 1
+        self.counts["understood"] += len(batch.events)
         self._fresh = True
         if batch.rejected:
             self.counts["rejected"] += sum(batch.rejected.values())
+            self.unread.update(batch.rejected)
             self.partial = True
         self._line.append(_Events(deque(batch.events), self.index.apply))
 

@@ -7,6 +7,7 @@ by history then, and somebody has to be told why.
     UNKNOWN      followed, but neither connected nor given up yet
     HEARD        connected
     UNREACHED    a connection has been missing for `UNREACHED_S`; HEARD again when all have held for `STEADY_S`
+    UNREADABLE   connected, and most of the last events that came were not understood
     NOTHING      connected, and not one batch has come while it served prompts that were new to it
 
 An engine that is not ready is not judged: one that restarts is no news.
@@ -26,6 +27,8 @@ SILENT_PROMPTS: Final = 8
 SILENT_TOKENS: Final = 4096
 """So many prompts, with so many new tokens in all, fill blocks of any engine (a hybrid model's have some hundreds of
 tokens), and events about them."""
+UNREAD_EVENTS: Final = 16
+"""Of so many events, at least, most decide whether they can be read."""
 _SILENT_LOOKS: Final = 3
 """Events come after the step that computed the prompt: they get so many looks to arrive."""
 
@@ -36,6 +39,7 @@ class HearingState(Enum):
     UNKNOWN = "unknown"
     HEARD = "heard"
     UNREACHED = "unreached"
+    UNREADABLE = "unreadable"
     NOTHING = "nothing"
 
 
@@ -44,6 +48,13 @@ class Prefills(NamedTuple):
 
     prompts: int = 0
     tokens: int = 0
+
+
+class Readings(NamedTuple):
+    """The events of an endpoint that were understood, and those that were not."""
+
+    understood: int = 0
+    unread: int = 0
 
 
 @dataclass(slots=True)
@@ -56,10 +67,21 @@ class Hearing:
     _breaks: int | None = None
     _before: Prefills = field(default=Prefills())
     _silent_looks: int = 0
+    _judged: Readings = field(default=Readings())
+    _garbled: bool = False
 
-    def look(self, now: float, *, connected: bool, breaks: int, batches: int, served: Prefills) -> bool:
+    def look(
+        self,
+        now: float,
+        *,
+        connected: bool,
+        breaks: int,
+        batches: int,
+        served: Prefills,
+        readings: Readings = Readings(),  # noqa: B008
+    ) -> bool:
         """What is seen at `now`; True if that changes the state. `connected`: to all publishers; `breaks`: connections
-        that were lost, `batches`: those that came, both since the process is followed."""
+        that were lost, `batches`: those that came, `readings` of them, all since the process is followed."""
         held = connected and self._breaks in (None, breaks)  # it may have been lost and back since the last look
         self._breaks = breaks
         if not held:
@@ -68,6 +90,9 @@ class Hearing:
         elif self._whole_since is None:
             self._whole_since, self._broken_since = now, None
             self._before, self._silent_looks = served, 0
+        understood, unread = (now - then for now, then in zip(readings, self._judged, strict=True))
+        if understood + unread >= UNREAD_EVENTS:
+            self._judged, self._garbled = readings, unread > understood
         before, self.state = self.state, self._judge(now, batches, served)
         return self.state is not before
 
@@ -82,6 +107,8 @@ class Hearing:
         assert self._whole_since is not None
         if self.state is HearingState.UNREACHED and now - self._whole_since < STEADY_S:
             return self.state
+        if self._garbled:
+            return HearingState.UNREADABLE
         if batches:
             return HearingState.HEARD
         prompts, tokens = served.prompts - self._before.prompts, served.tokens - self._before.tokens

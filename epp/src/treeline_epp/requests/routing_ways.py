@@ -33,6 +33,7 @@ class WayReason(StrEnum):
 
     NO_EVENTS = "NoEvents"
     EVENTS_UNREACHABLE = "EventsUnreachable"
+    EVENTS_UNREADABLE = "EventsUnreadable"
     NOTHING_HEARD = "NothingHeard"
     NO_KEY_PAIR = "NoKeyPair"
     NO_TOKENIZER = "NoTokenizer"
@@ -63,7 +64,8 @@ class TokenizerFacts(NamedTuple):
 
 
 class Unheard(NamedTuple):
-    """Why the events of an endpoint do not arrive although it is known where they come from, and what to do."""
+    """Why the events of an endpoint do not arrive, or are not understood, although it is known where they come from,
+    and what to do."""
 
     reason: WayReason
     message: str
