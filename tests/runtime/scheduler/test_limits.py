@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,80 @@ def test_exactly_those_beyond_a_limit_are_found(
             if waiting_s is not None and now - came[req] >= waiting_s:
                 expected.setdefault(req, 503)
         assert {req: end.status for req, end in limits.exceeded(now)} == expected
+
+
+# ---- a full queue ---------------------------------------------------------------------------------------
+
+
+def test_a_client_that_fills_the_queue_gives_way_to_others_and_not_to_itself(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=1, max_queued_requests=4)
+    for i in range(6):
+        engine.submit(f"hostile {i}", prompt(i, 8), max_new_tokens=9, client="hostile")
+    engine.step()
+    assert refused(engine) == ["hostile 5"]
+    for rid, client in {"other": "other", "unnamed": None, "other 2": "other", "other 3": "other"}.items():
+        engine.submit(rid, prompt(9, 8), max_new_tokens=9, client=client)
+    engine.step()
+    assert refused(engine) == ["hostile 5", "hostile 4", "hostile 3", "hostile 2", "other 3"]
+    engine.run()
+    ended = [rid for rid in engine.outs if finish(engine, rid).type == "length"]
+    assert sorted(ended) == ["hostile 0", "hostile 1", "other", "other 2", "unnamed"]
+
+
+def test_where_nobody_may_wait_a_client_of_which_nothing_runs_gets_the_row_that_is_kept_for_it(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=8, max_queued_requests=0)
+    for i in range(8):
+        engine.submit(f"hostile {i}", prompt(i, 8), max_new_tokens=99, client="hostile")
+        engine.step()
+    assert (len(engine.decode.running), len(engine.prefill.waiting)) == (7, 1)
+    engine.submit("other", prompt(9, 8), max_new_tokens=9, client="other")
+    engine.step()
+    assert refused(engine) == ["hostile 7"]
+    assert "other" in engine.decode.running
+    engine.abort()
+    engine.run()
+
+
+@given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=30), st.integers(0, 5))
+def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], most: int) -> None:
+    """Beside a plain list: one request of `a` runs, and nobody else gets its row."""
+    engine = Harness(tiny, max_running_requests=1, max_queued_requests=most)
+    engine.submit("runs", prompt(0, 8), max_new_tokens=99, client="a")
+    engine.step()
+    waiting, gone = list[tuple[str | None, str]](), list[str]()
+    for i, client in enumerate(clients):
+        engine.submit(str(i), prompt(i, 8), max_new_tokens=2, client=client)
+        waiting.append((client, str(i)))
+        if len(waiting) > most:
+            held = Counter(other for other, _ in waiting)
+            load = {other: (count, other == "a") for other, count in held.items()}
+            fullest = max(load, key=load.__getitem__)
+            loser = client if load[client] == load[fullest] else fullest
+            gone.append(next(rid for other, rid in reversed(waiting) if other == loser))
+            waiting = [(other, rid) for other, rid in waiting if rid != gone[-1]]
+    engine.step()
+    assert refused(engine) == gone
+    assert sorted(engine.prefill.waiting) == sorted(rid for _, rid in waiting)
+    engine.abort()
+    engine.run()
+
+
+def test_what_waits_for_its_grammar_counts_for_its_client(tiny: Path) -> None:
+    engine = Harness(tiny, max_running_requests=1, max_queued_requests=2)
+    for rid in ("a1", "a2", "a3"):
+        engine.submit(rid, prompt(1, 8), max_new_tokens=99, client="a")
+    engine.step()
+    asking = Req.of(
+        GenerateReq("b", [1], SamplingParams(), client="b"), seed=0, eos_ids=(), max_new_tokens=1, arrival=9
+    )
+    running = engine.decode.running.values()
+    assert engine.prefill.replaced_by(asking, running, 0) is engine.prefill.waiting["a3"]
+    assert engine.prefill.replaced_by(asking, running, 2) is None
+    engine.abort()
+    engine.run()
+
+
+def refused(engine: Harness) -> list[str]:
+    """In the order in which they were told."""
+    ended = {rid: outs[-1].finish for rid, outs in engine.outs.items()}
+    return [rid for rid, end in ended.items() if end is not None and end.status == 503]

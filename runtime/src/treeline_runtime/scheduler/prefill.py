@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Set
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Set
 from itertools import islice
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
@@ -58,8 +58,10 @@ class PrefillManager:
         self.chunked: Req | None = None
         self._uncached_waiting = 0
         """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
-        self._replaceable = Ranked()
-        """Those that came and have not begun, the least urgent first, of these the last; where that is ever asked."""
+        self._bounded = config.max_queued_requests is not None
+        self._replaceable: dict[str | None, Ranked] = {}
+        """By client, those that came and have not begun, the least urgent first, of these the last; where the queue may
+        be full."""
         self._estimated_version = -1
         """Of the tree, when the first of the queue were last estimated; -1 once others wait than then."""
 
@@ -69,8 +71,9 @@ class PrefillManager:
         """A new request, at the end."""
         self._enter(req)
         self._order.put(req)
-        if self._by_priority:
-            self._replaceable.put(req, (req.priority, -req.arrival))
+        if self._bounded:
+            rank = (req.priority if self._by_priority else 0, -req.arrival)
+            self._replaceable.setdefault(req.client, Ranked()).put(req, rank)
 
     def requeue(self, req: Req) -> None:
         """A retracted request, at the front; its output so far is now part of what is prefilled."""
@@ -92,7 +95,10 @@ class PrefillManager:
             self._uncached_waiting -= req.uncached_tokens
             self._estimated_version = -1
             self._order.leave(req)
-            self._replaceable.leave(req)
+            if (line := self._replaceable.get(req.client)) is not None:
+                line.leave(req)
+                if not len(line):
+                    del self._replaceable[req.client]
 
     def check_integrity(self) -> None:
         assert self._uncached_waiting == sum(req.uncached_tokens for req in self.waiting.values())
@@ -217,10 +223,23 @@ class PrefillManager:
         if req.cached_tokens < 0:
             req.cached_tokens = req.tree_len
 
-    def least_urgent(self) -> Req | None:
-        """Of those that have not begun, whom a more urgent request may replace in a full queue: the last to come."""
-        last = self._replaceable.first()
-        return None if last is None else last[1]
+    def replaced_by(self, req: Req, running: Iterable[Req], ahead: int) -> Req | None:
+        """Who leaves a full queue, so that `req` may come: of the client with the most waiting, and then running, the
+        last one that has not begun. Within its own client a more urgent request may replace the least urgent one.
+        None: `req` is one too many. ahead: how many of its client wait elsewhere."""
+        held = Counter(other.client for other in running)
+
+        def load(client: str | None) -> tuple[int, int]:
+            more = 1 + ahead if client == req.client else 0
+            return len(self._replaceable.get(client, ())) + more, held[client]
+
+        fullest = max(self._replaceable, key=load, default=req.client)
+        gives_way = load(fullest) > load(req.client)
+        line = self._replaceable.get(fullest if gives_way else req.client)
+        last = None if line is None else line.first()
+        if last is None or not (gives_way or (self._by_priority and last[1].priority < req.priority)):
+            return None
+        return last[1]
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
         """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""

@@ -417,16 +417,16 @@ class Scheduler:
         return req if isinstance(req, FinishReason) else self._find_place(req) or req
 
     def _find_place(self, req: Req) -> FinishReason | None:
-        """503 if the queue is full, and nobody in it is less urgent and could leave."""
-        most = self.config.max_queued_requests
+        """503 if the queue is full, and nobody in it gives way."""
+        most, ahead = self.config.max_queued_requests, self.grammars.ahead(req)
         # those that find a free row in this step do not really wait
-        if most is None or len(self.prefill.waiting) + self.grammars.ahead(req) < most + self.table.num_free:
+        if most is None or len(self.prefill.waiting) + ahead < most + self.table.num_free:
             return None
         full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)
-        least = self.prefill.least_urgent() if self.config.schedule_policy == "priority" else None
-        if least is None or least.priority >= req.priority:
+        replaced = self.prefill.replaced_by(req, self.decode.running.values(), ahead)
+        if replaced is None:
             return full
-        self._finish(least, full)
+        self._finish(replaced, full)
         return None
 
     def _find(self, rid: str) -> Req | None:
