@@ -47,11 +47,26 @@ def ours(limits: Limits | None = None, known: OrderedDict[bytes, Fields] | None 
     return Connection(limits or Limits(), OrderedDict() if known is None else known)
 
 
+def fields_of(rng: random.Random) -> bytes:
+    """A block that decompresses to much, changes the table, or means nothing."""
+    resized = b"\x20" * rng.choice((0, 0, 0, 1, 2, 3))
+    return resized + rng.choice(
+        (
+            block(),
+            bytes((0x80 | rng.randrange(128),)) * rng.choice((1, 1000)),
+            b"\x40\x01x\x7f\xe1\x06" + b"v" * 1000 + b"\xbe" * 20 + block(),
+            rng.randbytes(rng.choice((1, 20, 500))),
+            b"\x3f" + b"\xff" * 9,
+        )
+    )
+
+
 def mutated(rng: random.Random) -> bytes:
     stream = rng.choice((0, 1, 1, 3, 3, 5, 7, 8, 9, 11))
     frame = rng.choice(
         [
             headers(stream, block(), rng.choice((0, 1, 4, 4, 5, 5, 0x2C, 0xFF))),
+            headers(stream, fields_of(rng), rng.choice((0, 4, 4, 5))),
             data(stream, rng.randbytes(rng.choice((0, 1, 300))), end=rng.random() < 0.3),
             frames.window_update(stream, rng.choice((0, 1, 70_000, frames.MOST_WINDOW))),
             frames.rst_stream(stream, rng.randrange(20)),

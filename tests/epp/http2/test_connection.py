@@ -313,13 +313,16 @@ def test_fields_that_are_too_long_are_read_over_in_any_pieces_and_their_stream_a
     assert isinstance(event, Requested)
 
 
-def test_frames_are_looked_at_in_slices() -> None:
+def test_frames_are_looked_at_in_slices_and_blocks_to_be_decoded_count_for_more() -> None:
     connection = ours()
-    sent = HELLO + b"".join(headers(i, block()) for i in range(1, 21, 2)) + data(1, b"x")
+    connection.receive(SMALL + headers(3, block()))
+    known = b"".join(headers(i, block()) for i in range(5, 23, 2))
+    sent = known + b"".join(headers(i, block(("x", str(i)))) for i in range(23, 29, 2)) + data(1, b"x")
     came = [connection.receive(sent[:-1], 4)]
     while connection.more:
         came.append(connection.receive(b"", 4))
-    assert [[event.stream for event in events] for events in came] == [[1, 3, 5], [7, 9, 11, 13], [15, 17, 19]]
+    slices = [[event.stream for event in events] for events in came]
+    assert slices == [[5, 7, 9, 11], [13, 15, 17, 19], [21, 23], [25], [27], []]
     assert connection.receive(sent[-1:], 4) == [Came(1, b"x", ended=False)]
 
 

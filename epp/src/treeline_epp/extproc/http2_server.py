@@ -264,27 +264,27 @@ class _Peer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = True
-        self._receive(data)
-        if self._going_on is None:
-            self._take_turn()
+        self._take_turn(data) if self._going_on is None else self._receive(data)
 
     def _receive(self, data: bytes) -> None:
         self._connection.room = self._server.limits.all_streams - self._server.streams + self._counted
         self._events += self._connection.receive(data, _FRAMES)
         self._count_streams(len(self._connection))
 
-    def _take_turn(self) -> None:
-        """Deal with what came until there is no more, or others should have a turn."""
+    def _take_turn(self, data: bytes = b"") -> None:
+        """Deal with what came until there is no more, or others should have a turn: the loop reads on in this one."""
         self._going_on = None
         events, until = self._events, self._loop.time() + _TURN_S
-        while events or self._connection.more:
+        self._receive(data)
+        while events or self._connection.more or data:
             if events:
                 self._on_event(events.popleft())
-            else:
+            elif self._connection.more:
                 self._receive(b"")
-            if (events or self._connection.more) and self._loop.time() > until:
+            if self._loop.time() > until:
                 self._going_on = self._loop.call_soon(self._take_turn)
                 break
+            data = b""
         self._read(more=self._going_on is None)
         self._flush()
 

@@ -32,6 +32,8 @@ _REMEMBERED = 256
 """Closed streams."""
 _STREAMS_A_FRAME = 64
 """Streams whose window changes are as much work as a frame."""
+_FRAMES_A_BLOCK = 31
+"""That are as much work as to decode a block of fields."""
 _BLOCK_PARTS = 16
 """Times the bytes that fields may have, of the frames of one block: what is too long is read over, up to this."""
 _HEARD = b"goodbye!"  # a ping: the peer has read what we sent before it
@@ -116,10 +118,10 @@ class Connection:
             self._greeted, at = True, len(PREFACE)
         view, size = memoryview(data), len(data)
         while size - at >= HEAD_BYTES:
-            if not most_frames:
+            if most_frames <= 0:
                 self.more = True
                 break
-            most_frames -= 1
+            decoded = self._fields.decoded
             length = data[at] << 16 | data[at + 1] << 8 | data[at + 2]
             if length > self.limits.frame_bytes:
                 raise ConnectionFault(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes")
@@ -136,6 +138,7 @@ class Connection:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "a block of fields is interrupted")
             if kind < len(self._handlers):
                 self._handlers[kind](flags, stream, view[at + HEAD_BYTES : end], events)
+            most_frames -= 1 + _FRAMES_A_BLOCK * (self._fields.decoded - decoded)
             at = end
         self._rest = data[at:]
 

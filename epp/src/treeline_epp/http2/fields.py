@@ -51,6 +51,8 @@ class FieldReader:
         self._most_bytes = most_bytes
         self._decoder = Decoder(max_header_list_size=most_bytes)
         self._known = known
+        self.decoded = 0
+        """Blocks that were not known: each may take a millisecond or two."""
         self._keeps_nothing = False
         self._acknowledged = False
 
@@ -82,6 +84,7 @@ class FieldReader:
         self._read(block)
 
     def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:
+        self.decoded += 1
         try:
             if len(block) > self._most_bytes:
                 raise OversizedHeaderListError(f"a block of {len(block)} bytes")
