@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
+from treeline_epp.requests import outline, summary
 from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
@@ -27,6 +30,7 @@ from treeline_epp.requests.parse import ParsedRequest, is_large, parse
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate
+from treeline_wire.json_values import MAX_SLOW, outside_strings, slow_numbers
 from treeline_wire.models import ModelRule, PoolClaim
 from treeline_wire.prompt import prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
@@ -97,6 +101,15 @@ def calling(arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]}
 
 
+SLOW_MEMBERS = ("metadata", "messages", "prompt", "tools", "max_tokens")
+
+
+def slow(member: str, size: int) -> bytes:
+    """A body whose member is a list of numbers that take a thousand times as long as others."""
+    many = b"[" + b"9.092e300," * (size // 10) + b"1]"
+    return b'{"%s":%s,"model":"tiny"}' % (member.encode(), many)
+
+
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "24 MB of text": lambda: chat("hello world " * (2 * MB)),
     "24 MB of escapes": lambda: chat('"\\' * (6 * MB)),
@@ -123,6 +136,9 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
     "4,000 values in tools": lambda: chat("x", tools=[{"a": [1] * 15}] * 250),
     "190 KB of arguments": lambda: chat("x", messages=[calling('{"a": [' + "[]," * 64_000 + "[]]}")]),
     "190 KB of arguments of many calls": lambda: chat("x", messages=[calling('{"a": [' + "[]," * 270 + "[]]}")] * 200),
+    **{f"190 KB of slow numbers in {member}": partial(slow, member, 190_000) for member in SLOW_MEMBERS},
+    **{f"30 KB of slow numbers in {member}": partial(slow, member, 30_000) for member in SLOW_MEMBERS},
+    "slow numbers in calls": lambda: chat("x", messages=[calling("[" + "9e300," * 14 + "9e300]")] * 1000),
     "12 KB of prompts": lambda: json.dumps({"model": "tiny", "prompt": ["x"] * 4_000}).encode(),
     "5.4 KB of nested kwargs": lambda: chat("x", chat_template_kwargs={"a": 0}).replace(
         b'"a": 0', b'"a": ' + b"[" * 2_700 + b"]" * 2_700
@@ -131,6 +147,23 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
         b'"a": 0', b'"a": ' + b"[" * 400 + b"]" * 400
     ),
 }
+
+
+@pytest.mark.parametrize("shape", [shape for shape in HOSTILE if "slow numbers" in shape])
+def test_few_numbers_that_take_long_are_read(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def decode(data: bytes | str, **how: Any) -> Any:
+        read.append(slow_numbers(outside_strings(data.encode() if isinstance(data, str) else data)))
+        return msgspec.json.decode(data, **how)
+
+    for module in (outline, sys.modules[parse.__module__], summary):
+        monkeypatch.setattr(module, "_decode", decode)
+    body = HOSTILE[shape]()
+    path = "/v1/completions" if b'"prompt"' in body[:20] else "/v1/chat/completions"
+    longest_turn(new_router(), path, body, BUFFERED)
+    assert read
+    assert max(read) <= MAX_SLOW
 
 
 @pytest.mark.parametrize("mode", [BUFFERED, DUPLEX], ids=["buffered", "duplex"])

@@ -108,6 +108,8 @@ BODIES: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a long fraction": (CHAT, lambda: raw_chat(f'"temperature":0.{"1" * MB}')),
     "a number beyond floats": (CHAT, lambda: raw_chat('"temperature":1e400')),
     "a number beyond integers": (CHAT, lambda: raw_chat('"max_tokens":1e300')),
+    "8 kB of numbers that take long": (CHAT, lambda: raw_chat(f'"metadata":[{"9.092e300," * 780}1]')),
+    "8 kB of them in a schema": (TEXT, lambda: text(guided_json=f'{{"enum":[{"9.092e300," * 780}1]}}')),
     "5 million numbers": (CHAT, lambda: chat(metadata=[0] * 5_000_000)),
     "5 million empty objects": (CHAT, lambda: chat(metadata=[{}] * 5_000_000)),
     "10 million ids": (TEXT, lambda: text(prompt=[1] * 10_000_000)),

@@ -1,6 +1,7 @@
 """What one client may hold of the memory of all requests in flight."""
 
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
 from treeline_runtime.server.errors import RETRY
 from treeline_runtime.server.http import ApiError, Request
-from treeline_runtime.server.jobs import GenerationJob, PromptSpec
+from treeline_runtime.server.jobs import Answered, GenerationJob, PromptSpec
 from treeline_runtime.server.limits import (
     GENERATION_BYTES,
     INLINE_BYTES,
@@ -147,3 +148,41 @@ async def test_more_generations_than_a_client_may_have_are_429_and_another_clien
 def asking(client: str | None) -> Request:
     headers = [] if client is None else [(wire_headers.CLIENT.encode(), client.encode())]
     return Request({"headers": headers}, cast(Any, None), cast(Any, None))
+
+
+SLOW = b'{"a":[' + b"9.092e300," * 100 + b"1]}"
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b'{"a":1}', "here"),
+        (b'{"a":[' + b"0.5," * 1000 + b"1e-5]}", "here"),
+        (b'{"a":"' + b"x" * INLINE_BYTES + b'"}', "in a process"),
+        (SLOW, "in a process"),
+        (b'{"a":"{' + SLOW.replace(b'"', b'\\"') + b'}"}', "in a process"),
+    ],
+)
+async def test_bodies_that_are_large_or_have_many_slow_numbers_are_read_in_a_process(body: bytes, where: str) -> None:
+    read: list[str] = []
+
+    class Pool:
+        async def read(self, *_: object) -> Answered:
+            read.append("in a process")
+            return Answered(b"")
+
+    class Here:
+        def read(self, *_: object) -> Answered:
+            read.append("here")
+            return Answered(b"")
+
+    service: Any = SimpleNamespace(pool=Pool(), reader=Here(), limits=None)
+    request = Request({"headers": []}, None, None, [body], len(body), Reservation(ByteBudget(1 << 20), None))  # type: ignore[arg-type]
+    await Service.read(service, request, "chat", Answered)
+    assert read == [where]
+
+
+def test_a_body_of_slow_numbers_for_an_endpoint_that_takes_no_prompt_is_refused() -> None:
+    with pytest.raises(ApiError, match="too many long numbers"):
+        Request({}, None, None, [SLOW]).json()  # type: ignore[arg-type]
+    assert Request({}, None, None, [b'{"timeout":1e-3}']).json() == {"timeout": 0.001}  # type: ignore[arg-type]

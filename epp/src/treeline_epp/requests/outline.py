@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from treeline_wire.json_values import count_values, mask_escapes
+from treeline_wire.json_values import MAX_SLOW, count_values, mask_escapes, outside_strings, slow_numbers
 
 from treeline_epp.requests.body import Body, Buffer
 
@@ -194,15 +194,15 @@ def beginning(raw: bytes, *, whole: bool, max_values: int) -> Beginning:
 
     A list loses the elements that are not there, or that are beyond `max_values` values; where the cut falls into a
     string, that string keeps its beginning if its element can be closed behind it. None for what has no beginning (a
-    number, an object). Raises `msgspec.MsgspecError`, `UnicodeDecodeError` or `RecursionError` for what is not
-    JSON.
+    number, an object, many numbers that take long). Raises `msgspec.MsgspecError`, `UnicodeDecodeError` or
+    `RecursionError` for what is not JSON.
     """
     raw = raw.lstrip(_SPACE)
     if whole and count_values(raw) <= max_values:
         return Beginning(_decode(raw))
     if raw[:1] == b'"':
         return Beginning(_closed(raw, b""), True)
-    if raw[:1] != b"[":
+    if raw[:1] != b"[" or slow_numbers(outside_strings(raw)) > MAX_SLOW:
         return Beginning(None, True)
     outside, depths = structure(mask_escapes(raw), False, 0)
     stop = len(raw)

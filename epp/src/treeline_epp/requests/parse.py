@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 import msgspec
 from treeline_wire import headers as names
-from treeline_wire.json_values import count_values
+from treeline_wire.json_values import SLOW, count_values
 from treeline_wire.models import Criticality
 from treeline_wire.prompt import PromptError, TooDeep
 
@@ -257,8 +257,8 @@ def is_large(body: bytes | Body | None) -> bool:
     """Must an outline of this body be made before it is parsed? O(bytes) at memory speed."""
     if not isinstance(body, bytes):
         return body is not None
-    # Commas in texts count here, and seldom are so many: only then look closer.
-    if body.count(b",") + body.count(b"[") + body.count(b"{") < MAX_VALUES:
+    # Commas in texts count here, and seldom are so many: only then look closer. Each value may be a slow number.
+    if body.count(b",") + body.count(b"[") + body.count(b"{") < MAX_VALUES // SLOW:
         return False
     return count_values(body) > MAX_VALUES
 

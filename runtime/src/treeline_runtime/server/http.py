@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 from treeline_wire import headers as wire_headers
+from treeline_wire.json_values import MAX_SLOW, slow_numbers
 from treeline_wire.openai_errors import error_body
 
 if TYPE_CHECKING:
@@ -191,7 +192,9 @@ class Request:
         return b"".join(self.parts)
 
     def json(self) -> dict[str, Any]:
-        """The body as a JSON object. Raises ApiError 400."""
+        """The body, of which nobody reads much, as a JSON object. Raises ApiError 400."""
+        if slow_numbers(self.body) > MAX_SLOW:
+            raise ApiError(400, "The body has too many long numbers")
         return json_object(self.body)
 
     async def read_body(self, limit: int, reservation: Reservation) -> None:

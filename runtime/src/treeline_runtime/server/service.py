@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
+from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
@@ -206,7 +207,8 @@ class Service:
         """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
         caller = Caller(request.tenant, request.shares_cache)
         task: Read | None = None
-        if self.pool is None or request.size <= _INLINE_BYTES.get(kind, INLINE_BYTES):
+        small = request.size <= _INLINE_BYTES.get(kind, INLINE_BYTES) and slow_numbers(request.body) <= MAX_SLOW
+        if self.pool is None or small:
             try:
                 task = self.reader.read(kind, request.body, self.limits, caller)
             except NeedsWorkerError:  # the chat template is not a plain one: rendering it may take long

@@ -9,7 +9,7 @@ import msgspec
 
 from ..chat import ChatTemplate, TemplateBusyError, TemplateError
 from ..errors import PromptError
-from ..json_values import count_values
+from ..json_values import count_values, slow_numbers
 
 Message = dict[str, Any]
 
@@ -77,9 +77,10 @@ def items_of(value: Any, name: str) -> list[Any]:
 def many_values(text: str) -> int:
     """How many values the arguments of a tool call have, which are JSON in a text: values that nobody has counted yet.
     0 where they are few. O(characters) at memory speed."""
-    if text.count(",") + text.count("[") + text.count("{") < _FEW:
+    data = text.encode("utf-8", "replace")
+    if data.count(b",") + data.count(b"[") + data.count(b"{") < _FEW and not slow_numbers(data):
         return 0
-    return count_values(text.encode("utf-8", "replace"))  # what is in strings of it costs nothing
+    return count_values(data)  # what is in strings of it costs nothing
 
 
 def text_member(value: dict[str, Any], name: str, where: str, default: str | None = "") -> str | None:
