@@ -29,6 +29,10 @@ Series = dict[str, str]
 """Series → values, one a minute from 0: `5` stays, `0+2` grows by 2."""
 
 FIRING: dict[str, tuple[Series, Series]] = {
+    "TreelineTargetDown": (
+        {f'up{{{PICKER}, treeline_component="epp"}}': "0"},
+        {f'up{{{PICKER}, treeline_component="epp"}}': "1", 'up{namespace="a", job="a/other", pod="x-0"}': "0"},
+    ),
     "TreelineOperatorHasNoLeader": (
         {f"{O}is_leader{{{OPERATOR}}}": "0"},
         {f"{O}is_leader{{{OPERATOR}}}": "0", f'{O}is_leader{{namespace="a", job="a/operator", pod="o-1"}}': "1"},

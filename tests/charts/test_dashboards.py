@@ -23,7 +23,11 @@ from treeline_tools import dashboards, envoy_metrics, metrics
 pytestmark = pytest.mark.deep
 
 FILES = helm.CHART / "files"
-METRICS = metrics.by_series() | {name: family for family in envoy_metrics.FAMILIES for name in family.series}
+METRICS = (
+    {"up": metrics.Family("up", "gauge", ("treeline_component",), "")}
+    | metrics.by_series()
+    | {name: family for family in envoy_metrics.FAMILIES for name in family.series}
+)
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted((FILES / "dashboards").glob("*.json"))}
 GROUPS = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
 RULES = [rule for group in GROUPS for rule in group["rules"]]
@@ -34,6 +38,7 @@ VALUES: dict[tuple[str, str], set[str]] = {
     ("treeline_epp_refusals_total", "code"): {of_pick(NoEndpoints("")).code, of_pick(Saturated("", 1)).code},
     ("treeline_epp_endpoints_routed", "way"): set(Way),
     ("treeline_epp_endpoints_routed", "reason"): {"", *WayReason},
+    ("up", "treeline_component"): {"", "runtime", "epp", "edge", "operator"},
     ("treeline_operator_conditions", "kind"): {"InferencePool", "InferenceModel"},
     ("treeline_operator_conditions", "type"): set(ConditionType),
     ("treeline_operator_conditions", "reason"): set(Reason),
@@ -138,7 +143,7 @@ def test_every_alert_finds_metrics_and_labels_that_exist(rule):
 def test_every_alert_says_what_is_wrong_and_what_to_do(rule):
     assert rule["alert"].startswith("Treeline")
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
-    assert set(rule["annotations"]) == {"summary", "description"}
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
     assert re.fullmatch(r"\d+[mh]", rule.get("for", "0m"))
 
 

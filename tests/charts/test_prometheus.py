@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -39,7 +40,11 @@ PANELS = [
     for panel in json.loads(path.read_text())["panels"]
     for target in panel.get("targets", ())
 ]
-FAMILIES = metrics.by_series() | {name: family for family in envoy_metrics.FAMILIES for name in family.series}
+FAMILIES = (
+    {"up": metrics.Family("up", "gauge", ("treeline_component",), "")}
+    | metrics.by_series()
+    | {name: family for family in envoy_metrics.FAMILIES for name in family.series}
+)
 LABELS, INTERVAL = (("release", "prometheus"),), "1s"
 PLATFORM = Platform(apis=frozenset({POD_MONITOR}), monitor_labels=LABELS, monitor_interval=INTERVAL)
 
@@ -77,6 +82,9 @@ def scrape(name: str, monitor: dict[str, Any], address: str) -> dict[str, Any]:
         "honor_labels": endpoint.get("honorLabels", False),
         "scrape_interval": endpoint["interval"],
         "metrics_path": endpoint.get("path", "/metrics"),
+        "relabel_configs": [
+            {"target_label": one["targetLabel"], "replacement": one["replacement"]} for one in endpoint["relabelings"]
+        ],
         "static_configs": [{"targets": [address], "labels": {**given, "job": job}}],
     }
 
@@ -182,6 +190,19 @@ async def check_queries(ask: Callable[..., Any]) -> None:
         await ask("query", query=query)  # a refusal fails
 
 
+def test_every_alert_has_a_section_in_the_runbooks() -> None:
+    headings = re.findall("^## (.*)$", (ROOT / "docs" / "runbooks.md").read_text(), re.MULTILINE)
+    rules = [rule for group in GROUPS for rule in group["rules"]]
+    assert headings == [rule["alert"] for rule in rules]
+    urls = [rule["annotations"]["runbook_url"] for rule in rules]
+    assert urls == [f"docs/runbooks.md#{name.lower()}" for name in headings]
+    where = "metrics.prometheusRule=true,metrics.runbooks=https://docs.example/runbooks"
+    items = helm.render("--set", where, "--api-versions", "monitoring.coreos.com/v1/PrometheusRule")
+    rendered = next(item for item in items if item["kind"] == "PrometheusRule")["spec"]["groups"]
+    told = [rule["annotations"]["runbook_url"] for group in rendered for rule in group["rules"]]
+    assert told == [url.replace("docs/runbooks.md", "https://docs.example/runbooks") for url in urls]
+
+
 def test_all_monitors_have_the_labels_and_the_interval_of_the_chart() -> None:
     for name, monitor in monitors().items():
         assert dict(LABELS).items() <= monitor["metadata"]["labels"].items(), name
@@ -234,9 +255,12 @@ async def test_a_prometheus_finds_what_alerts_and_panels_ask_for_and_alerts_name
                 ours = [(labels["namespace"], labels["name"]) for labels in alerts["TreelinePoolNotReady"]]
                 assert ours == [("team", "crashes")]
                 assert "TreelineOperatorGone" not in alerts
+                assert "TreelineTargetDown" not in alerts
                 await pages.close()
 
                 async def gone() -> bool:
-                    return "TreelineOperatorGone" in await firing()
+                    return {"TreelineOperatorGone", "TreelineTargetDown"} <= (await firing()).keys()
 
                 await until(gone, "the operator to be missed", 60)
+                (down,) = (await firing())["TreelineTargetDown"]
+                assert (down["treeline_component"], down["pod"]) == ("operator", "operator-0")

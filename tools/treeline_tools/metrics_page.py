@@ -64,7 +64,8 @@ def _alerts() -> Iterator[str]:
     for rule in (rule for group in groups for rule in group["rules"]):
         name, severity, lasting = rule["alert"], rule["labels"]["severity"], rule.get("for", "–")
         said = rule["annotations"]["description"]
-        yield f"| {name} | {severity} | `{_cell(rule['expr'])}` | {lasting} | {_cell(said)} |"
+        link = f"[{name}](runbooks.md#{name.lower()})"
+        yield f"| {link} | {severity} | `{_cell(rule['expr'])}` | {lasting} | {_cell(said)} |"
 
 
 def _cell(text: str) -> str:

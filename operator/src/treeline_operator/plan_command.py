@@ -19,6 +19,7 @@ from treeline_wire.command_line import Parser
 from treeline_wire.settings import add_flags, values
 
 from treeline_operator.actions import Apply
+from treeline_operator.api.conditions import Reason
 from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION, GROUP, Resource
@@ -200,7 +201,7 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
     except ValidationError as exc:
         raise BadInput(f"{where}: {explain(exc, _OURS[kind])}") from exc
     if isinstance(typed, InferencePool) and (problem := template_problem(typed)):
-        raise BadInput(f"{where}: spec.{problem}")
+        raise BadInput(f"{where}: {Reason.TEMPLATE_INVALID}: spec.{problem}")
     if broken := list(violations(typed)):
         raise BadInput(f"{where}: {'; '.join(broken)}")
     try:
@@ -221,12 +222,12 @@ def check_pods(simulation: Simulation) -> None:
     """Raises `BadInput` for pods that no API server would take."""
     for world in simulation.worlds():
         if problem := gateway_problem(world.gateway) or template_problem(world.pool):
-            raise BadInput(problem)
+            raise BadInput(f"{Reason.TEMPLATE_INVALID}: {problem}")
     for step in _final(simulation):
         if step.after is not None and step.action.ref.kind == "Deployment":
-            ref = step.action.ref
-            if found := list(problems(_template(step.after))):
-                raise BadInput(f"the pods of Deployment {ref.namespace}/{ref.name} are invalid: {'; '.join(found)}")
+            of = f"the pods of Deployment {step.action.ref.namespace}/{step.action.ref.name}"
+            if found := "; ".join(problems(_template(step.after))):
+                raise BadInput(f"{Reason.TEMPLATE_INVALID}: {of} are invalid: {found}")
 
 
 # ---- out ----------------------------------------------------------------------------------------------------------

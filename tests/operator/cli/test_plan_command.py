@@ -239,7 +239,7 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         ("kind: List\nitems: [{kind: [a]}]", "p.yaml: items[0]: no Kubernetes object"),
         (AFTER + TEMPLATE + "{metadata: null}", "spec.template: metadata, spec and its containers"),
         (AFTER + TEMPLATE + "{spec: {containers: null}}", "spec.template: metadata, spec and its containers"),
-        (AFTER + TEMPLATE + "{metadata: []}", "spec.template: metadata must be a map"),
+        (AFTER + TEMPLATE + "{metadata: []}", "TemplateInvalid: spec.template: metadata must be a map"),
         (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
         (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
         (
@@ -248,7 +248,7 @@ def test_what_a_newer_template_would_replace_is_shown_but_not_done(
         ),
         (
             AFTER + "  endpointPicker: {template: {spec: {nodeSelectr: {}}}}",
-            "default/treeline-epp are invalid: spec.nodeS",
+            "TemplateInvalid: the pods of Deployment default/treeline-epp are invalid: spec.nodeS",
         ),
         (AFTER + "  endpointPicker: {template: {spec: {securityContext: []}}}", "securityContext must be a map"),
         (AFTER + RUNTIME + "envs: []}]}}", "spec.containers[0].envs: there is no such field; did you mean env?"),

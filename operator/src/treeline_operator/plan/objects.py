@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from treeline_operator import names
 from treeline_operator.world import Platform
 
 Object = dict[str, Any]
@@ -50,9 +51,12 @@ def pod_monitor(meta: Object, match: dict[str, str], port: str, platform: Platfo
     """What tells the Prometheus operator to read the metrics of pods, on this port of theirs.
 
     Of a program of `ours` the labels stay as they are: a picker's `endpoint` is no port of a pod. An engine may be any
-    program, and does not get to say whose pod it is.
+    program, and does not get to say whose pod it is. `treeline_component` marks our targets, for alerts about `up`.
     """
-    endpoint = {"port": port, "path": "/metrics", **({"honorLabels": True} if ours else {})}
+    marks = [{"targetLabel": "treeline_component", "replacement": meta["labels"][names.COMPONENT]}]
+    endpoint: Object = {"port": port, "path": "/metrics", "relabelings": marks}
+    if ours:
+        endpoint["honorLabels"] = True
     if platform.monitor_interval:
         endpoint["interval"] = platform.monitor_interval
     labelled = {**meta, "labels": {**dict(platform.monitor_labels), **meta["labels"]}}
