@@ -162,16 +162,17 @@ def test_an_identity_tells_the_pod_where_its_uid_is_known() -> None:
 
 
 async def test_a_leader_without_an_api_server_stops_in_time(candidates: Candidates) -> None:
-    elector = await candidates.add("first")
+    timing = LeaseTiming(duration_s=60.0, renew_s=1.2, retry_s=0.2)
+    elector = await candidates.add("first", timing)
     await elector.acquire()
     holding = asyncio.create_task(elector.hold())
     candidates.plane.pause("apiserver")
     try:
-        renewed = elector.valid_until() - TIMING.renew_s
+        renewed = elector.valid_until() - timing.renew_s
         write = asyncio.create_task(candidates.write("first"))
         with pytest.raises(LostLease, match="not renewed in time"):
             await asyncio.wait_for(holding, 60)
-        assert now() < renewed + TIMING.duration_s
+        assert now() < renewed + timing.duration_s
         with pytest.raises(LostLease):
             await write
         with pytest.raises(LostLease):

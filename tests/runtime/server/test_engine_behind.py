@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 import zmq
+from support.cpu import reference_s
 from support.publisher import Consumer
 from support.runtime_server import ServerProcess, eventually, running, sse
 from treeline_wire import frames, headers
@@ -365,6 +366,6 @@ def test_an_idle_server_takes_no_cpu(server: ServerProcess, http: httpx.Client) 
             for process, then, now in zip(processes, before, after, strict=True)
         }
 
-    eventually(lambda: max(took_ms(0.3).values()) < 50, 60, "its reader processes have started")
+    eventually(lambda: max(took_ms(0.3).values()) < 5e3 * reference_s(), 60, "its reader processes have started")
     measured = took_ms(3.0)
-    assert max(measured.values()) < 12, measured
+    assert max(measured.values()) < 1.5e3 * reference_s(), measured
