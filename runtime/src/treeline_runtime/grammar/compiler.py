@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from treeline_runtime.client_seconds import ClientSeconds
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
@@ -74,6 +74,13 @@ class CompileLimits(NamedTuple):
     """How long a grammar that passed the limits is not tried again."""
 
 
+def _spent(wait_s: int) -> GrammarBudgetError:
+    return GrammarBudgetError(
+        f"your grammars have taken too long to compile: try again in {wait_s} s, or use simpler ones; those that are "
+        "compiled already can be used meanwhile"
+    )
+
+
 class GrammarCompiler:
     """Owns the cache and the processes. One thread calls it; `on_done` is called by others."""
 
@@ -116,8 +123,8 @@ class GrammarCompiler:
         self._num_long = 0
         """Grammars that are being compiled and may take all their time."""
         self._most_long = max(self.limits.workers - 1, 1)
-        self._used: dict[str | None, tuple[float, float]] = {}
-        """Of clients: seconds of long compilations, and when they were counted."""
+        self._used = ClientSeconds(self.limits.client_seconds, self.limits.client_seconds_back, clock)
+        """By long compilations."""
         self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
@@ -139,8 +146,8 @@ class GrammarCompiler:
             return known
         job = _Job(key, client, self._outgrown.get(key, ""))
         with self._lock:
-            if self._owed(client) > self.limits.client_seconds:
-                return _failed(self._spent(client))
+            if wait_s := self._used.wait_s(client):
+                return _failed(_spent(wait_s))
             self._known[key] = job.future
             self._queued[key] = job
             dropped = self._turns.put(client, job)
@@ -322,25 +329,13 @@ class GrammarCompiler:
         """A long compilation is over. Where its client has used up its seconds, what else it waits for is refused."""
         with self._lock:
             self._num_long -= 1
-            now = self._clock()
-            self._used = {each: used for each, used in self._used.items() if self._owed(each) > 0}
-            self._used[client] = self._owed(client) + seconds, now
-            refused = self._turns.drop(client) if self._owed(client) > self.limits.client_seconds else []
+            self._used.charge(client, seconds)
+            wait_s = self._used.wait_s(client)
+            refused = self._turns.drop(client) if wait_s else []
             for job in refused:
                 self._leave_queue(job)
         for job in refused:
-            self._finish(job, self._spent(client))
-
-    def _owed(self, client: str | None) -> float:
-        seconds, when = self._used.get(client, (0.0, 0.0))
-        return max(seconds - self.limits.client_seconds_back * (self._clock() - when), 0.0)
-
-    def _spent(self, client: str | None) -> GrammarBudgetError:
-        wait_s = (self._owed(client) - self.limits.client_seconds) / self.limits.client_seconds_back
-        return GrammarBudgetError(
-            f"your grammars have taken too long to compile: try again in {math.ceil(max(wait_s, 1))} s, or use simpler "
-            "ones; those that are compiled already can be used meanwhile"
-        )
+            self._finish(job, _spent(wait_s))
 
     def _finish(self, job: _Job, result: Compiled | BaseException) -> None:
         if isinstance(result, BaseException):

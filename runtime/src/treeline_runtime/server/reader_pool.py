@@ -2,7 +2,9 @@
 
 A reader process has no secrets in its environment, a limit of memory and a deadline for each body; one that exceeds
 them is replaced, and the body refused. Clients take turns. Two lanes: one takes any body, the other only those of
-ordinary length, which therefore never queue behind giants.
+ordinary length, which therefore never queue behind giants. What takes long there begins again in the first one, where
+all bodies of its client stay for a while. The seconds that a client's slow bodies compute are counted: who has used too
+many is refused until some have passed.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from treeline_runtime.client_seconds import ClientSeconds
 from treeline_runtime.launch import spawn
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import UnknownModel, overloaded
@@ -52,6 +55,14 @@ DEADLINE_S_PER_TOKEN = 20e-6
 """Of the context: ten times what tokenizing a full one takes."""
 BASE_MEMORY_BYTES = 1 << 30
 MEMORY_BYTES_PER_TOKEN = 2048
+FIRST_TRY_S = 5.0
+"""How long the lane for ordinary bodies has for one."""
+QUICK_S = 1.0
+"""A body that computes no longer costs its client nothing."""
+CLIENT_S = 30.0
+"""What the slow bodies of a client may compute until it is refused,"""
+CLIENT_S_BACK = 0.25
+"""and what it gets back of that in each second."""
 BUSY_SHARE = 0.1
 """Of its deadline: what a process computes at least where the body is the reason that it is late."""
 START_S = 120.0
@@ -92,6 +103,8 @@ class _PendingBody:
     reservation: Reservation
     client: str | None
     retried: bool = False
+    is_slow: bool = False
+    """It has outlasted its first try."""
     done: asyncio.Future[Task] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def fail(self, error: Exception) -> None:
@@ -107,8 +120,8 @@ class ReaderPool:
     """`start`, then `read` any number of times, then `stop`; all in one event loop."""
 
     def __init__(self, spec: ReaderSpec) -> None:
-        self._waiting = Turns[_PendingBody](MAX_WAITING)
-        self._lanes = [_Lane(spec, self._waiting, most) for most in (None, ORDINARY_BYTES)]
+        self._queue = _Queue()
+        self._lanes = [_Lane(spec, self._queue, most) for most in (None, ORDINARY_BYTES)]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -121,7 +134,7 @@ class ReaderPool:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        while (body := self._waiting.take(lambda _: True)) is not None:
+        while (body := self._queue.turns.take(lambda _: True)) is not None:
             _finish(body, overloaded("The server is shutting down"))
 
     async def read(
@@ -136,10 +149,12 @@ class ReaderPool:
     ) -> Task:
         """What a body asks for. Takes over `reservation`, also where it raises ApiError."""
         body = _PendingBody(kind, parts, size, limits, caller, reservation, client)
-        if (dropped := self._waiting.put(client, body)) is not None:
+        dropped: _PendingBody | None = body
+        if wait_s := self._queue.wait_s(client):
+            _finish(body, _spent(wait_s))
+        elif (dropped := self._queue.turns.put(client, body)) is not None:
             _finish(dropped, overloaded("Too many large requests are waiting to be read"))
-        for lane in self._lanes:
-            lane.wake.set()
+        self._queue.wake()
         done = body.done
         del body, dropped, parts  # an error's traceback keeps this frame, and would keep the body
         return await done  # cancelled with its request; the lane drops it, or finishes it for nobody
@@ -150,14 +165,50 @@ class ReaderPool:
         return [lane.pid for lane in self._lanes if lane.pid is not None]
 
 
+class _Queue:
+    """The bodies that wait for a lane, and the seconds of their clients."""
+
+    def __init__(self) -> None:
+        self.turns = Turns[_PendingBody](MAX_WAITING)
+        self.seconds = ClientSeconds(CLIENT_S, CLIENT_S_BACK)
+        self._wakes: list[asyncio.Event] = []
+
+    def waking(self) -> asyncio.Event:
+        """An event that is set whenever there may be a body."""
+        self._wakes.append(asyncio.Event())
+        return self._wakes[-1]
+
+    def wake(self) -> None:
+        for event in self._wakes:
+            event.set()
+
+    def put_back(self, body: _PendingBody) -> None:
+        self.turns.put_back(body.client, body)
+        self.wake()
+
+    def wait_s(self, client: str | None) -> int:
+        """How long a client has to wait that has used too many seconds; nobody is refused for what others did whom
+        the edge has not named either."""
+        return 0 if client is None else self.seconds.wait_s(client)
+
+    def charge(self, client: str | None, computed_s: float) -> None:
+        """A body has been read, or not. Where its client has used up its seconds, its others are refused."""
+        if client is None or computed_s <= QUICK_S:
+            return
+        self.seconds.charge(client, computed_s)
+        if wait_s := self.seconds.wait_s(client):
+            for body in self.turns.drop(client):
+                _finish(body, _spent(wait_s))
+
+
 class _Lane:
     """One reader process, replaced as often as need be, and the bodies that it takes."""
 
-    def __init__(self, spec: ReaderSpec, waiting: Turns[_PendingBody], most: int | None) -> None:
+    def __init__(self, spec: ReaderSpec, queue: _Queue, most: int | None) -> None:
         """`most`: bytes of the largest body that this lane takes; None = any."""
-        self.wake = asyncio.Event()
+        self._wake = queue.waking()
         self._spec = spec
-        self._waiting = waiting
+        self._queue = queue
         self._most = most
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -177,7 +228,7 @@ class _Lane:
                 if body is None or self._process is None or self._process.poll() is not None:
                     logger.warning("a reader process ended while it had nothing to do (status %s)", self._end())
                     if body is not None:
-                        self._waiting.put_back(body.client, body)
+                        self._queue.put_back(body)
                 else:
                     await self._answer(body)
         finally:
@@ -186,9 +237,9 @@ class _Lane:
     async def _next(self) -> _PendingBody | None:
         """A body for this lane, or None when the process has ended before there was one."""
         while True:
-            body = self._waiting.take(self._takes)
+            body = self._queue.turns.take(self._takes)
             if body is None:
-                self.wake.clear()
+                self._wake.clear()
                 if await self._ended_before_wake():
                     return None
             elif body.done.done():  # its client has gone
@@ -197,11 +248,14 @@ class _Lane:
                 return body
 
     def _takes(self, body: _PendingBody) -> bool:
-        return self._most is None or body.size <= self._most or body.done.done()
+        if self._most is None or body.done.done():
+            return True
+        is_slow = body.is_slow or (body.client is not None and self._queue.seconds.owed(body.client) > 0)
+        return body.size <= self._most and not is_slow
 
     async def _ended_before_wake(self) -> bool:
         """Waits for `wake`, or for the process to close its socket: it sends nothing while it has no body."""
-        waking = asyncio.create_task(self.wake.wait())
+        waking = asyncio.create_task(self._wake.wait())
         assert self._streams is not None, "the process is ready"
         ending = asyncio.create_task(self._streams[0].read(1))
         try:
@@ -215,22 +269,32 @@ class _Lane:
     async def _answer(self, body: _PendingBody) -> None:
         context = 0 if body.limits is None else body.limits.context_length
         deadline_s = BASE_DEADLINE_S + DEADLINE_S_PER_TOKEN * context
-        computed_s = self._cpu_s()
+        first_try = self._most is not None and deadline_s > FIRST_TRY_S
+        before_s = self._cpu_s()
         try:
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(FIRST_TRY_S if first_try else deadline_s):
                 payload = await self._ask(body)
+            computed_s = self._cpu_s() - before_s
         except _Gone as error:
             status = self._end()
             logger.warning("a reader process was replaced: %s", error)
             # not by us, and perhaps before it took the body
             if status == -signal.SIGKILL and not body.retried:
                 body.retried = True
-                self._waiting.put_back(body.client, body)
+                self._queue.put_back(body)
             else:
+                self._queue.charge(body.client, FIRST_TRY_S)  # for the new process, too
                 _finish(body, _lost(status, body.size))
         except TimeoutError:
-            computed_s = self._cpu_s() - computed_s
+            computed_s = self._cpu_s() - before_s
             self._end()
+            if first_try:
+                logger.info("a body of %d bytes takes long, and begins again in the other lane", body.size)
+                body.is_slow = True
+                self._queue.put_back(body)
+                self._queue.charge(body.client, computed_s)
+                return
+            self._queue.charge(body.client, computed_s)
             logger.warning("a reader process was replaced: it computed %.1f s of its %g s", computed_s, deadline_s)
             slow = computed_s < BUSY_SHARE * deadline_s
             _finish(
@@ -241,6 +305,7 @@ class _Lane:
             _finish(body, overloaded("The server is shutting down"))
             raise
         else:
+            self._queue.charge(body.client, computed_s)
             _finish(body, _decode(payload))
 
     def _cpu_s(self) -> float:
@@ -331,6 +396,12 @@ def _as_error(refused: Refused) -> ApiError:
     if refused.unknown_model is not None:
         return UnknownModel(refused.unknown_model)
     return ApiError(refused.status, refused.message, type=refused.kind, param=refused.param, code=refused.code)
+
+
+def _spent(wait_s: int) -> ApiError:
+    message = f"Your large requests have taken too long to read: try again in {wait_s} s, or send less at once"
+    headers = ((b"retry-after", b"%d" % wait_s),)
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 def _lost(status: int | None, size: int) -> ApiError:

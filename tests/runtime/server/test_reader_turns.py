@@ -1,0 +1,133 @@
+"""Bodies that take long to read: whom they delay, and what they cost their client. The processes are played."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from treeline_runtime.server import reader_pool
+from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.jobs import Answered, Caller, Task
+from treeline_runtime.server.limits import ByteBudget, Reservation
+from treeline_runtime.server.reader_pool import ORDINARY_BYTES, ReaderPool, ReaderSpec
+from treeline_runtime.server.sampling import SamplingDefaults
+
+ANSWER = msgspec.msgpack.encode(Answered(b"read"))
+
+
+@dataclass
+class Played:
+    """A pool whose processes read a body when the test says so, and compute `cost_s` for each."""
+
+    pool: ReaderPool
+    cost_s: float = 0.0
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    """Of the bodies that a process has taken: the lane, and the size."""
+    free: set[int] = field(default_factory=set)
+    """Sizes of the bodies that are read at once."""
+    budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 30))
+
+    def send(self, size: int, client: str | None) -> asyncio.Task[Task]:
+        room = Reservation(self.budget, None)
+        room.grow(size)
+        return asyncio.create_task(self.pool.read("tokenize", [], size, None, Caller(), room, client))
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def answer(read: asyncio.Task[Task]) -> str | int:
+    await asyncio.wait({read}, timeout=60)
+    error = read.exception()
+    if error is None:
+        return "read"
+    assert isinstance(error, ApiError)
+    assert error.status != 429 or dict(error.headers)[b"retry-after"]
+    return error.status
+
+
+@contextlib.asynccontextmanager
+async def playing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
+    played = Played(ReaderPool(ReaderSpec("", "m", SamplingDefaults(), "warning")))
+    computed = [0.0, 0.0]
+
+    async def start(lane: Any) -> None:
+        lane._process = SimpleNamespace(poll=lambda: None)
+
+    async def idle(lane: Any) -> bool:
+        await lane._wake.wait()
+        return False
+
+    async def ask(lane: Any, body: Any) -> bytes:
+        number = played.pool._lanes.index(lane)
+        played.asked.append((number, body.size))
+        computed[number] += played.cost_s
+        await until(lambda: body.size in played.free)
+        return ANSWER
+
+    def end(lane: Any) -> None:
+        lane._process = None
+
+    for name, method in {"_start": start, "_ended_before_wake": idle, "_ask": ask, "_end": end}.items():
+        monkeypatch.setattr(reader_pool._Lane, name, method)
+    monkeypatch.setattr(reader_pool._Lane, "_cpu_s", lambda lane: computed[played.pool._lanes.index(lane)])
+    played.pool.start()
+    try:
+        yield played
+    finally:
+        await played.pool.stop()
+        assert played.budget.used == 0
+
+
+async def test_a_body_that_takes_long_leaves_the_lane_for_ordinary_ones_and_its_client_does_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reader_pool, "FIRST_TRY_S", 0.01)
+    async with playing(monkeypatch) as played:
+        played.cost_s = 3.0
+        giant = played.send(ORDINARY_BYTES + 1, None)
+        slow = [played.send(size, "slow") for size in (1, 2, 3)]
+        await until(lambda: (1, 1) in played.asked)
+        played.cost_s = 0.0
+        played.free |= {4, 5}
+        assert [await answer(played.send(size, "other")) for size in (4, 5)] == ["read", "read"]
+        assert played.asked[0] == (0, ORDINARY_BYTES + 1)
+        assert played.asked[1:] == [(1, 1), (1, 4), (1, 5)], "nothing of the slow client's meanwhile"
+        played.free |= {ORDINARY_BYTES + 1, 1, 2, 3}
+        assert [await answer(read) for read in (giant, *slow)] == ["read"] * 4
+        assert played.asked[4:] == [(0, 1), (0, 2), (0, 3)]
+
+
+async def test_a_client_whose_bodies_computed_for_too_long_is_refused_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with playing(monkeypatch) as played:
+        played.cost_s = reader_pool.CLIENT_S + 1
+        slow = [played.send(ORDINARY_BYTES + more, "slow") for more in (1, 2, 3)]
+        await until(lambda: played.asked)
+        nobody = played.send(5, None)
+        played.free |= {ORDINARY_BYTES + 1}
+        assert [await answer(read) for read in slow] == ["read", 429, 429]
+        assert await answer(played.send(6, "slow")) == 429
+        played.free |= {5, 7, 8, 9}
+        assert await answer(nobody) == "read"
+        for size in (7, 8, 9):
+            assert await answer(played.send(size, None)) == "read", "nobody is refused whom the edge has not named"
+        assert await answer(played.send(9, "other")) == "read"
+
+
+async def test_bodies_that_are_quick_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with playing(monkeypatch) as played:
+        played.cost_s = reader_pool.QUICK_S
+        played.free |= {1}
+        for _ in range(2 * int(reader_pool.CLIENT_S)):
+            assert await answer(played.send(1, "busy")) == "read"
