@@ -143,6 +143,20 @@ def test_an_urgent_request_of_a_client_that_has_its_share_takes_the_place_of_its
     assert sum(engine.last(f"low-{i}").retractions for i in range(16)) == 1
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_urgent_request_does_not_wait_for_its_clients_turn_and_the_turn_is_spent(tiny: Path, depth: int) -> None:
+    engine = Harness(tiny, max_running_requests=1, overlap_depth=depth, **PREEMPTING)
+    engine.submit("runs", prompt(1, 8), max_new_tokens=60, client="ada")
+    for _ in range(3):
+        engine.step()
+    engine.submit("cyd's", prompt(2, 8), max_new_tokens=4, client="cyd")
+    engine.submit("urgent", prompt(3, 8), max_new_tokens=4, priority=50, client="bob")
+    engine.submit("bob's", prompt(4, 8), max_new_tokens=4, client="bob")
+    ended = order_of_endings(engine)
+    assert ended == ["urgent", "cyd's", "runs", "bob's"]
+    assert engine.last("runs").retractions == 1
+
+
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"mixed_chunk": True}])
 def test_an_urgent_request_takes_the_row_of_another_whose_answer_stays_the_same(
     tiny: Path, settings: dict[str, Any]
@@ -271,7 +285,8 @@ def test_random_priorities_change_no_answer(tiny: Path, seed: int) -> None:
     asked = {str(i): prompt(i % 7, rng.randint(1, 60)) for i in range(16)}
     aborted = rng.sample(sorted(asked), 3)
     for rid, ids in asked.items():
-        engine.submit(rid, ids, max_new_tokens=20, priority=rng.choice([0, 0, 11, 22, -20]))
+        client = rng.choice(["ada", "bob", None])
+        engine.submit(rid, ids, max_new_tokens=20, priority=rng.choice([0, 0, 11, 22, -20]), client=client)
         for _ in range(rng.randint(0, 6)):
             engine.step()
         if rng.random() < 0.3 and aborted:

@@ -20,6 +20,8 @@ from treeline_runtime.scheduler.waiting import WaitingOrder
 
 ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
+TRIED_CLIENTS = 32
+"""Whose first requests a step asks whether others must give way to them; turns go round, so all are asked in time."""
 SPARE = 8
 """One row and page in so many stays free for clients that have nothing running, so that nobody's long answers keep them
 out. A request that comes without a client may take all."""
@@ -194,12 +196,23 @@ class PrefillManager:
         return cost_pages(req, matched, self._page_size) <= available - reserved
 
     def to_preempt(self, running: Collection[Req], free_rows: int, ratio: float) -> list[Req]:
-        """Who must be retracted so that the first in order can be admitted: the fewest, if more urgent than they are by
-        the threshold. [] if it need not, or may not, be done, or if it would not help."""
-        if self._threshold is None or not self.waiting:
-            return []
+        """Who must be retracted so that the first request of a client can be admitted: the fewest, if more urgent than
+        they are by the threshold; that client has its turn now. [] if it need not, or may not, be done, or if it would
+        not help."""
         everyone = [*running] if self.chunked is None else [*running, self.chunked]
-        first = next(self._order.in_order(self._clock()))
+        if self._threshold is None or not self.waiting or not everyone:
+            return []
+        least = min(req.priority for req in everyone)
+        for first in islice(self._order.firsts(self._clock()), TRIED_CLIENTS):
+            if first.priority - least > self._threshold:
+                victims = self._gives_way(first, everyone, free_rows, ratio)
+                if victims:
+                    self._order.advance(first.client)
+                    return victims
+        return []
+
+    def _gives_way(self, first: Req, everyone: list[Req], free_rows: int, ratio: float) -> list[Req]:
+        assert self._threshold is not None
         others = candidates(first, everyone, threshold=self._threshold, starvation_bound=self._starvation_bound)
         others.sort(key=lambda req: req is not self.chunked)  # which loses nothing
         match = self._cache.match(first)
