@@ -1,8 +1,10 @@
+import fcntl
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
-from treeline.up.command import _options, envoy_config
+from treeline.up.command import PROBE, _options, _workplace, envoy_config
 from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan
 from treeline_operator.envoy import Tracing
 
@@ -44,7 +46,13 @@ def test_envoy_waits_for_the_picker_so_that_its_first_request_is_picked():
 
 
 @pytest.mark.parametrize(
-    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:8080"), ("0.0.0.0", "http://127.0.0.1:8080")]
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8080"),
+        ("0.0.0.0", "http://127.0.0.1:8080"),
+        ("::", "http://[::1]:8080"),
+        ("fd00::2", "http://[fd00::2]:8080"),
+    ],
 )
 def test_the_gateway_is_reached_by_an_address_one_can_connect_to(host, url):
     assert gateway_url(UpOptions(model="m", host=host)) == url
@@ -70,8 +78,15 @@ def test_the_picker_believes_the_edge_where_it_knows_its_clients():
     assert "--trust-edge" not in children()[-2].argv
     *_, picker, envoy = children(api_keys={"ada": "sk-ada"})
     assert "--trust-edge" in picker.argv
-    assert dict(envoy.ready_headers) == {"x-api-key": "sk-ada"}
     assert "sk-ada" not in " ".join((*picker.argv, *envoy.argv))
+
+
+def test_asking_whether_it_is_ready_counts_for_no_client():
+    options = UpOptions(model="m", api_keys={"ada": "sk-of-ada"})
+    *_, envoy = plan(options, Path("envoy"), Path("envoy.json"))
+    known = envoy_config(options, Path()).api_keys
+    assert known == {"ada": "sk-of-ada", PROBE: envoy.ready_headers["x-api-key"]}
+    assert not envoy_config(UpOptions(model="m"), Path()).api_keys
 
 
 def keys_of(folder: Path, **files: str) -> dict[str, str]:
@@ -137,3 +152,47 @@ def test_variables_that_envoy_cannot_follow_are_refused(monkeypatch, capsys, var
     with pytest.raises(SystemExit):
         _options(["--model", "m", "--tracing"])
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--log-dir", "/proc/x"], "--log-dir: cannot write to /proc/x (No such file or directory): name a folder"),
+        (["--log-dir", __file__], f"--log-dir: cannot write to {__file__} (File exists): name a folder"),
+        (["--isolation", "Shared"], "--isolation: without keys there are no clients to keep apart: add --api-keys"),
+        (["--host", "gateway.example"], "'gateway.example' is no IP address: give 127.0.0.1, or 0.0.0.0 for all"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_refused_with_what_to_do(capsys, words, said):
+    with pytest.raises(SystemExit) as exit:
+        _options(["--model", "m", *words])
+    assert exit.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_name_of_loopback_is_taken_for_its_address():
+    assert _options(["--model", "m", "--host", "localhost"])[0].host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("address", "said"), [(("192.0.2.1", 8080), "the address is not this machine's"), (("::1", 0), None)]
+)
+def test_why_a_port_cannot_be_had_is_said_in_words(address, said):
+    host, port = address
+    lines = busy_ports(children(host=host, port=port)[-1:])
+    assert lines == ([] if said is None else [f"port {port} on {host} (envoy, gateway): {said}"])
+
+
+def test_what_killed_processes_left_goes_at_the_next_start_and_what_others_use_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("dead", "live", "new"):
+        (tmp_path / f"treeline-up-{name}").mkdir()
+    for name in ("dead", "live"):
+        (tmp_path / f"treeline-up-{name}" / "lock").touch()
+    with (tmp_path / "treeline-up-live" / "lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with _workplace() as folder:
+            assert {path.name for path in tmp_path.iterdir()} == {"treeline-up-live", "treeline-up-new", folder.name}
+            with _workplace():
+                assert folder.exists()
+    assert not folder.exists()

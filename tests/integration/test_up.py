@@ -33,10 +33,17 @@ class Up:
     """A running `treeline up` and what it printed."""
 
     def __init__(self, folder: Path, *more: str) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
         self.out_path, self.err_path = folder / "out", folder / "err"
         with self.out_path.open("wb") as out, self.err_path.open("wb") as err:
             self.popen = subprocess.Popen(
-                command(*more), stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+                command(*more),
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.temporary)},
             )
 
     @property
@@ -103,6 +110,31 @@ def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
     assert "runtime-0 was ended by SIGKILL" in running.err
     _, alive = psutil.wait_procs(family, 60)
     assert not alive
+
+
+@pytest.mark.deep
+def test_keys_are_in_files_of_its_own_alone_and_those_of_a_killed_one_go_at_the_next_start(up, tmp_path: Path):
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / "ada").write_text("sk-of-ada")
+    running = up("--replicas", "1", "--api-keys", str(tmp_path / "keys"))
+    url = running.ready()
+    (folder,) = running.temporary.glob("treeline-up-*")
+    assert [path.stat().st_mode & 0o77 for path in (folder, folder / "envoy.json")] == [0, 0]
+    metrics_port = running.out.split("metrics: http://127.0.0.1:")[1].partition("/")[0]
+    ours = {"headers": {"x-api-key": "sk-of-ada"}, "trust_env": False}
+    assert httpx.get(f"{url}/v1/models", **ours).status_code == 200
+    counted = httpx.get(f"http://127.0.0.1:{metrics_port}/metrics", trust_env=False).text
+    assert 'treeline_epp_client_requests_total{client="ada"} 1.0' in counted
+    family = running.family()
+    running.popen.kill()
+    _, alive = psutil.wait_procs(family, 30)
+    assert not alive
+    assert folder.exists()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        assert up("--port", str(holder.getsockname()[1])).popen.wait(60) == 1
+    assert not folder.exists()
 
 
 def test_a_busy_port_is_named_before_anything_starts(tmp_path: Path):

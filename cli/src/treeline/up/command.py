@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
+import ipaddress
 import os
 import re
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -53,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
         help="runtimes to start (default: %(default)s)",
     )
     up.add_argument("--threads", type=_positive, help="torch threads per runtime (default: the cores shared out)")
-    up.add_argument("--host", default=defaults.host, help="address of the gateway (default: %(default)s)")
+    up.add_argument(
+        "--host", type=_address, default=defaults.host, help="address of the gateway (default: %(default)s)"
+    )
     up.add_argument("--port", type=_port, default=defaults.port, help="port of the gateway (default: %(default)s)")
     up.add_argument(
         "--policy",
@@ -73,8 +78,7 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--isolation",
         choices=("PerKey", "Shared"),
-        default=defaults.isolation,
-        help="with --api-keys: each client has a cache of its own, or all share one (default: %(default)s)",
+        help=f"with --api-keys: each client has a cache of its own, or all share one (default: {defaults.isolation})",
     )
     up.add_argument(
         "--expose-routing",
@@ -100,7 +104,9 @@ def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
         f"variables OTEL_… say (default: a tenth of the requests, to http://localhost:{tracing_env.PORT})",
     )
     up.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
-    up.add_argument("--log-dir", type=Path, help="keep the children's logs here (default: a temporary folder)")
+    up.add_argument(
+        "--log-dir", type=Path, metavar="DIR", help="keep the children's logs here (default: a temporary folder)"
+    )
 
 
 def _add_ports(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
@@ -134,6 +140,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _address(text: str) -> str:
+    """Envoy resolves no names."""
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address("127.0.0.1" if text == "localhost" else text))
+    raise argparse.ArgumentTypeError(f"{text!r} is no IP address: give 127.0.0.1, or 0.0.0.0 for all of this machine")
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     argv = list(argv)
     if "--" not in argv:
@@ -157,6 +170,17 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
         args["api_keys"] = _api_keys(args["api_keys"])
     except ValueError as error:
         up.error(f"--api-keys: {error}")
+    if (isolation := args.pop("isolation")) is not None:
+        if not args["api_keys"]:
+            up.error("--isolation: without keys there are no clients to keep apart: add --api-keys, or leave it out")
+        args["isolation"] = isolation
+    if log_dir is not None:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=log_dir):
+                pass
+        except OSError as error:
+            up.error(f"--log-dir: cannot write to {log_dir} ({error.strerror}): name a folder of yours")
     try:
         args["tracing"] = _tracing() if args["tracing"] else None
     except TracingError as error:
@@ -176,6 +200,8 @@ def _tracing() -> Tracing | None:
     return Tracing(host, port, tracing_env.ratio())
 
 
+PROBE = "~treeline-up"
+"""Who asks whether everything is ready: a name that no client can have."""
 _CLIENT = re.compile(r"[-._A-Za-z0-9]{1,253}")
 
 
@@ -186,7 +212,8 @@ def _api_keys(folder: Path | None) -> dict[str, str]:
     try:
         found = read_secret(folder)
     except OSError as error:
-        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
+        why = f"cannot read {folder} ({error.strerror})"
+        raise ValueError(f"{why}: name a folder with a file for each client, its key in it") from error
     if not found:
         raise ValueError(f"{folder} has no file, so nobody could be served: add one for each client")
     for client, keys in found.items():
@@ -205,7 +232,7 @@ def envoy_config(options: UpOptions, folder: Path) -> EnvoyConfig:
         admin_socket=str(folder / "envoy-admin.sock"),
         ext_proc_port=options.ext_proc_port,
         eds_port=options.eds_port,
-        api_keys=options.api_keys,
+        api_keys={**options.api_keys, PROBE: options.probe_key} if options.api_keys else None,
         isolation=options.isolation,
         expose_cached_tokens=options.expose_routing,
         add_endpoint_header=options.expose_routing,
@@ -235,11 +262,12 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
         for line in busy:
             console.print(f"treeline up: {line}", style="red", highlight=False, soft_wrap=True)
         console.print(
-            "Stop what holds it, or choose other ports (see treeline up --help).",
+            "Stop what holds a port, or choose another (see treeline up --help).",
             highlight=False,
             soft_wrap=True,
         )
         return 1
+    bootstrap.touch(mode=0o600)  # keys are in it
     bootstrap.write_text(bootstrap_json(envoy_config(options, folder)))
     supervisor = Supervisor(children, log_dir)
     progress = asyncio.create_task(show(supervisor.children, console))
@@ -257,14 +285,29 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
     return 0
 
 
+@contextlib.contextmanager
+def _workplace() -> Iterator[Path]:
+    """A folder of our own, gone at the end. Those that killed processes have left go now: nobody holds their locks."""
+    for old in Path(tempfile.gettempdir()).glob(f"{_WORKPLACE}*"):
+        with contextlib.suppress(OSError):
+            if old.lstat().st_uid == os.getuid():
+                with (old / _LOCK).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=_WORKPLACE) as made, (Path(made) / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(made)
+
+
+_WORKPLACE = "treeline-up-"
+_LOCK = "lock"
+
+
 def main(argv: Sequence[str]) -> int:
     """Serve until Ctrl-C or SIGTERM (status 0); status 1 when a child dies, a port is busy or Envoy is missing."""
     options, log_dir = _options(argv)
     console = Console(stderr=True)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="treeline-up-")))
-        if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
+    with _workplace() as folder:
         try:
             return asyncio.run(_run(options, folder, log_dir or folder, console))
         except EnvoyNotFound as missing:

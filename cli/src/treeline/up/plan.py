@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import secrets
 import socket
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from treeline_operator import envoy
 from treeline_operator.api.gateway import ClientLimits
@@ -39,6 +42,8 @@ class UpOptions:
     log_level: str = "info"
     api_keys: Mapping[str, str] = field(default_factory=dict)
     """Client → its key; empty means open."""
+    probe_key: str = field(default_factory=secrets.token_urlsafe)
+    """With which we ask ourselves whether everything is ready: no client's, so none is counted for it."""
     isolation: envoy.Isolation = "PerKey"
     expose_routing: bool = True
     tracing: envoy.Tracing | None = None
@@ -68,8 +73,8 @@ TINY_MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny"
 
 def gateway_url(options: UpOptions) -> str:
     """Where clients on this machine reach the gateway; a wildcard address is reached by loopback."""
-    host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(options.host, options.host)
-    return f"http://{host}:{options.port}"
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(options.host, options.host)
+    return f"http://[{host}]:{options.port}" if ":" in host else f"http://{host}:{options.port}"
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:
@@ -138,7 +143,7 @@ def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
         ready_url=f"{gateway_url(options)}/health",
         ports={"gateway": (options.host, options.port)},
         after=("picker",),
-        ready_headers={"x-api-key": next(iter(options.api_keys.values()))} if options.api_keys else {},
+        ready_headers={"x-api-key": options.probe_key} if options.api_keys else {},
     )
 
 
@@ -166,12 +171,19 @@ def busy_ports(children: Iterable[ChildSpec]) -> list[str]:
     return found
 
 
+_WHY_BUSY: Final = {
+    errno.EADDRINUSE: "another process holds it",
+    errno.EADDRNOTAVAIL: "the address is not this machine's",
+    errno.EACCES: "ports below 1024 are for who may bind them",
+}
+
+
 def _why_busy(host: str, port: int) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As the children themselves bind: a port in TIME_WAIT is free to them.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            return error.strerror
+            return _WHY_BUSY.get(error.errno or 0, error.strerror)
     return None

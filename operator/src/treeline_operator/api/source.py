@@ -30,12 +30,12 @@ _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "s3://",
         rf"^s3://[a-z0-9][a-z0-9.-]*[a-z0-9](/{_PART})*$",
-        f"s3:// needs a bucket and a folder in it: write s3://bucket/folder, {_PLAIN}",
+        f"s3:// needs a bucket: write s3://bucket/folder, or s3://bucket for all of it, {_PLAIN}",
     ),
     (
         "gs://",
         rf"^gs://[a-z0-9][a-z0-9._-]*[a-z0-9](/{_PART})*$",
-        f"gs:// needs a bucket and a folder in it: write gs://bucket/folder, {_PLAIN}",
+        f"gs:// needs a bucket: write gs://bucket/folder, or gs://bucket for all of it, {_PLAIN}",
     ),
     (
         "oci://",
@@ -47,7 +47,7 @@ _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
     (
         "pvc://",
         rf"^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/{_PART})*$",
-        f"pvc:// needs the name of a claim and a path in it: write pvc://claim/path, {_PLAIN}",
+        f"pvc:// needs the name of a claim: write pvc://claim/path, or pvc://claim for all of it, {_PLAIN}",
     ),
     (
         "path://",
