@@ -141,7 +141,8 @@ def _ask(url: str, method: str, path: str, body: bytes | None = None) -> bytes:
         data = response.read(_MOST_BYTES)
         connection.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise CannotAsk(f"{url} does not answer as a picker's admin port: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise CannotAsk(f"{url} does not answer as a picker's admin port ({why}): start one, or give --url") from error
     if response.status in (404, 405):
         raise CannotAsk(f"{url} has no debug pages: start the picker with --enable-debug-endpoints")
     if response.status != 200:

@@ -143,7 +143,8 @@ async def test_who_cannot_be_asked_is_named_with_what_to_do(tmp_path: Path, caps
         assert "does not answer as a picker" in (await explain(capsys, "--last", "1", "--url", url))[2]
     finally:
         await admin.stop()
-    assert "does not answer" in (await explain(capsys, str(body), "--url", url))[2]
+    said = (await explain(capsys, str(body), "--url", url))[2]
+    assert "admin port (Connection refused): start one, or give --url" in said
     assert "is no address" in (await explain(capsys, str(body), "--url", "unix:/x"))[2]
     assert "No such file" in (await explain(capsys, str(tmp_path / "none"), "--url", url))[2]
 

@@ -52,7 +52,14 @@ def credentials(folder: Path | None, *, clients: bool = False) -> grpc.ServerCre
             require_client_authentication=clients,
         )
     except (OSError, ValueError) as error:
-        raise TlsError(f"--cert-path {folder}: {error}") from error
+        raise _told(folder, error) from error
+
+
+def _told(folder: Path | None, error: Exception) -> TlsError:
+    if isinstance(error, OSError) and error.filename is not None:
+        why = f"cannot read {error.filename} ({error.strerror})"
+        return TlsError(f"--cert-path: {why}: name a folder with tls.crt and tls.key that may be read")
+    return TlsError(f"--cert-path {folder}: {error}")
 
 
 def self_signed() -> tuple[bytes, bytes]:
@@ -96,7 +103,7 @@ class Certificate:
             self._files.read()
             return self._files.context(self._terms)
         except (OSError, ValueError) as error:
-            raise TlsError(f"--cert-path {self._folder}: {error}") from error
+            raise _told(self._folder, error) from error
 
     def changed(self) -> ssl.SSLContext | None:
         """Asked now and then: what the files hold, where that has changed and can be used."""

@@ -416,8 +416,8 @@ class Reason(StrEnum):
         "The picker makes nothing of what the pods publish, mostly for want of the model's tokenizer: it routes by "
         "what it sent where itself, and sees neither what the pods evict nor what others sent them.",
         "Set model.tokenizer to an hf:// uri with the model's tokenizer: its own, or that of the model from which it "
-        "was made. For a pvc:// model that pods on several nodes can mount set model.pickerReadsClaim; docs/engines.md has "
-        "the other causes.",
+        "was made. For a pvc:// model that pods on several nodes can mount set model.pickerReadsClaim; docs/engines.md "
+        "has the other causes.",
         patience_s=120,
     )
     ARGS_UNTOLD = _needs_you(
