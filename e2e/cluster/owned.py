@@ -132,7 +132,7 @@ class Registry:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
 
-def until(condition: Callable[[], bool], what: str, patience_s: float, *, every_s: float = 0.05) -> None:
+def until(condition: Callable[[], bool], what: str, patience_s: float = 60.0, *, every_s: float = 0.05) -> None:
     """Wait for a condition. Raises ClusterError when it does not come true in time."""
     deadline = time.monotonic() + patience_s
     while not condition():

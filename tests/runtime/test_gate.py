@@ -146,5 +146,5 @@ class Gates(RuleBasedStateMachine):
         assert self.gate._in_flight == +self.in_flight
 
 
-Gates.TestCase.settings = settings(stateful_step_count=40)
 TestGates = Gates.TestCase
+TestGates.settings = settings(stateful_step_count=40)
