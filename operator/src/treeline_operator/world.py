@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -349,7 +349,8 @@ class PoolWorld:
     seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
     `picker_silent_since` is when that was found. `events` are Warning events of its
     pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be read.
-    `scaling` is None while nobody has looked whether to scale it by its pickers.
+    `scaling` is None while nobody has looked whether to scale it by its pickers. `commits` are those of downloads that
+    run, by URI.
     """
 
     pool: InferencePool
@@ -363,3 +364,4 @@ class PoolWorld:
     parents: tuple[Observed, ...] = ()
     picker_silent_since: datetime | None = None
     scaling: Scaling | None = None
+    commits: Mapping[str, str] = field(default_factory=dict)

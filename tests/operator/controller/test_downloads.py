@@ -39,20 +39,22 @@ def pod(name: str, version: int, state: str = "running") -> dict[str, Any]:
     ],
 )
 def test_the_last_line_that_tells_counts(text: str, expected: tuple[int, int] | None) -> None:
-    assert parse(text) == expected
+    said = parse(text)
+    assert (said and (said.bytes_done, said.bytes_total)) == expected
 
 
 class Log:
     def __init__(self) -> None:
         self.done: int | None = 0
         self.reads = 0
+        self.more = ""
 
     async def logs(self, namespace: str, pod: str, container: str, *, tail_lines: int) -> str:
         assert (namespace, container) == ("n", "model")
         self.reads += 1
         if self.done is None:
             raise Unavailable("no kubelet")
-        return f'{{"bytes_done": {self.done}, "bytes_total": 1000}}\n'
+        return f'{{"bytes_done": {self.done}, "bytes_total": 1000{self.more}}}\n'
 
 
 def test_a_download_is_followed_while_it_runs_and_told_by_the_percent() -> None:
@@ -81,6 +83,26 @@ def test_a_download_is_followed_while_it_runs_and_told_by_the_percent() -> None:
         await asyncio.sleep(60)
         assert source.reads == reads
         assert changed == [KEY, KEY]
+        await downloads.stop()
+        await task
+
+    run(main())
+
+
+def test_the_commit_of_a_download_is_told_while_it_runs_and_the_first_one_counts() -> None:
+    async def main() -> None:
+        store, source, changed = Store(), Log(), []
+        downloads = Downloads(store, source, changed.append)
+        task = asyncio.create_task(downloads.run())
+        store.put(pod("a", 1))
+        downloads.see(KEY, store.pool_children("n", "p"))
+        for commit in ("one", "other"):
+            source.more = f', "commits": {{"hf://o/n": "{commit}"}}'
+            await asyncio.sleep(6)
+            assert downloads.commits(KEY) == {"hf://o/n": "one"}
+        assert changed == [KEY]
+        downloads.see(KEY, ())
+        assert downloads.commits(KEY) == {}
         await downloads.stop()
         await task
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from support.pool_world import HF, SimCluster, a_pool, kinds, template
+from treeline_operator.actions import Apply, Plan
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.commits import moving
+from treeline_operator.plan.pool import plan_pool
 from treeline_operator.status.pool import pool_status
 from treeline_runtime.fetch.__main__ import COMMITS
 
@@ -82,6 +85,19 @@ def test_pods_that_have_one_commit_are_no_warning_and_a_second_model_has_its_own
     cluster.converge(pool)
     lines = cluster.get("ConfigMap", "tiny-commits")["data"]["commits"].splitlines()
     assert lines == [f"{URI} {ONE}", f"hf://org/next@main {OTHER}"], "going back finds the commit of before"
+
+
+def test_a_download_that_runs_tells_it_to_those_that_begin_meanwhile() -> None:
+    pool = a_pool(**HF)
+    cluster = SimCluster()
+    cluster.converge(pool)
+    told = {URI: ONE, "hf://else/where": ONE, f"{URI}\nhf://x/y": "z"}
+    (action,) = plan_pool(replace(cluster.world(pool), commits=told)).actions
+    assert isinstance(action, Apply)
+    assert action.object["data"] == {"commits": f"{URI} {ONE}"}
+    cluster.do(Plan((action,)))
+    later = replace(cluster.world(pool), commits={URI: OTHER})
+    assert plan_pool(later).actions == (), "what is written down stays"
 
 
 @pytest.mark.parametrize(

@@ -73,8 +73,9 @@ def test_a_model_is_downloaded_once_and_found_by_the_next_pod(
     assert (first["repo"], first["revision"], first["dry_run"]) == ("org/name", "v1", True)
     assert second["revision"] == "c0ffee"  # the same files that were looked at
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == {"bytes_done": 0, "bytes_total": 5002}
-    assert lines[-1] == {"bytes_done": 5002, "bytes_total": 5002}
+    commits = {"hf://org/name@v1": "c0ffee"}
+    assert lines[0] == {"bytes_done": 0, "bytes_total": 5002, "commits": commits}
+    assert lines[-1] == {"bytes_done": 5002, "bytes_total": 5002, "commits": commits}
 
     hub.error = RuntimeError("nobody may ask")
     assert run(to) == 0
@@ -82,11 +83,16 @@ def test_a_model_is_downloaded_once_and_found_by_the_next_pod(
     assert last["bytes_done"] == last["bytes_total"]
 
 
-def test_what_was_downloaded_is_reported_with_its_commit(hub: Hub, tmp_path: Path) -> None:
+def test_what_is_downloaded_is_reported_with_its_commit(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     more = ["--tokenizer-uri", "hf://org/words", "--tokenizer-to", str(tmp_path / "words")]
     for _ in range(2):  # also by a pod that finds it complete
         assert run(tmp_path / "m", *more, uri="hf://org/name") == 0
         assert (tmp_path / "termination-log").read_text() == "hf://org/name c0ffee\nhf://org/words c0ffee"
+        told = [json.loads(line).get("commits") for line in capsys.readouterr().out.splitlines()]
+        assert told[0] == {"hf://org/name": "c0ffee"}, "before anything is there"
+        assert told[-1] == {"hf://org/name": "c0ffee", "hf://org/words": "c0ffee"}
 
 
 def test_a_download_takes_the_commit_that_other_pods_have(
@@ -109,7 +115,7 @@ def test_progress_grows_and_counts_all_folders(hub: Hub, tmp_path: Path) -> None
     for name in ("one", "two"):
         fetch(wanted("hf://org/" + name, str(tmp_path / name)), progress, every_s=0.01)
     states = [json.loads(line) for line in out.getvalue().splitlines()]
-    assert states[-1] == {"bytes_done": 10004, "bytes_total": 10004}
+    assert (states[-1]["bytes_done"], states[-1]["bytes_total"]) == (10004, 10004)
     done = [state["bytes_done"] for state in states]
     assert done == sorted(done)
     assert len(set(done)) > 2

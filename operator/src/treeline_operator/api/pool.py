@@ -288,7 +288,7 @@ class PoolStatus(TypedDict, total=False):
     modelName: str
     """Name under which clients ask for the model."""
     modelCommit: Annotated[str, StringConstraints(max_length=128)]
-    """Commit of the Hub that a branch or tag of `model.uri` means to all pods; absent until the first has downloaded
+    """Commit of the Hub that a branch or tag of `model.uri` means to all pods; absent until the first has found
     it, and where the uri names a commit itself."""
     revision: str
     """The revision that the spec asks for."""

@@ -33,6 +33,7 @@ class _Line(msgspec.Struct):
 
     bytes_done: int
     bytes_total: int = 0
+    commits: dict[str, str] = {}
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -46,6 +47,7 @@ class Downloads:
     source: Logs
     changed: Callable[[Key], None]
     _progress: dict[Key, dict[str, tuple[int, int]]] = field(default_factory=dict)
+    _commits: dict[Key, dict[str, str]] = field(default_factory=dict)
     _queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,12 +57,20 @@ class Downloads:
         """Pod → bytes done and bytes in all (0: not known), of the pool's downloads that run."""
         return self._progress.get(key, {})
 
+    def commits(self, key: Key) -> Mapping[str, str]:
+        """URI → commit, of the pool's downloads that run; the first pod's word counts."""
+        return self._commits.get(key, {})
+
     def see(self, key: Key, pods: Iterable[Observed]) -> None:
         """These are the pool's pods: if one of them downloads, follow it."""
         if any(_downloads(pod) for pod in pods):
             self._queue.add_after(key, _EVERY_S if key in self._progress else 0.0)
         else:
-            self._progress.pop(key, None)
+            self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        self._progress.pop(key, None)
+        self._commits.pop(key, None)
 
     async def run(self) -> None:
         """Until `stop`."""
@@ -72,7 +82,7 @@ class Downloads:
 
     async def _look(self, key: Key) -> Outcome:
         found: dict[str, tuple[int, int]] = {}
-        before = self._progress.get(key, {})
+        before, commits = self._progress.get(key, {}), dict(self._commits.get(key, {}))
         pods = [pod for pod in self.store.pool_children(key.namespace, key.name) if _downloads(pod)]
         for pod in pods:
             name = pod.ref.name
@@ -81,26 +91,28 @@ class Downloads:
             except KubeError as exc:
                 log.debug("no log of the download in %s: %s", name, exc)
                 text = ""
-            now = parse(text) or before.get(name)
+            said = parse(text)
+            commits = {**(said.commits if said else {}), **commits}
+            now = (said.bytes_done, said.bytes_total) if said else before.get(name)
             if now is not None:
                 found[name] = before[name] if name in before and _alike(before[name], now) else now
         if not pods:
-            self._progress.pop(key, None)
+            self._forget(key)
             return Outcome("none")
-        self._progress[key] = found
-        if found != before:
+        news = (found, commits) != (before, self._commits.get(key, {}))
+        self._progress[key], self._commits[key] = found, commits
+        if news:
             self.changed(key)
         return Outcome(after_s=_EVERY_S)
 
 
-def parse(text: str) -> tuple[int, int] | None:
-    """Bytes done and in all of the last line that tells them."""
+def parse(text: str) -> _Line | None:
+    """The last line that tells how far it is."""
     for line in reversed(text.splitlines()):
         try:
-            said = _decode(line)
+            return _decode(line)
         except (msgspec.MsgspecError, RecursionError):
             continue
-        return said.bytes_done, said.bytes_total
     return None
 
 

@@ -123,6 +123,7 @@ class Reconciler:
         await self._turn()
         world = self.observer.pool_world(pool, self.clock())
         self.downloads.see(key, world.pods)
+        world = replace(world, commits=self.downloads.commits(key))
         plan = self._planned(key, lambda: plan_pool(world))
         done = await self._execute(key, plan, pool) if plan else Done()
         gateway = key._replace(kind="gateway", name=pool.spec.gateway.name)

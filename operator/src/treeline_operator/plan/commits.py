@@ -34,11 +34,12 @@ def reported(world: PoolWorld) -> dict[str, dict[str, str]]:
 
 
 def recorded(world: PoolWorld) -> dict[str, str]:
-    """URI → commit, as it is written down: what is there stays, and of what is missing the oldest pod's word counts."""
+    """URI → commit, as it is written down: what is there stays, and of what is missing the word of the oldest pod
+    that has it counts, or else of one that downloads it."""
     there = find(world.children, "ConfigMap", names.commits(world.pool.name))
     known = commits_of(((there.object.get("data") or {}) if there is not None else {}).get(KEY, ""))
     wanted = moving(world.pool)
-    for commits in reported(world).values():
+    for commits in (*reported(world).values(), commits_of(commits_text(world.commits))):
         known = {uri: commit for uri, commit in commits.items() if uri in wanted} | known
     return known
 

@@ -1,6 +1,7 @@
 """`python -m treeline_runtime.fetch`: the command line.
 
-Standard output is read by others: a JSON object per line, `{"bytes_done": …, "bytes_total": …}`. A failure ends with
+Standard output is read by others: a JSON object per line, `{"bytes_done": …, "bytes_total": …}`, with
+`"commits": {URI: …}` once some commit of the Hub is known. A failure ends with
 status 1 and one line, `Reason: text`, on standard error and in the termination log. Reasons: DownloadFailed,
 ModelTooLarge, WeightsMissing. After a success the termination log has a line `URI COMMIT` for each model of the Hub;
 such lines in the environment, as `TREELINE_COMMITS`, say which commits to take.
@@ -39,7 +40,7 @@ def wanted(uri: str, to: str, *, weights: bool = True) -> Wanted:
         return Wanted(Bucket(uri, weights=weights), Path(to), weights)
     commit = commits_of(os.environ.get(COMMITS, "")).get(uri)
     origin = HubRepo(uri, weights=weights, commit=commit)
-    return Wanted(origin, Path(to), weights)
+    return Wanted(origin, Path(to), weights, uri)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -72,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(sys.stdout)
     began = time.monotonic()
     try:
-        everything = {uri: wanted(uri, to) for uri, to in zip(args.uri, args.to, strict=True)}
+        everything = [wanted(uri, to) for uri, to in zip(args.uri, args.to, strict=True)]
         if args.tokenizer_uri:
-            everything[args.tokenizer_uri] = wanted(args.tokenizer_uri, args.tokenizer_to, weights=False)
-        for one in everything.values():
+            everything.append(wanted(args.tokenizer_uri, args.tokenizer_to, weights=False))
+        for one in everything:
             fetch(one, progress, every_s=args.progress_seconds)
     except FetchError as error:
         line = " ".join(f"{error.reason}: {error}".split())[:_LONGEST_REASON]
@@ -83,9 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             Path(args.termination_log).write_text(line)
         return 1
-    commits = {uri: commit for uri, one in everything.items() if (commit := one.commit) and uri.startswith("hf://")}
     with contextlib.suppress(OSError):
-        Path(args.termination_log).write_text(commits_text(commits))
+        Path(args.termination_log).write_text(commits_text(progress.commits))
     logger.info("complete after %.0f s", time.monotonic() - began)
     return 0
 

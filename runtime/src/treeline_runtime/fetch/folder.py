@@ -33,11 +33,12 @@ logger = logging.getLogger("treeline.fetch")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be had, and the folder that it is to be in. `weights`: not its tokenizer alone."""
+    """What is to be had, and the folder that it is to be in. `weights`: not its tokenizer alone. `uri`: of the Hub."""
 
     origin: Origin
     to: Path
     weights: bool = True
+    uri: str | None = None
 
     @property
     def partial(self) -> Path:
@@ -62,20 +63,22 @@ class Wanted:
 
 
 class Progress:
-    """Says from time to time how much of all folders together is there."""
+    """Says from time to time how much of all folders together is there, and which `commits` they are of, by URI."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
         self._before = 0
         self._last: tuple[int, int] | None = None
         self.total = 0
+        self.commits: dict[str, str] = {}
 
     def tell(self, done: int) -> None:
         """Print the state, unless it is the one that was printed last."""
         state = (min(self._before + done, self.total), self.total)
         if state != self._last:
             self._last = state
-            print(json.dumps({"bytes_done": state[0], "bytes_total": state[1]}), file=self._out, flush=True)
+            said = {"bytes_done": state[0], "bytes_total": state[1]}
+            print(json.dumps(said | ({"commits": self.commits} if self.commits else {})), file=self._out, flush=True)
 
     def finish(self, size: int) -> None:
         """A folder is there, `size` bytes of it."""
@@ -95,9 +98,15 @@ def fetch(wanted: Wanted, progress: Progress, *, every_s: float = PROGRESS_S) ->
         if isinstance(error, FileNotFoundError | PermissionError) or error.errno in DISK_ERRORS:
             raise FetchError("DownloadFailed", f"cannot write {wanted.to}: {error.strerror}") from error
         raise
+    _note_commit(wanted, progress, wanted.commit)
     size = _size(wanted.to)
     progress.total += size
     progress.finish(size)
+
+
+def _note_commit(wanted: Wanted, progress: Progress, commit: str | None) -> None:
+    if wanted.uri and commit:
+        progress.commits[wanted.uri] = commit
 
 
 @contextlib.contextmanager
@@ -122,6 +131,7 @@ def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
         raise FetchError("DownloadFailed", f"{where}: remove it, or name another folder")
     if wanted.weights and not any(file.endswith(".safetensors") for file in listed.sizes):
         raise FetchError("WeightsMissing", f"{name} has no *.safetensors weights; other formats are not read")
+    _note_commit(wanted, progress, listed.version)
     total = sum(listed.sizes.values())
     progress.total += total
     missing = total - _size(wanted.partial)
