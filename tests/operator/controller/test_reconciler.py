@@ -57,6 +57,8 @@ class Api:
     def progress(self, key: Key) -> dict[str, Any]:
         return {}
 
+    commits = progress
+
     def emit(self, ref: Any, uid: str, type_: str, reason: str, message: str) -> None:
         self.events.append((ref.name, reason))
 
