@@ -116,7 +116,7 @@ class Fleet:
             publishers.cancel()
             tokenizers.cancel()
             announcing.cancel()
-            await asyncio.gather(*map(self._remove, list(self.members)))
+            await asyncio.gather(*map(self._halt, self.members.values()))
             await self.scraping.close()
             self._zmq.destroy(linger=0)
 
@@ -237,15 +237,18 @@ class Fleet:
     async def _remove(self, name: str) -> None:
         member = self.members.pop(name)
         self._unsubscribe(member)
+        await self._halt(member)
+        self.picker.remove_endpoint(name)
+        self.registry.remove_endpoint(name)
+        self.ways.remove(name)
+        self._on_gone(name)
+
+    async def _halt(self, member: Member) -> None:
         tasks = [*member.tasks, *([member.follower] if member.follower else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await member.client.close()
-        self.picker.remove_endpoint(name)
-        self.registry.remove_endpoint(name)
-        self.ways.remove(name)
-        self._on_gone(name)
 
     def _spawn(self, run: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
         """A task that a defect restarts instead of ending: one endpoint must not take the picker with it."""
