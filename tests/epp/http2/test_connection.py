@@ -274,6 +274,9 @@ SMALL = HELLO + frames.SETTINGS_ACK + headers(1, b"\x20" + block())
 """A peer that keeps no table."""
 CAUSED_BY_A_CLIENT = {
     "streams that are reset at once": lambda i: headers(i, block()) + frames.rst_stream(i, 8),
+    "streams that are reset, and what a proxy measures by each": lambda i: (
+        headers(i, block()) + frames.ping(b"12345678", ack=False) + frames.rst_stream(i, 8)
+    ),
     "streams that are refused": lambda i: headers(i, block()),
     "fields that are too long": lambda i: headers(i, block(("tracestate", "x" * 16_000))),
     "many fields by reference": lambda i: headers(i, b"\x84" * 700),

@@ -117,10 +117,7 @@ class Connection:
                 raise ConnectionFault(Code.PROTOCOL_ERROR, "this is not HTTP/2")
             self._greeted, at = True, len(PREFACE)
         view, size = memoryview(data), len(data)
-        while size - at >= HEAD_BYTES:
-            if most_frames <= 0:
-                self.more = True
-                break
+        while size - at >= HEAD_BYTES and most_frames > 0:
             decoded = self._fields.decoded
             length = data[at] << 16 | data[at + 1] << 8 | data[at + 2]
             if length > self.limits.frame_bytes:
@@ -141,6 +138,7 @@ class Connection:
             most_frames -= 1 + _FRAMES_A_BLOCK * (self._fields.decoded - decoded)
             at = end
         self._rest = data[at:]
+        self.more = most_frames <= 0
 
     def _on_data(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
         size = len(payload)
@@ -270,11 +268,12 @@ class Connection:
         if stream == 0 or (stream > self._last and not self.left):
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a reset of a stream that was never opened")
         if self._forget(stream, broken=False):
+            self.forgive(self.limits.paid_frames)
             events.append(Ended(stream))
-            return
-        self._nothing()
-        if stream in self._closed:  # by us, before; behind its own reset, nothing of it can be on its way
-            self._closed[stream] = False
+        else:
+            self._nothing()
+            if stream in self._closed:  # by us, before; behind its own reset, nothing of it can be on its way
+                self._closed[stream] = False
 
     def _on_settings(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
         if stream:
@@ -461,7 +460,7 @@ class Connection:
             self._sending.control(frames.goaway(frames.MOST_STREAM, Code.NO_ERROR) + frames.ping(_HEARD, ack=False))
 
     def forgive(self, count: int) -> None:
-        """Time has passed: so many frames that brought nothing do not count any more."""
+        """Time has passed, or a stream: so many frames that brought nothing do not count any more."""
         self._idle = max(0, self._idle - count)
 
     def ping(self, data: bytes) -> None:
@@ -483,7 +482,7 @@ class Connection:
     def _end(self, stream: int, known: Stream) -> None:
         assert known.answer.ending is not None
         self._sending.trailers(stream, known.answer.ending, whole=known.peer_ended)
-        self._idle = max(0, self._idle - self.limits.paid_frames)
+        self.forgive(self.limits.paid_frames)
         self._forget(stream, broken=not known.peer_ended)
 
     def _forget(self, stream: int, *, broken: bool) -> bool:

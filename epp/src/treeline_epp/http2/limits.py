@@ -25,6 +25,6 @@ class Limits(msgspec.Struct, frozen=True):
     """That bring nothing (PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, RST_STREAM of what is not open), beyond
     those that requests and answers pay for. What one of a proxy's clients can cause is not among them."""
     paid_frames: int = 16
-    """Of that kind that an answer pays for."""
+    """Of that kind that a stream pays for, when it was answered or the peer took it back."""
     bytes_a_frame: int = 256
     """Of a body, sent, that pay for one."""
