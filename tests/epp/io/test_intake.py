@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.epp_io import stored, until
-from support.raw_publisher import frame, raw_publisher
+from support.raw_zmtp import frame, raw_publisher
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.kvevents import connection
 from treeline_epp.kvevents.connection import LOOKED_AT, MOST_BYTES, Ticker

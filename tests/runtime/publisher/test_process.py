@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 from support.publisher import Consumer
+from support.raw_zmtp import is_ended, raw_client
 from support.runtime_server import eventually, make_tokenizer
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
@@ -234,6 +235,23 @@ def test_nonsense_on_the_replay_socket_is_dropped(start: Callable[..., Publisher
     assert hello == frames.Hello(EPOCH, None, None)
     snapshot = list(answers(client, frames.snapshot_request()))
     assert snapshot == [frames.SnapshotHeader(EPOCH, -1, 0), frames.SnapshotEnd()]
+
+
+@pytest.mark.parametrize(("port", "kind"), [("events_port", b"SUB"), ("load_port", b"SUB"), ("replay_port", b"DEALER")])
+def test_a_peer_whose_message_does_not_end_is_ended_and_others_hear(
+    start: Callable[..., Publisher], port: str, kind: bytes
+) -> None:
+    publisher = start().started()
+    events = publisher.socket(zmq.SUB, "events_port")
+    client = publisher.socket(zmq.DEALER, "replay_port")
+    with raw_client(publisher.ports[port], kind) as peer:
+        with contextlib.suppress(OSError):
+            peer.sendall(b"\x01\x00" * (1 << 17))
+        assert is_ended(peer)
+    (hello,) = answers(client, frames.hello_request())
+    assert hello == frames.Hello(EPOCH, None, None)
+    publisher.store(1)
+    assert decode_batch(receive(events)[2]).events
 
 
 def test_load_is_reported_in_both_forms_and_draining_with_it(start: Callable[..., Publisher]) -> None:

@@ -57,7 +57,7 @@ MOST_BYTES = {"events": 8 << 20, "replay": 8 << 20, "load": 64 << 10}
 publisher that sends more loses its connection before it is read."""
 _SOCKET_OPTIONS = {
     zmq.LINGER: 0,
-    zmq.RCVHWM: 1,  # more wait at the publisher, which keeps 100,000; `intake` relies on it
+    zmq.RCVHWM: 1,  # more wait at the publisher, which keeps thousands; `intake` relies on it
     zmq.SNDHWM: 1000,
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 500,

@@ -31,14 +31,19 @@ from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
 from treeline_runtime.publisher.announced_index import AnnouncedIndex
 from treeline_runtime.publisher.event_stream import EventStream, Message
 from treeline_runtime.publisher.load import LoadStream
+from treeline_runtime.publisher.peers import LOOK_S, Peers
 from treeline_runtime.publisher.reencode import TokenizerReencoder
 from treeline_runtime.publisher.sockets import open_keys
 
-PUB_HWM = 100_000
-"""Batches kept for one slow subscriber before it loses some (and finds the gap by seq)."""
+PUB_HWM = 10_000
+"""Batches kept for one slow subscriber before it loses some (and finds the gap by seq): as many as can be replayed."""
 LOAD_HWM = 8
+ANSWERS_HWM = 64
+REQUESTS_HWM = 16
 ANSWERS_A_CLIENT = 4
 """Requests of one client under way at once; more are dropped."""
+MOST_CLIENTS = 32
+"""Whose requests are under way at once: a snapshot has a copy of what is announced. Others ask again."""
 REQUESTS_A_TURN = 16
 TURN_S = 0.002
 """Time for answers between two looks at the inbox: what a big snapshot may delay a live event by."""
@@ -46,6 +51,11 @@ RETRY_S = 0.005
 STALLED_S = 30.0
 """An answer is given up when its client has taken nothing for this long."""
 MAX_REQUEST_BYTES = 1024
+MAX_REQUEST_FRAMES = 5
+SUBSCRIBER_BYTES = 8 << 10
+"""What a subscriber may send at once: a handshake, and what it subscribes to."""
+CLIENT_BYTES = 64 << 10
+HANDSHAKE_MS = 5000
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +100,11 @@ class Publisher:
         self._http = Outbox(context, spec.addresses.http)
         self._heartbeat = HeartbeatSender("publisher", self._http)
         self._events, events_port = self._bind(context, zmq.PUB, args.events_port, "--events-port", PUB_HWM)
-        self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", 1000)
+        self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", ANSWERS_HWM)
         self._loads, load_port = self._bind(context, zmq.PUB, args.load_port, "--load-port", LOAD_HWM)
+        self._subscribers = [Peers(sock, SUBSCRIBER_BYTES) for sock in (self._events, self._loads)]
+        self._askers = Peers(self._router, CLIENT_BYTES)
+        self._look_at = 0.0
         self._poller = zmq.Poller()
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
@@ -103,6 +116,8 @@ class Publisher:
     ) -> tuple[zmq.Socket[bytes], int]:
         made = context.socket(kind)
         made.setsockopt(zmq.SNDHWM, hwm)
+        made.setsockopt(zmq.RCVHWM, REQUESTS_HWM)
+        made.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, 1 if ":" in self._host else 0)
         if kind == zmq.ROUTER:
@@ -120,6 +135,7 @@ class Publisher:
         while True:
             self._heartbeat.beat()
             self._poller.poll(self._wait_ms(time.monotonic()))
+            self._look(time.monotonic())
             for message in self._inbox.take():
                 self._take(message)
             self._questions = [question for question in self._questions if not self._told(question)]
@@ -129,12 +145,20 @@ class Publisher:
                 self._loads.send_multipart(report, zmq.NOBLOCK)
 
     def _wait_ms(self, now: float) -> int:
-        wait_s = min(max(0.0, self._load.due_at() - now), HEARTBEAT_S)
+        wait_s = min(max(0.0, self._load.due_at() - now), HEARTBEAT_S, LOOK_S)
         if self._clients:
             # a client whose queue was full gets another try soon, the others at once
             full = all(client.held is not None for client in self._clients.values())
             wait_s = min(wait_s, RETRY_S) if full else 0.0
         return int(wait_s * 1000 + 0.999)
+
+    def _look(self, now: float) -> None:
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_S
+        for peers in (*self._subscribers, self._askers):
+            if ended := peers.look(now):
+                logger.warning("%d connections were ended: too many, or they sent more than they may", ended)
 
     def _take(self, message: CacheUpdate | LoadUpdate | DrainReq | AnnouncedReq) -> None:
         match message:
@@ -162,12 +186,20 @@ class Publisher:
         """Takes waiting requests, a bounded number of them."""
         for _ in range(REQUESTS_A_TURN):
             try:
-                identity, *message = self._router.recv_multipart(zmq.NOBLOCK)
+                frame = self._router.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            frames, fd = [frame.bytes], int(frame.get(zmq.SRCFD))
+            while frame.more:
+                frame = self._router.recv(copy=False)
+                if len(frames) <= MAX_REQUEST_FRAMES:
+                    frames.append(frame.bytes)
+            identity, *message = frames
             client = self._clients.get(identity) or _Client(moved_at=time.monotonic())
-            answer = self._stream.on_request(message) if len(client.answers) < ANSWERS_A_CLIENT else None
+            room = identity in self._clients or len(self._clients) < MOST_CLIENTS
+            answer = self._stream.on_request(message) if room and len(client.answers) < ANSWERS_A_CLIENT else None
             if answer is not None:
+                self._askers.asked(fd)
                 client.answers.append(answer)
                 self._clients[identity] = client
 

@@ -1,4 +1,4 @@
-"""A publisher that speaks ZMTP byte by byte, for what ZMQ itself would never send: messages that do not end."""
+"""Peers that speak ZMTP byte by byte, for what ZMQ itself would never send: messages that do not end."""
 
 from __future__ import annotations
 
@@ -22,6 +22,26 @@ def _greet(peer: socket.socket, kind: bytes) -> None:
         left -= len(peer.recv(left))
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind
     peer.sendall(bytes([4, len(ready)]) + ready)
+
+
+def raw_client(port: int, kind: bytes) -> socket.socket:
+    """Connected to a ZMQ socket on this machine, as one of this kind."""
+    peer = socket.create_connection(("127.0.0.1", port))
+    peer.settimeout(30)
+    _greet(peer, kind)
+    return peer
+
+
+def is_ended(peer: socket.socket) -> bool:
+    """Wait until the other side has ended the connection."""
+    try:
+        while peer.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 @contextlib.contextmanager

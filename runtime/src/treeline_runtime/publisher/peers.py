@@ -1,0 +1,87 @@
+"""Who is connected to a publisher's socket: how many, and how much they may send, which is little.
+
+ZMQ bounds a frame, but not how many frames a message has, how many subscriptions a peer makes (each byte of which costs
+some 40) or how many peers there are. So the kernel's count of what each has sent is looked at often, and a connection
+that has sent more than its share is ended; what was kept of it goes with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+from treeline_wire import tcp_counts
+from zmq.utils.monitor import parse_monitor_message
+
+LOOK_S: Final = 0.1
+"""Between two looks."""
+MOST_PEERS: Final = 256
+"""Of one socket: pickers, and their workers. Who comes later is sent away."""
+BYTES_A_SECOND: Final = 64
+"""A heartbeat with CURVE has 42."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    connection: int
+    since: float
+    sent: int = 0
+    asked: bool = False
+    """It has sent a request that is answered since the last look."""
+
+
+class Peers:
+    """Of one bound socket. `burst`: bytes that a peer may send at once."""
+
+    def __init__(self, sock: zmq.Socket[bytes], burst: int) -> None:
+        self._burst = burst
+        self._monitor = sock.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
+        self._peers: dict[int, _Peer] = {}
+        """By the number of their connection's file."""
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def asked(self, fd: int) -> None:
+        """A request that is answered has come from there: it may send as much again."""
+        if peer := self._peers.get(fd):
+            peer.asked = True
+
+    def look(self, now: float) -> int:
+        """How many connections were ended."""
+        ended = 0
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            fd = int(event["value"])
+            if event["event"] == zmq.Event.DISCONNECTED:
+                self._peers.pop(fd, None)
+            elif len(self._peers) >= MOST_PEERS:
+                ended += _end(fd)
+            else:
+                try:
+                    self._peers[fd] = _Peer(tcp_counts.identity(fd), now)
+                except OSError:  # it has gone
+                    self._peers.pop(fd, None)
+        for fd, peer in list(self._peers.items()):
+            try:
+                if tcp_counts.identity(fd) != peer.connection:
+                    continue  # that it has gone will be told
+                sent = tcp_counts.received(fd)
+            except OSError:
+                continue
+            if peer.asked:
+                peer.asked, peer.sent, peer.since = False, sent, now
+            elif sent - peer.sent > self._burst + BYTES_A_SECOND * (now - peer.since):
+                ended += _end(fd)
+                del self._peers[fd]
+        return ended
+
+
+def _end(fd: int) -> bool:
+    """Whether it was there."""
+    try:
+        tcp_counts.end(fd)
+    except OSError:
+        return False
+    return True
