@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +90,34 @@ async def test_a_replay_socket_that_is_lost_alone_is_missed(caplog: pytest.LogCa
             async with subscribed(KvSource("127.0.0.1", fake.events_port, port)) as script:
                 await until(lambda: script.disconnected, "its session ends", 30)
                 assert "it is gone (replay)" in caplog.text
+
+
+STALLED = """
+import sys, time, zmq
+from treeline_epp.kvevents.connection import _SOCKET_OPTIONS
+context = zmq.Context()
+ours, theirs = context.socket(zmq.SUB), context.socket(zmq.XPUB)
+for option, value in _SOCKET_OPTIONS.items():
+    ours.setsockopt(option, value)
+theirs.bind("tcp://127.0.0.1:*")
+lost = ours.get_monitor_socket(zmq.Event.DISCONNECTED)
+ours.subscribe(b"")
+ours.connect(theirs.last_endpoint)
+theirs.recv()
+for number in range(100):
+    theirs.send(b"%d" % number)
+print("lost" if lost.poll(5000) else "kept", flush=True)
+for number in range(100):
+    assert ours.poll(30_000) and ours.recv() == b"%d" % number
+print("all came")
+context.destroy(linger=0)
+"""
+
+
+@pytest.mark.deep
+def test_messages_that_wait_for_long_end_neither_the_connection_nor_the_process() -> None:
+    run = subprocess.run([sys.executable, "-c", STALLED], capture_output=True, text=True, timeout=90)
+    assert (run.returncode, run.stdout.split("\n")[:2]) == (0, ["kept", "all came"]), run.stderr
 
 
 @contextlib.contextmanager

@@ -61,9 +61,13 @@ _SOCKET_OPTIONS = {
     zmq.SNDHWM: 1000,
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 500,
-    # A peer whose machine has vanished closes nothing; heartbeats notice.
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 3000,
+    # A peer whose machine has vanished closes nothing; the kernel notices. ZMQ's own heartbeats end a connection whose
+    # messages wait here for longer, too, and then its assertion ends the whole process (libzmq issue 3937).
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 1,
+    zmq.TCP_KEEPALIVE_INTVL: 1,
+    zmq.TCP_KEEPALIVE_CNT: 3,
+    zmq.TCP_MAXRT: 4000,
     zmq.IPV6: 1,
 }
 _PAUSE_S = 0.05

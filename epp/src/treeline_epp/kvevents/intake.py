@@ -16,7 +16,7 @@ from treeline_wire.tcp_counts import identity, received, unread
 MOST_FRAMES: Final = 5
 """Of a message: no form has more."""
 _SPARE_BYTES: Final = 1 << 20
-"""Headers, what ZMQ reads in one go (8 KiB), and the heartbeats of one that says nothing: 7 bytes a second."""
+"""Headers, what ZMQ reads in one go (8 KiB), and heartbeats of the peer while it says nothing."""
 
 
 class IntakeError(Exception):

@@ -19,7 +19,7 @@ LOOK_S: Final = 0.1
 MOST_PEERS: Final = 256
 """Of one socket: pickers, and their workers. Who comes later is sent away."""
 BYTES_A_SECOND: Final = 64
-"""A heartbeat with CURVE has 42."""
+"""A heartbeat with CURVE has 42; others' subscribers may send some."""
 
 
 @dataclass(slots=True)
