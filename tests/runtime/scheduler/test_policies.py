@@ -321,6 +321,31 @@ def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) ->
     engine.run()
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_large_prompt_beside_its_clients_long_answer_is_not_passed_for_ever(tiny: Path, fits: bool) -> None:
+    """Of another client small ones come without end. One that would not fit without them either holds up nobody."""
+    engine = Recorder(tiny, max_total_tokens=512, starvation_bound=5.0, max_running_requests=16)
+    engine.submit("long", prompt(1, 30), max_new_tokens=150, ignore_eos=True, client="ada")
+    small = 0
+    for step in range(60):
+        running = [req for req in engine.decode.running.values() if req.client == "bob"]
+        waiting = [req for req in engine.prefill.waiting.values() if req.client == "bob"]
+        for _ in range(8 - len(running) - len(waiting)):
+            engine.submit(f"small {small}", prompt(100 + small, 30), max_new_tokens=8, client="bob")
+            small += 1
+        if step == 5:
+            engine.submit("large", prompt(2, 200 if fits else 300), max_new_tokens=8, client="ada")
+        engine.step()
+        if ended(engine, "large"):
+            break
+    assert ended(engine, "large") == fits
+    assert not ended(engine, "long")
+    if not fits:
+        assert engine.last(f"small {small - 12}").finish is not None
+    engine.abort()
+    engine.run()
+
+
 def ended(engine: Recorder, rid: str) -> bool:
     return bool(engine.outs.get(rid)) and engine.last(rid).finish is not None
 

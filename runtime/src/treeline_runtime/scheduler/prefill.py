@@ -167,7 +167,7 @@ class PrefillManager:
                 continue
             alone = not running and not batch.reqs
             if not self._fits(req, match, None if alone else reserved + spare):
-                if spare:
+                if spare and not self._is_kept_out_by_others(req, [*running, *batch.reqs], ratio):
                     full.add(req.client)
                     continue
                 break
@@ -194,6 +194,14 @@ class PrefillManager:
             prompt = len(req.tokens) + min(req.max_new_tokens, 1)
             return self._cache.pages_for(prompt) - match.num_pages <= available
         return cost_pages(req, matched, self._page_size) <= available - reserved
+
+    def _is_kept_out_by_others(self, req: Req, running: Iterable[Req], ratio: float) -> bool:
+        """It has waited for the starvation bound, and would fit beside what runs of its own client."""
+        if self._clock() - req.waiting_since + req.waited_s < self._starvation_bound:
+            return False
+        own = [other for other in running if other.client == req.client]
+        held = sum(other.num_pages for other in own) + reserved_pages(own, ratio, self._page_size)
+        return held + self._spare_pages + cost_pages(req, 0, self._page_size) <= self._cache.pool.num_pages
 
     def to_preempt(self, running: Collection[Req], free_rows: int, ratio: float) -> list[Req]:
         """Who must be retracted so that the first request of a client can be admitted: the fewest, if more urgent than
