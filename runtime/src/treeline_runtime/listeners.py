@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,12 @@ from treeline_runtime.args import ServerArgs
 
 SPREADS = sys.platform == "linux"
 """Whether new connections are spread over the sockets that share a port (SO_REUSEPORT means other things elsewhere)."""
+
+
+_FIXES = {
+    errno.EADDRINUSE: ": another program listens there; end it, or give another port",
+    errno.EACCES: ": ports below 1024 are for root; give a larger one",
+}
 
 
 class ListenError(Exception):
@@ -61,8 +68,8 @@ def listen(host: str, port: int, flag: str, *, closed: bool = False, shared: boo
     """
     try:
         family, kind, proto, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ListenError(f"--{flag}host: {host!r} is no address of this machine: {error.strerror}") from None
+    except (socket.gaierror, UnicodeError):  # the latter for what cannot be a name
+        raise ListenError(_no_address(flag, host)) from None
     if closed and not is_loopback(str(where[0])):
         raise ListenError(
             f"--{flag}host: refusing to serve administration on {host} without a key: whoever can connect could end "
@@ -77,10 +84,19 @@ def listen(host: str, port: int, flag: str, *, closed: bool = False, shared: boo
         made.listen(2048)
     except OSError as error:
         made.close()
-        fix = " (0 = any free port; off = none)" if flag else ""
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ListenError(_no_address(flag, host)) from None
+        fix = _FIXES.get(error.errno or 0, "") + (" (0 = any free port; off = none)" if flag else "")
         raise ListenError(f"--{flag}port: cannot listen on {host}:{port}: {error.strerror}{fix}") from None
     made.setblocking(False)
     return made
+
+
+def _no_address(flag: str, host: str) -> str:
+    return (
+        f"--{flag}host: {host!r} is no address of this machine: give 127.0.0.1 (this machine alone), 0.0.0.0 (all its "
+        f"networks), or one of its own addresses; the port is --{flag}port"
+    )
 
 
 def join(first: socket.socket) -> socket.socket:

@@ -64,3 +64,9 @@ def test_a_socket_of_its_own_cannot_be_joined() -> None:
         pytest.raises(OSError, match="Address already in use"),
     ):
         join(alone)
+
+
+@pytest.mark.parametrize("host", ["nosuch.invalid", "a" * 70, "", "127.0.0.1:80", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_says_what_to_give(host: str) -> None:
+    with pytest.raises(ListenError, match=r"^--metrics-host: .* is no address of this machine: give 127\.0\.0\.1 "):
+        listen(host, 0, "metrics-")

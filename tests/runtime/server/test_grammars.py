@@ -253,7 +253,7 @@ def test_a_schema_keeps_its_members_and_their_order(properties: dict[str, Any]) 
 async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_not(isolation: str) -> None:
     sent = list[GenerateReq]()
 
-    async def keep(requests: list[GenerateReq], **_: object) -> None:
+    def keep(requests: list[GenerateReq], **_: object) -> None:
         sent.extend(requests)
 
     service = mock.Mock(Service, budget=ByteBudget(1 << 20), manager=mock.Mock(open=keep), state=State(ready=True))

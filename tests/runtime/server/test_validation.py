@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from typing import Any
 
 import httpx
@@ -357,3 +358,49 @@ def test_a_model_of_text_makes_no_vectors_and_says_what_to_ask_it(http: httpx.Cl
     assert "makes text. Use /v1/chat/completions" in answer.json()["error"]["message"]
     info = http.get("/server_info").json()
     assert (info["task"], info["pooling"]) == ("generate", None)
+
+
+HALVES = [r"\ud800", r"\udc00", r"\ud800x", r"\uD83D\uD83D", r"\ude00\ud83d", r"\\\ud800"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, '{"messages":[{"role":"user","content":"%s"}]}'),
+        (CHAT, '{"messages":[{"role":"user","content":"hi"}],"stop":["%s"]}'),
+        (CHAT, '{"messages":[{"role":"user","content":"hi"}],"logit_bias":{"%s":1}}'),
+        (CHAT, '{"messages":[{"role":"user","content":"hi"}],"tools":[{"type":"function","function":{"name":"%s"}}]}'),
+        (TEXT, '{"prompt":"%s"}'),
+        (TEXT, '{"prompt":"hi","user":"' + 9000 * "a" + '%s"}'),
+        ("/generate", '{"text":"hi","rid":"%s"}'),
+        ("/v1/responses", '{"input":"%s"}'),
+    ],
+    ids=["content", "stop", "logit_bias", "tools", "prompt", "large", "rid", "input"],
+)
+def test_half_of_a_surrogate_pair_is_named_wherever_it_is(http: httpx.Client, path: str, body: str, half: str) -> None:
+    answer = http.post(path, content=(body % half).encode(), headers={"content-type": "application/json"})
+    refused(answer, None)
+    assert "half of a surrogate pair" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "[1, Infinity]"])
+def test_what_is_no_number_in_json_is_named(http: httpx.Client, number: str) -> None:
+    answer = http.post(TEXT, content=f'{{"prompt":"a \\ud83d\\ude00", "temperature": {number}}}'.encode())
+    refused(answer, None)
+    assert "NaN and Infinity" in answer.json()["error"]["message"]
+
+
+def test_what_is_cut_off_is_told_as_that(http: httpx.Client) -> None:
+    answer = http.post(TEXT, content=rb'{"prompt":"NaN \\ud800 \ud83d\ude00')
+    refused(answer, None)
+    assert "truncated" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/messages", "/tokenize"])
+def test_compressed_bodies_are_415(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    assert "'gzip' are not read: send JSON as it is" in answer.json()["error"]["message"]
+    plain = http.post("/tokenize", json={"prompt": "a"}, headers={"content-encoding": "Identity"})
+    assert plain.status_code == 200

@@ -18,7 +18,7 @@ import msgspec
 from treeline_runtime.messages import Grammar
 from treeline_runtime.server.errors import invalid, short
 from treeline_runtime.server.fields import check_unknown
-from treeline_runtime.server.http import ApiError, encode_json
+from treeline_runtime.server.http import ApiError, encode_json, why_not_json
 
 MAX_SOURCE_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 128
@@ -252,7 +252,7 @@ def _parsed(text: str, param: str) -> Any:
     try:
         return _decode(_text(text, param))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise invalid(param, f"not JSON: {short(error)}") from None
+        raise invalid(param, f"not JSON: {short(why_not_json(text.encode('utf-8', 'surrogatepass'), error))}") from None
 
 
 def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:

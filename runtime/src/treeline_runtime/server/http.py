@@ -7,6 +7,7 @@ not.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,11 @@ _CLIENT, _ISOLATION = wire_headers.CLIENT.encode(), wire_headers.ISOLATION.encod
 
 _SEND_BYTES = 256 << 10
 """Of one piece of an answer: the connection's buffer is looked at in between."""
+
+_PAIR = re.compile(rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
+"""Half of which may be no half; and backslashes that begin no escape."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NOT_A_NUMBER = re.compile(rb"[\[:,]\s*-?(?:NaN|Infinity)\b")
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -200,10 +206,17 @@ class Request:
     async def read_body(self, limit: int, reservation: Reservation) -> None:
         """Reads all of it into `parts`, for as long as `reservation` can grow with them.
 
-        Raises ApiError 413 beyond `limit`, ClientGone when the client leaves first, what the reservation raises. A body
-        that is announced as too large is not waited for.
+        Raises ApiError 413 beyond `limit`, 415 for a body that is compressed, ClientGone when the client leaves first,
+        what the reservation raises. A body that is announced as too large is not waited for.
         """
         self.reservation = reservation
+        if (coding := self.header(b"content-encoding") or b"identity").lower() != b"identity":
+            raise ApiError(
+                415,
+                f"Bodies of Content-Encoding {coding.decode('latin-1')[:40]!r} are not read: send JSON as it is",
+                code="unsupported_content_encoding",
+                headers=((b"accept-encoding", b"identity"),),
+            )
         announced = _content_length(self)
         self._check_size(announced, limit)
         reservation.check(announced)
@@ -255,10 +268,19 @@ def json_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ApiError(400, "The body is nested too deeply") from None
     except (msgspec.MsgspecError, ValueError) as error:
-        raise ApiError(400, f"The body is not valid JSON: {error}") from None
+        raise ApiError(400, f"The body is not valid JSON: {why_not_json(body, error)}") from None
     if not isinstance(value, dict):
         raise ApiError(400, "The body must be a JSON object")
     return value
+
+
+def why_not_json(text: bytes, error: Exception) -> str:
+    """What is wrong with it, in words where `error` has none for what clients really send."""
+    if _SURROGATE.search(_PAIR.sub(b"", text)):
+        return "it contains half of a surrogate pair (as \\ud800), which is no text"
+    if _NOT_A_NUMBER.search(text):
+        return "NaN and Infinity are no numbers there; leave such a member out"
+    return str(error)
 
 
 def named_event(name: str, value: Any) -> bytes:
