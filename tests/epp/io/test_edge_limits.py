@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.envoy import self_signed
 from support.epp_io import Plane, data_plane, engines, until
 from support.http import client
 from support.ports import free_ports
@@ -300,6 +301,23 @@ async def test_connections_without_a_request_end_soon_where_they_would_keep_othe
             return (await http1(port, head(2, key="sk-ada-1") + b"{}")).status == 200
 
         await until(served, "somebody with a key has a place", 60)
+        for _, writer in opened:
+            writer.close()
+
+
+async def test_handshakes_that_are_not_begun_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
+    limits = Limits(connections=20, idle_timeout_s=3600, headers_timeout_s=3600)
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits, tls=self_signed(tmp_path)) as plane:
+        port = plane.envoy.config.listen_port
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(25)]
+
+        async def served() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                async with client(base_url=f"https://127.0.0.1:{port}", verify=False) as http:
+                    return (await http.get("/v1/models")).status_code == 200
+            return False
+
+        await until(served, "somebody else has a place", 60)
         for _, writer in opened:
             writer.close()
 

@@ -55,11 +55,9 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
             overload_v3.ScaleTimersOverloadActionConfigScaleTimer(timer=timer, min_timeout=timedelta(seconds=seconds))
             for timer, seconds in (
                 (timers.HTTP_DOWNSTREAM_CONNECTION_IDLE, _IDLE_S),
-                (timers.TRANSPORT_SOCKET_CONNECT, _IDLE_S),
                 # A stream is idle when its body stops half way, when nobody reads its answer, and also while it waits
                 # for its first token. Some of the latter are lost; without this, every new request would be.
                 (timers.HTTP_DOWNSTREAM_STREAM_IDLE, _SILENT_S),
-                (timers.HTTP_DOWNSTREAM_STREAM_FLUSH, _SILENT_S),
             )
         ]
     )
