@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from support.pool_world import a_pool
+from support.pool_world import SimCluster, a_pool
+from treeline_epp.kube.pools import Pool, own_pool
 from treeline_operator.api.conditions import Reason
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
@@ -17,6 +19,7 @@ from treeline_operator.plan.presets import OWN, PresetProblem, resolved
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template
 from treeline_operator.status.causes import Cause
+from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Images, Platform, _presets
 
 H100: dict[str, Any] = {
@@ -127,6 +130,23 @@ def test_the_operator_reads_pools_with_their_presets() -> None:
     unknown = seen(Platform())
     assert isinstance(unknown, Cause)
     assert unknown.reason is Reason.PRESET_MISSING
+
+
+def test_a_picker_sees_the_pool_that_the_preset_makes_of_it() -> None:
+    preset = {"engine": {**H100["engine"], "port": 9000}, "endpointPicker": {"policy": "prefix_hash"}}
+    own = a_pool(preset="p", model={"uri": "hf://o/n"}, metadata={"resourceVersion": "1"})
+    whole = resolved(own, {"p": preset})
+    status = pool_status(SimCluster().world(whole))
+    assert status["preset"]["name"] == "p"
+
+    def seen(pool: InferencePool, **fields: Any) -> Pool:
+        return own_pool(msgspec.Raw(msgspec.json.encode(pool.model_dump(mode="json", by_alias=True) | fields)))
+
+    assert seen(own, status=status) == seen(whole)
+    assert seen(own).engine == "treeline", "before the operator has said anything"
+    other = a_pool(preset="q", model={"uri": "hf://o/n"})
+    assert seen(other, status=status) == seen(other), "what it said of another preset"
+    assert "preset" not in pool_status(SimCluster().world(a_pool()))
 
 
 def test_presets_are_given_as_json_or_by_the_values_of_the_chart(tmp_path: Path) -> None:

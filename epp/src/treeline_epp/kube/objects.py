@@ -102,6 +102,25 @@ class OwnPoolSpec(msgspec.Struct):
     engine: _Engine = msgspec.field(default_factory=_Engine)
     gateway: _GatewayRef = msgspec.field(default_factory=_GatewayRef)
     endpoint_picker: _EndpointPicker = msgspec.field(name="endpointPicker", default_factory=_EndpointPicker)
+    preset: str | None = None
+
+
+class _Preset(msgspec.Struct):
+    name: str
+    engine: str
+    port: int
+    adapters: list[str] = []
+    policy: str = ""
+
+
+class _OwnPoolStatus(msgspec.Struct):
+    preset: _Preset | None = None
+
+
+class OwnPool(Specified[OwnPoolSpec]):
+    """An InferencePool of treeline.dev/v1alpha1. The operator says in its status what it is over its preset."""
+
+    status: _OwnPoolStatus = msgspec.field(default_factory=_OwnPoolStatus)
 
 
 class _LabelSelector(msgspec.Struct, rename="camel"):

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 from treeline_wire import labels
 from treeline_wire.models import PoolClaim, served_name
 
-from treeline_epp.kube.objects import OldPoolSpec, OwnPoolSpec, Specified, UpstreamPoolSpec
+from treeline_epp.kube.objects import OldPoolSpec, OwnPool, Specified, UpstreamPoolSpec
 
 OWN_GROUP = "treeline.dev"
 UPSTREAM_GROUP = "inference.networking.k8s.io"
@@ -55,7 +56,7 @@ def own_pool(data: msgspec.Raw) -> Pool:
     """An InferencePool of treeline.dev. Raises `msgspec.MsgspecError`."""
     found = _own(data)
     spec, meta = found.spec, found.metadata
-    return Pool(
+    pool = Pool(
         meta.name,
         {labels.POOL: meta.name},
         (spec.engine.port,),
@@ -66,6 +67,11 @@ def own_pool(data: msgspec.Raw) -> Pool:
         engine=spec.engine.type,
         policy=_policy(spec.endpoint_picker.policy, spec.endpoint_picker.policy_parameters or {}),
     )
+    told = found.status.preset
+    if told is None or told.name != spec.preset:
+        return pool
+    adapters = tuple(told.adapters)
+    return replace(pool, ports=(told.port,), adapters=adapters, engine=told.engine, policy=told.policy)
 
 
 def upstream_pool(data: msgspec.Raw) -> Pool:
@@ -103,6 +109,6 @@ def _foreign(name: str, selector: Mapping[str, str], ports: tuple[int, ...]) -> 
     return Pool(name, selector, ports, ranks=True, trust_ready=True)
 
 
-_own = msgspec.json.Decoder(Specified[OwnPoolSpec]).decode
+_own = msgspec.json.Decoder(OwnPool).decode
 _upstream = msgspec.json.Decoder(Specified[UpstreamPoolSpec]).decode
 _old = msgspec.json.Decoder(Specified[OldPoolSpec]).decode

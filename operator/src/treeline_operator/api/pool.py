@@ -234,6 +234,22 @@ class RoutingStatus(TypedDict, total=False):
 
 
 @DOCUMENTED
+class PresetStatus(TypedDict):
+    """What a pool is over its preset, as far as pickers go by it: they do not know presets."""
+
+    name: Annotated[str, StringConstraints(max_length=63)]
+    """Name of the preset."""
+    engine: Annotated[str, StringConstraints(max_length=32)]
+    """Type of the engine."""
+    port: int
+    """Port of the OpenAI API in the pods."""
+    adapters: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=64)]
+    """Names of the adapters."""
+    policy: Annotated[str, StringConstraints(max_length=1024)]
+    """Policy of the picker, with its parameters."""
+
+
+@DOCUMENTED
 class DownloadStatus(TypedDict, total=False):
     """How far the download of the weights is."""
 
@@ -302,6 +318,8 @@ class PoolStatus(TypedDict, total=False):
     """How far the download of the weights is; absent when nothing is downloaded."""
     autoscaling: AutoscalingStatus
     """The last time that the operator set the replicas; absent until it has."""
+    preset: PresetStatus
+    """What the pool is over its preset; absent without one."""
     routing: RoutingStatus
     """How the picker finds what the pods have cached; absent until it has asked them."""
 

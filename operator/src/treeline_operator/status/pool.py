@@ -12,7 +12,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
-from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, RoutingStatus
+from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, PresetStatus, RoutingStatus
 from treeline_operator.plan import claims, commits, pod_state, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
@@ -73,6 +73,14 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     )
     if url := gateway_status.url(world, view.shared):
         status["url"] = url
+    if name := pool.spec.preset:
+        status["preset"] = PresetStatus(
+            name=name,
+            engine=pool.spec.engine.type,
+            port=pool.spec.engine.port,
+            adapters=[adapter.name for adapter in pool.spec.engine.adapters],
+            policy=pool.spec.endpoint_picker.chosen,
+        )
     if commit := commits.recorded(world).get(pool.spec.model.uri):
         status["modelCommit"] = commit
     if (download := _download(view)) is not None:
