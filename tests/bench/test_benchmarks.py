@@ -225,6 +225,7 @@ def test_the_engine_is_measured_beside_what_the_device_could_do(
     assert (decode.metric, decode.reference, decode.ratio) == ("engine.decode.tiny.b1.ctx512", 4.0, 1.25)
 
 
+@pytest.mark.deep
 def test_the_engine_really_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine, "has_cuda", lambda: False)
     rows = {row.metric: row.value for row in engine.run(Context(Remembered(), tmp_path, quick=True))}

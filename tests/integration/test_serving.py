@@ -135,6 +135,7 @@ def test_two_prompts_that_share_two_thousand_tokens_meet_on_one_runtime(stack: S
     assert int(second.headers[headers.CACHED_TOKENS]) == usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.deep
 async def test_two_hundred_requests_of_sixteen_clients_over_eight_prefixes(stack: Stack, aclient: AsyncOpenAI):
     """Every request is answered, and after the first of each prefix nearly all of every prompt comes from a cache."""
     prefixes = [text(300, seed=100 + index) for index in range(8)]

@@ -96,8 +96,15 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+LONG = {"tree_of_thought", "skeleton_of_thought", "expert_answer", "judge", "multi_turn"}
+
+
 @pytest.mark.parametrize(
-    ("body", "arguments", "sampling"), PROGRAMS + DECIDING, ids=lambda part: getattr(part, "__name__", "")
+    ("body", "arguments", "sampling"),
+    [
+        pytest.param(*one, id=one[0].__name__, marks=[pytest.mark.deep] * (one[0].__name__ in LONG))
+        for one in PROGRAMS + DECIDING
+    ],
 )
 def test_programs_find_what_the_model_is_known_to_say(
     backend: RuntimeEndpoint, tokenizer: Any, body: Any, arguments: dict[str, Any], sampling: dict[str, Any]

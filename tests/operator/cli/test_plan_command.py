@@ -121,7 +121,14 @@ SECURED = """
 """
 
 
-@pytest.mark.parametrize("off", ["tls: {secretRef: {name: certificate}}", "apiKeysSecretRef: {name: clients}", ""])
+@pytest.mark.parametrize(
+    "off",
+    [
+        pytest.param("tls: {secretRef: {name: certificate}}", marks=pytest.mark.deep),
+        pytest.param("apiKeysSecretRef: {name: clients}", marks=pytest.mark.deep),
+        "",
+    ],
+)
 def test_what_is_taken_out_of_a_pool_is_gone_from_what_would_be(off: str, tmp_path: Path) -> None:
     """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
     whole = AFTER + SECURED

@@ -153,9 +153,11 @@ def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
             {"template": {"spec": {"nodeSelector": {"gpu": "misspelt"}}}},
             "node(s) didn't match Pod's node affinity",
         ),
-        ({"engine": {"resources": {"requests": {"cpu": "64"}}}}, "Insufficient cpu"),
-        ({}, "node(s) had untolerated taint {sick: true}"),
-        ({}, "pod has unbound immediate PersistentVolumeClaims"),
+        pytest.param(
+            {"engine": {"resources": {"requests": {"cpu": "64"}}}}, "Insufficient cpu", marks=pytest.mark.deep
+        ),
+        pytest.param({}, "node(s) had untolerated taint {sick: true}", marks=pytest.mark.deep),
+        pytest.param({}, "pod has unbound immediate PersistentVolumeClaims", marks=pytest.mark.deep),
     ],
 )
 def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(

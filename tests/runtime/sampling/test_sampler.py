@@ -83,7 +83,7 @@ def test_filtered_frequencies_are_renormalised() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("ranked", [16, 1024])
+@pytest.mark.parametrize("ranked", [16, pytest.param(1024, marks=pytest.mark.deep)])
 def test_every_token_is_drawn_as_often_as_its_probability_says(
     params: dict[str, Any], ranked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,14 @@ def test_chunks_agree(tiny: Path, chunk: int) -> None:
     assert engine.generate("a", ids, max_new_tokens=N) == alone(tiny, ids)
 
 
-@pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"chunked_prefill_size": 16, "schedule_policy": "lpm"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.deep),
+        {"overlap_depth": 1},
+        pytest.param({"chunked_prefill_size": 16, "schedule_policy": "lpm"}, marks=pytest.mark.deep),
+    ],
+)
 def test_alone_and_in_a_batch_of_32_agree(tiny: Path, settings: dict[str, Any]) -> None:
     shared = prompt(4, 40)
     prompts = [shared[: random.Random(i).randint(0, 40)] + prompt(100 + i, 3 + i % 9) for i in range(32)]
