@@ -1,0 +1,74 @@
+"""Thousands of generations of one client, from the HTTP process through the scheduler's inbox, and another's one."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.runtime_engine import Harness
+from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
+from treeline_runtime.ipc import READ_AT_ONCE
+from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.tokenizer_manager import InflightRequest, TokenizerManager
+
+STEPS = 8
+"""Two in which the inbox is emptied of what went before, and some in which the scheduler's answer comes back, the
+prompt is computed and its token is told."""
+
+
+class Line(deque[Any]):
+    def send(self, message: msgspec.Struct) -> bool:
+        self.append(message)
+        return True
+
+
+class World:
+    """As between processes: so many messages a step, and answers when it is over."""
+
+    def __init__(self, model: Path) -> None:
+        self.engine = Harness(model, max_running_requests=8)
+        self.engine.check_integrity = lambda: None  # type: ignore[method-assign]  # of thousands, in each step
+        self.line = Line()
+        self.manager = TokenizerManager(Metrics("m"), self.line, Line())
+
+    def open(self, client: str, name: str, count: int, tokens: int) -> InflightRequest:
+        sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+        return self.manager.open([GenerateReq(f"{name}:{i}", [7], sampling, client=client) for i in range(count)])
+
+    def step(self) -> None:
+        self.engine.inbox.extend(self.line.popleft() for _ in range(min(READ_AT_ONCE, len(self.line))))
+        self.engine.step()
+        for reply in self.engine.replies:
+            self.manager.on_reply(reply)
+        self.engine.replies.clear()
+
+    def steps_until_told(self, inflight: InflightRequest) -> int:
+        """Of its first token."""
+        (id,) = inflight.ids
+        for steps in range(1, 200):
+            self.step()
+            if any(out.token_ids for out in self.engine.outs.get(id, ())):
+                return steps
+        raise AssertionError(f"it waits: {len(self.line)} in the inbox, {len(self.engine.prefill.waiting)} waiting")
+
+
+@pytest.mark.parametrize("closing", [False, True], ids=["as they come", "as they leave"])
+def test_a_single_request_is_told_within_a_few_steps(tiny: Path, closing: bool) -> None:
+    world = World(tiny)
+    hostile = [world.open("hostile", str(i), 1024, 100) for i in range(MAX_GENERATIONS_OF_CLIENT // 1024)]
+    for _ in range(16 if closing else 3):
+        world.step()
+    if closing:
+        for inflight in hostile:
+            inflight.close()
+        hostile = [world.open("hostile", f"again {i}", 1024, 100) for i in range(4)]
+    for name in ("one", "two"):
+        other = world.open("other", name, 1, 1)
+        assert world.steps_until_told(other) <= STEPS
+        other.close()
+    for inflight in hostile:
+        inflight.close()
