@@ -21,6 +21,7 @@ from treeline_runtime.server.limits import (
     TooMuchInFlight,
 )
 from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
 from treeline_runtime.tokenizer_manager import TokenizerManager
@@ -121,6 +122,20 @@ async def test_what_does_not_fit_is_refused_before_it_is_copied() -> None:
     with pytest.raises(ApiError) as refused:
         await made.open(GenerationJob("r", [PromptSpec([1], SamplingParams(stop=("x" * 1024,) * 64))], n=64))
     assert (refused.value.status, sent, made.budget.used) == (413, [], 0)
+
+
+async def test_what_was_let_in_is_refused_when_an_operation_begins_while_it_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, sent = service(1 << 20)
+
+    async def rest(_: Pacer) -> None:
+        made.state.pausing = True
+
+    monkeypatch.setattr(Pacer, "rest", rest)
+    with pytest.raises(ApiError) as refused:
+        await made.open(GenerationJob("r", [PromptSpec([1], SamplingParams())]))
+    assert (refused.value.status, sent, made.budget.used) == (503, [], 0)
 
 
 async def test_more_generations_than_a_client_may_have_are_429_and_another_client_is_served() -> None:

@@ -16,7 +16,7 @@ from treeline_runtime.tokenizer_manager import InflightRequest
 async def completions(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "completion", CompletionTask)
-    inflight = await service.open(task.job, request)
+    inflight = await service.open(task.job, request, answer_bytes=task.job.n * sum(map(len, task.echoes)))
     try:
         choices = [_Choice(service, task, index) for index in range(task.job.generations)]
         if task.streaming.on:

@@ -232,14 +232,14 @@ class Service:
         if job.priority and not self.uses_priority:
             message = f"'priority' is not supported: {NO_PRIORITY}"
             raise ApiError(400, message, param="priority", code="unsupported_parameter")
-        if self.state.holding:
-            await self.state.resumed()
-            self.admit()
         client = OURSELVES if request is None else request.client
         requests, size, pacer = job.requests(client), answer_bytes, Pacer()
         for first in requests[:: job.n]:
             size += job.n * size_of(first)
             await pacer.rest()
+        if self.state.holding:
+            await self.state.resumed()
+        self.admit()  # again: others had their turns
         reservation = Reservation(self.budget, client, INLINE_BYTES + GENERATION_BYTES)
         reservation.grow(size)
         try:
