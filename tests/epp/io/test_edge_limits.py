@@ -284,7 +284,7 @@ async def test_connections_beyond_the_limit_are_refused_and_health_is_told_on(tm
 
 
 async def test_connections_without_a_request_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
-    settings = {"limits": Limits(connections=20, idle_timeout_s=3600), "api_keys": {"ada": "sk-ada-1"}}
+    settings = {"limits": Limits(connections=20, idle_timeout_s=600), "api_keys": {"ada": "sk-ada-1"}}
     async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
         port = plane.envoy.config.listen_port
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(25)]
@@ -305,8 +305,28 @@ async def test_connections_without_a_request_end_soon_where_they_would_keep_othe
             writer.close()
 
 
+async def test_whoever_takes_all_connections_ends_no_answer_that_is_awaited_for_seconds(tmp_path: Path) -> None:
+    """An action that is active has all timers at their least."""
+    async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=Limits(connections=20)) as plane:
+        fakes[0].hold = asyncio.Event()
+        port, action = plane.envoy.config.listen_port, "overload.envoy.overload_actions.reduce_timeouts"
+        asked = [asyncio.create_task(http1(port, head(2) + b"{}", timeout_s=60)) for _ in range(20)]
+        try:
+
+            async def shortened() -> bool:
+                return (await plane.envoy.stats(action))[f"{action}.scale_percent"] > 90
+
+            await until(shortened, "timers are shortened", 60)
+            assert (await http1(port, head(2) + b"{}")).status == 0, "no connection is left"
+            assert (await plane.envoy.stats(action))[f"{action}.active"] == 0
+        finally:
+            fakes[0].hold.set()
+            answers = await asyncio.gather(*asked)
+        assert {answer.status for answer in answers} == {200}
+
+
 async def test_handshakes_that_are_not_begun_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
-    limits = Limits(connections=20, idle_timeout_s=3600, headers_timeout_s=3600)
+    limits = Limits(connections=20, idle_timeout_s=600, headers_timeout_s=3600)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits, tls=self_signed(tmp_path)) as plane:
         port = plane.envoy.config.listen_port
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(25)]

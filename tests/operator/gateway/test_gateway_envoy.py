@@ -240,7 +240,7 @@ def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_who_is_concern
         for name in ("treeline-edge", "treeline-epp"):
             assert (inputs(cluster, name) == inputs(plain, name)) == (name != rolled)
     text = next(obj["data"]["envoy.json"] for obj in changed.objects.values() if "envoy.json" in obj.get("data", {}))
-    for part in ('"request_timeout": "7s"', '"max_active_downstream_connections": "77"', "777"):
+    for part in ('"request_timeout": "7s"', 'listener.gateway.connection_limit": 77', "777"):
         assert part in text
 
 

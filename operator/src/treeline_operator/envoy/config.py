@@ -11,6 +11,7 @@ from envoy_data_plane.envoy.config.core import v3 as core_v3
 from treeline_wire import ports, tracing_env
 from treeline_wire.paths import INFERENCE
 
+LISTENER = "gateway"
 PODS_CLUSTER = "pods"
 EXT_PROC_CLUSTER = "ext_proc"
 EDS_CLUSTER = "eds"

@@ -38,7 +38,7 @@ from treeline_operator.envoy.clusters import (
 from treeline_operator.envoy.config import EnvoyConfig, address
 from treeline_operator.envoy.health import health_listener
 from treeline_operator.envoy.listener import listener
-from treeline_operator.envoy.overload import overload_manager
+from treeline_operator.envoy.overload import overload_manager, runtime
 
 
 def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
@@ -58,6 +58,7 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
         node=core_v3.Node(id="treeline", cluster="treeline"),
         admin=Admin(address=admin, ignore_global_conn_limit=True),
         overload_manager=overload_manager(config),
+        layered_runtime=runtime(config),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
     )
     return message.to_dict(casing=betterproto2.Casing.SNAKE)

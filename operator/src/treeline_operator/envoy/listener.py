@@ -27,6 +27,7 @@ from treeline_wire import headers
 from treeline_operator.envoy import keys, overload, paths, tracing
 from treeline_operator.envoy.config import (
     EXT_PROC_CLUSTER,
+    LISTENER,
     LONGEST_HOLD,
     NO_TIMEOUT,
     PODS_CLUSTER,
@@ -47,7 +48,7 @@ def listener(config: EnvoyConfig) -> Listener:
         typed_config=Any.pack(_connection_manager(config)),
     )
     return Listener(
-        name="gateway",
+        name=LISTENER,
         address=address(config.listen_host, config.listen_port),
         # Two Envoys sharing one port would split requests silently; a busy port should be an error.
         enable_reuse_port=False,

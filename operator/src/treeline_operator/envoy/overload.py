@@ -10,6 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import betterproto2
+from envoy_data_plane.envoy.config.bootstrap.v3 import LayeredRuntime, RuntimeLayer
 from envoy_data_plane.envoy.config.core import v3 as core_v3
 from envoy_data_plane.envoy.config.overload import v3 as overload_v3
 from envoy_data_plane.envoy.config.route import v3 as route_v3
@@ -21,10 +22,10 @@ from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections.
 )
 from envoy_data_plane.envoy.extensions.resource_monitors.fixed_heap.v3 import FixedHeapConfig
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType, TokenBucket
-from envoy_data_plane.google.protobuf import Any
+from envoy_data_plane.google.protobuf import Any, Struct
 
 from treeline_operator.envoy import keys, replies
-from treeline_operator.envoy.config import EnvoyConfig
+from treeline_operator.envoy.config import LISTENER, EnvoyConfig
 
 BUFFER_BYTES = 32 * 1024
 """Of a connection in each direction, beyond which its other side is not read. Bodies for the picker have their own
@@ -36,7 +37,7 @@ _TRACKED_STREAM = 20
 _STREAM_WINDOW = 256 * 1024
 _CONNECTION_WINDOW = 1024 * 1024
 _IDLE_S = 2
-"""How long a connection may be without a request when memory or connections are short."""
+"""How long a connection may be without a request when memory is short."""
 _SILENT_S = 10
 """How long a request may be silent when memory is short."""
 _CLIENTS = 10_000
@@ -48,7 +49,7 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
     """From 75 % of the heap limit on idle connections and silent requests are ended sooner, and from 85 % on after
     seconds; then HTTP/2 streams with large bodies are reset, the largest first; from 95 % on new requests are answered
     503, and HTTP/1.1 requests that are still arriving too. From 75 % of the connections on those without a request are
-    ended sooner, and after seconds once nobody else would be let in."""
+    ended sooner, and soon once nobody else is let in."""
     timers = overload_v3.ScaleTimersOverloadActionConfigTimerType
     reduced = overload_v3.ScaleTimersOverloadActionConfig(
         timer_scale_factors=[
@@ -67,15 +68,18 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
             _monitor(_HEAP, FixedHeapConfig(max_heap_size_bytes=config.limits.heap_bytes)),
             _monitor(
                 _CONNECTIONS,
-                DownstreamConnectionsConfig(max_active_downstream_connections=config.limits.connections),
+                DownstreamConnectionsConfig(max_active_downstream_connections=2 * config.limits.connections),
             ),
         ],
         buffer_factory_config=overload_v3.BufferFactoryConfig(minimum_account_to_track_power_of_two=_TRACKED_STREAM),
         actions=[
             _action("reset_high_memory_stream", _between(0.85, 0.95)),
-            # All timers have one scale. So connections shorten it up to their very bound and no sooner: at 95 % of them
-            # an answer may be awaited for minutes yet.
-            _action("reduce_timeouts", _between(0.75, 0.85), _between(0.75, 1.0, of=_CONNECTIONS), message=reduced),
+            # All timers have one scale. Where no connection is left it is 2 % and not 0: else whoever opens many at
+            # once would end each answer that is awaited for 10 s. So idle connections end after 14 s, and such answers
+            # after 82.
+            _action(
+                "reduce_timeouts", _between(0.75, 0.85), _between(0.75 / 2, 1.005 / 2, of=_CONNECTIONS), message=reduced
+            ),
             _action("shrink_heap", _at(0.9)),
             _action("disable_http_keepalive", _at(0.9)),
             _action("stop_accepting_requests", _at(0.95)),
@@ -84,6 +88,12 @@ def overload_manager(config: EnvoyConfig) -> overload_v3.OverloadManager:
             overload_v3.LoadShedPoint(name="envoy.load_shed_points.http1_server_abort_dispatch", triggers=[_at(0.95)])
         ],
     )
+
+
+def runtime(config: EnvoyConfig) -> LayeredRuntime:
+    """The bound on connections. (The monitor of connections bounds them, too, but at its full scale.)"""
+    bound = Struct.from_dict({f"envoy.resource_limits.listener.{LISTENER}.connection_limit": config.limits.connections})
+    return LayeredRuntime(layers=[RuntimeLayer(name="limits", static_layer=bound)])
 
 
 def connection_options(config: EnvoyConfig) -> core_v3.HttpProtocolOptions:
