@@ -216,6 +216,13 @@ def test_a_repository_without_weights_is_refused(hub: Hub, tmp_path: Path) -> No
     assert (tmp_path / "termination-log").read_text().startswith("WeightsMissing: org/name has no *.safetensors")
 
 
+def test_a_repository_has_no_names_of_ours(hub: Hub, tmp_path: Path) -> None:
+    hub.files = FILES | {".treeline-complete/config.json": b"{}"}
+    assert run(tmp_path / "m") == 1
+    assert hub.downloads == 0
+    assert "a name that no model needs, '.treeline-complete/" in (tmp_path / "termination-log").read_text()
+
+
 def test_a_download_that_ends_short_is_a_failure(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(repo: str, *, dry_run: bool = False, **options: Any) -> Any:
         if dry_run:
