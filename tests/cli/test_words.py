@@ -10,7 +10,7 @@ from treeline.main import WORDS, Word, main
 
 def treeline(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "treeline", *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "treeline", *words], capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -92,7 +92,7 @@ def test_the_operator_plans_a_file_without_torch_or_the_picker(tmp_path):
         [sys.executable, "-c", program, "operate", "plan", "-f", str(file), "-o", "json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr
@@ -102,7 +102,7 @@ def test_the_operator_plans_a_file_without_torch_or_the_picker(tmp_path):
 def test_the_picker_does_not_load_torch():
     """Its image has none; nor may the command that starts it."""
     program = "import sys, treeline.main, treeline_epp.main; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=240, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("word", WORDS)

@@ -31,7 +31,7 @@ def test_what_a_run_started_ends_with_it(number: signal.Signals, workers: str, t
     ]
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"ENDLESS_RUN": str(told)})
-    until(told.exists, "the server is ready", 90, (tmp_path / "log").read_text)
+    until(told.exists, "the server is ready", 240, (tmp_path / "log").read_text)
     family = [psutil.Process(int(pid)) for pid in told.read_text().split()]
     assert len(family) > 4
     run.send_signal(number)

@@ -61,7 +61,7 @@ class Up:
             assert self.popen.poll() is None, self.err
             return "ready: " in self.out
 
-        until(said, "treeline up is ready", 90, lambda: self.err)
+        until(said, "treeline up is ready", 240, lambda: self.err)
         return self.out.splitlines()[0].removeprefix("ready: ")
 
     def family(self) -> list[psutil.Process]:
@@ -142,7 +142,7 @@ def test_a_busy_port_is_named_before_anything_starts(tmp_path: Path):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        answer = subprocess.run(command("--port", str(taken)), capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(command("--port", str(taken)), capture_output=True, text=True, timeout=240)
     assert answer.returncode == 1
     assert f"port {taken}" in answer.stderr
     assert "gateway" in answer.stderr
@@ -154,7 +154,7 @@ def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path):
         command("--replicas", "1", "--model", str(tmp_path / "nowhere")),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert answer.returncode == 1
     assert "nowhere" in answer.stderr
@@ -164,7 +164,7 @@ def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path):
 @pytest.mark.parametrize("words", [["--replicas", "0"], ["--port", "70000"], ["--polcy", "random"]])
 def test_a_mistake_in_a_flag_is_named(words):
     answer = subprocess.run(
-        [sys.executable, "-m", "treeline", "up", *words], capture_output=True, text=True, timeout=30
+        [sys.executable, "-m", "treeline", "up", *words], capture_output=True, text=True, timeout=240
     )
     assert answer.returncode == 2
     assert words[1] in answer.stderr or words[0] in answer.stderr

@@ -76,7 +76,7 @@ def run_build(*arguments: str, **environment: str) -> subprocess.CompletedProces
         [str(ROOT / BUILD), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
         env={**os.environ, **environment},
     )

@@ -32,7 +32,7 @@ def test_there_are_three() -> None:
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_prints_what_it_says(script: Path, url: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, timeout=100, check=False,
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
         env=os.environ | {"TREELINE_URL": url},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -341,7 +341,7 @@ def test_ctrl_c_ends_the_process_and_its_requests(server: ServerProcess, what: s
     try:
         eventually(lambda: requests_running(server) == (8 if "batch" in what else 2), 30)
         process.send_signal(signal.SIGINT)
-        ended = process.communicate(timeout=60)
+        ended = process.communicate(timeout=240)
     finally:
         process.kill()
     assert (*ended, process.returncode) == ("interrupted\n", "", 7)

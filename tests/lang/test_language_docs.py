@@ -61,7 +61,7 @@ def run_shell(block: Block, url: str, folder: Path) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-ec", block.text.replace(SHOWN_URL, url)],
-        capture_output=True, text=True, cwd=folder, env=os.environ | {"PATH": path}, timeout=60, check=False,
+        capture_output=True, text=True, cwd=folder, env=os.environ | {"PATH": path}, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -32,7 +32,7 @@ def validate(config: EnvoyConfig, folder: Path) -> str:
         [ENVOY, "--mode", "validate", "--config-path", path, "--log-level", "error"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
     )
     return "" if done.returncode == 0 else done.stdout + done.stderr
 

@@ -17,7 +17,7 @@ CHART = Path(__file__).parents[2] / "charts" / "treeline"
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run helm; where it is not built the test is skipped."""
     program = programs_or_skip("helm")["helm"] / "helm"
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
 def render(*options: str, namespace: str = "treeline-system", release: str = "treeline") -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from support.ports import free_ports
 BUILD: Final = ROOT / "scripts" / "http2_clients.sh"
 CLIENTS: Final = ("go", "rust")
 _DRAIN_S: Final = 60.0
-_START_S: Final = 60.0
+_START_S: Final = 240.0
 
 
 class Missing(Exception):

@@ -34,7 +34,7 @@ CORPUS = [
 ]
 CONTEXT = 1024
 TESTS = str(Path(__file__).parents[1])
-START_S = 90.0
+START_S = 240.0
 
 
 def make_tokenizer(folder: Path) -> int:

@@ -26,7 +26,7 @@ from treeline_operator.envoy import bootstrap_json
 
 from support.ports import free_base, free_ports
 
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 240.0
 
 
 def until(

@@ -226,7 +226,7 @@ def test_ctrl_c_reports_what_there_is(before: list[str], tmp_path: Path) -> None
         try:
             assert enough.wait(60)
             process.send_signal(signal.SIGINT)
-            said, errors = process.communicate(timeout=60)
+            said, errors = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 130, errors

@@ -163,4 +163,4 @@ async def main():
 asyncio.run(main())
 """
     folder = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=240)

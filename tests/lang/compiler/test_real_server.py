@@ -129,7 +129,7 @@ def test_a_list_of_prompts_is_one_request_and_one_that_is_refused_fails_alone(ba
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=240, check=False
     )  # fmt: skip
 
 
@@ -186,7 +186,7 @@ def test_who_stops_reading_is_told_nothing(tmp_path):
     read, write = os.pipe()
     os.close(read)
     words = [sys.executable, "-m", "treeline_lang", "show", str(file)]
-    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=240, check=False)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (1, b"")
 

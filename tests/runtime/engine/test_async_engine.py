@@ -202,7 +202,7 @@ if __name__ == "__main__":
 def test_a_script_that_spawns_and_is_interrupted_ends_at_once(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script, model], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, script, model], capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "child 4\n", done.stderr
     assert done.returncode == -signal.SIGINT
     assert done.stderr.count("Traceback") == 1, done.stderr

@@ -33,6 +33,6 @@ print(*sorted({{"torch", "transformers"}} & sys.modules.keys()))
 )
 def test_it_needs_neither_torch_nor_transformers(missing: set[str], imported: str) -> None:
     script = SCRIPT.format(missing=missing)
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == imported

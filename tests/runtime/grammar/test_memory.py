@@ -65,7 +65,7 @@ def test_after_a_storm_of_large_grammars_the_process_is_as_large_as_the_cache() 
         [sys.executable, "-c", "import test_memory; test_memory.storm()"],
         cwd=folder,
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     grown, counted = json.loads(child.stdout)

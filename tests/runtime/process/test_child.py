@@ -45,7 +45,7 @@ def ended(tmp_path: Path, does: str) -> tuple[int, str]:
             child.stdin.write(msgspec.json.encode(spec) + b"\n")
             child.stdin.flush()
             assert child.stdout.readline() == b"started\n"
-            _, log = child.communicate(timeout=30)
+            _, log = child.communicate(timeout=240)
         finally:
             child.kill()
     assert not folder.exists()

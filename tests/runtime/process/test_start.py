@@ -30,7 +30,7 @@ OWN_PORTS = ("--port=0", "--metrics-port=0", "--admin-port=0")
 def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Runs `treeline serve` until it ends; its status and what it wrote to standard error."""
     command = [sys.executable, "-m", "treeline_runtime", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert not done.stdout
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from support.runtime_server import ServerProcess, eventually, make_checkpoint, running
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), pytest.mark.deep]
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 HOSTILE: list[dict[str, Any]] = [
