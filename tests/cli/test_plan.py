@@ -84,9 +84,9 @@ def test_the_picker_believes_the_edge_where_it_knows_its_clients():
 def test_asking_whether_it_is_ready_counts_for_no_client():
     options = UpOptions(model="m", api_keys={"ada": "sk-of-ada"})
     *_, envoy = plan(options, Path("envoy"), Path("envoy.json"))
-    known = envoy_config(options, Path()).api_keys
+    known = envoy_config(options).api_keys
     assert known == {"ada": "sk-of-ada", PROBE: envoy.ready_headers["x-api-key"]}
-    assert not envoy_config(UpOptions(model="m"), Path()).api_keys
+    assert not envoy_config(UpOptions(model="m")).api_keys
 
 
 def keys_of(folder: Path, **files: str) -> dict[str, str]:
@@ -131,11 +131,11 @@ def test_one_flag_has_all_three_trace_to_the_collector_of_the_variables(monkeypa
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")
     options, _ = _options(["--model", "m", "--tracing"])
     assert options.tracing == Tracing("127.0.0.1", 4400, 1.0)
-    assert envoy_config(options, Path()).tracing == options.tracing
+    assert envoy_config(options).tracing == options.tracing
     started = plan(options, Path("envoy"), Path("envoy.json"))
     assert [child.name for child in started if "--tracing" in child.argv] == ["runtime-0", "runtime-1", "picker"]
     off, _ = _options(["--model", "m"])
-    assert envoy_config(off, Path()).tracing is None
+    assert envoy_config(off).tracing is None
     assert not any("--tracing" in child.argv for child in plan(off, Path("envoy"), Path("envoy.json")))
 
 

@@ -231,8 +231,9 @@ def test_workers_hear_of_a_changed_health_at_once() -> None:
 
 
 def test_the_admin_page_is_on_loopback_even_if_the_listener_is_not() -> None:
-    config = bootstrap(EnvoyConfig(listen_host="0.0.0.0"))
+    config = bootstrap(EnvoyConfig(listen_host="0.0.0.0", admin_port=9901))
     assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
+    assert "admin" not in bootstrap(EnvoyConfig(listen_host="0.0.0.0")), "where nobody asks for it"
 
 
 def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:

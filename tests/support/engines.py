@@ -34,7 +34,7 @@ class EngineStack(Stack):
     def __init__(self, folder: Path, kind: str, shape: Shape, cache_tokens: int) -> None:
         self.names = (f"{kind}-0", f"{kind}-1")
         super().__init__(folder, replicas=len(self.names), log_level="debug")
-        config = dataclasses.replace(envoy_config(self.options, folder), engines=(kind,))
+        config = dataclasses.replace(envoy_config(self.options), engines=(kind,))
         (folder / "envoy.json").write_text(bootstrap_json(config))
         self.kind = KINDS[kind]
         self.times = folder / "times.jsonl"

@@ -73,7 +73,7 @@ class Stack:
         self.options = UpOptions(replicas=replicas, **settings)
         folder.mkdir(parents=True, exist_ok=True)
         bootstrap = folder / "envoy.json"
-        bootstrap.write_text(bootstrap_json(envoy_config(self.options, folder)))
+        bootstrap.write_text(bootstrap_json(envoy_config(self.options)))
         specs = plan(self.options, envoy_binary(), bootstrap)
         self.processes = {spec.name: Process(spec, folder / f"{spec.name}.log") for spec in specs}
         self.url = gateway_url(self.options)

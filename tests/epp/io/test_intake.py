@@ -74,7 +74,7 @@ async def test_a_publisher_whose_message_is_too_long_is_disconnected_and_others_
                 await until(lambda: script.disconnected, "its session ends", 30, lambda: script.connected)
                 assert await asyncio.to_thread(ended.wait, 30), "it is disconnected"
                 assert why in caplog.text
-                await until(lambda: script.disconnected > 1, "it is followed again, and ended", 30)
+                await until(lambda: script.disconnected > 1, "it is followed again, and ended")
         await other.store(stored(range(16)))
         await until(lambda: heard.seqs == [0], "another is heard", 30)
         assert heard.disconnected == 0

@@ -108,7 +108,7 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
     for i in range(2000):  # those that left are not kept
         engine._handle(GenerateReq(f"{i} goes", prompt(2, 8), SamplingParams(max_new_tokens=1), priority=9 + i))
         engine._handle(AbortReq(f"{i} goes"))
-    assert len(engine.prefill._replaceable) == len(engine.prefill.waiting)
+    assert sum(map(len, engine.prefill._replaceable.values())) == len(engine.prefill.waiting)
     engine.abort()
     engine.run()
 

@@ -224,12 +224,10 @@ def _api_keys(folder: Path | None) -> dict[str, str]:
     return {client: keys[0] for client, keys in found.items()}
 
 
-def envoy_config(options: UpOptions, folder: Path) -> EnvoyConfig:
-    """`folder`: for the socket of Envoy's admin page."""
+def envoy_config(options: UpOptions) -> EnvoyConfig:
     return EnvoyConfig(
         listen_host=options.host,
         listen_port=options.port,
-        admin_socket=str(folder / "envoy-admin.sock"),
         ext_proc_port=options.ext_proc_port,
         eds_port=options.eds_port,
         api_keys={**options.api_keys, PROBE: options.probe_key} if options.api_keys else None,
@@ -268,7 +266,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
         )
         return 1
     bootstrap.touch(mode=0o600)  # keys are in it
-    bootstrap.write_text(bootstrap_json(envoy_config(options, folder)))
+    bootstrap.write_text(bootstrap_json(envoy_config(options)))
     supervisor = Supervisor(children, log_dir)
     progress = asyncio.create_task(show(supervisor.children, console))
     try:

@@ -110,6 +110,7 @@ def eds_cluster(config: EnvoyConfig) -> cluster_v3.Cluster:
 
 def admin_cluster(config: EnvoyConfig) -> cluster_v3.Cluster:
     """Envoy's own admin page, for the health listener."""
+    assert config.admin_port is not None  # EnvoyConfig sees to it
     endpoint = endpoint_v3.Endpoint(address=address("127.0.0.1", config.admin_port))
     return cluster_v3.Cluster(
         name=ADMIN_CLUSTER,

@@ -107,15 +107,13 @@ class EnvoyConfig:
     empty means open. `api_keys_file` names a file that Envoy watches instead, so that no key is in the bootstrap
     and keys can change (see `keys`). `access_log` is a path such as `/dev/stdout`; `None` means none.
     `engines` are the types of the engines behind the listener: clients reach their inference paths and nothing else
-    (see `treeline_wire.paths`). `health_port` serves `/ready` and `/metrics`, and nothing else; `None`
-    means no such port.
+    (see `treeline_wire.paths`). `admin_port` is on loopback, where pages in a browser reach it too; `None` means that
+    there is no admin page. `health_port` serves `/ready` and `/metrics`, and nothing else; `None` means no such port.
     """
 
     listen_host: str = "127.0.0.1"
     listen_port: int = ports.GATEWAY
-    admin_port: int = 0
-    admin_socket: str = ""
-    """A file, in the place of the port: no page in a browser reaches it."""
+    admin_port: int | None = None
     epp_host: str = "127.0.0.1"
     ext_proc_port: int = ports.EXT_PROC
     eds_port: int = ports.EDS

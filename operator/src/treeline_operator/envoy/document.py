@@ -48,15 +48,13 @@ def bootstrap(config: EnvoyConfig) -> dict[str, Any]:
     if config.health_port is not None:
         listeners.append(health_listener(config.listen_host, config.health_port))
         clusters.append(admin_cluster(config))
-    # The admin page can stop the process and shows the configuration with its keys: for its owner, or loopback only.
-    admin = (
-        core_v3.Address(pipe=core_v3.Pipe(path=config.admin_socket, mode=0o600))
-        if config.admin_socket
-        else address("127.0.0.1", config.admin_port)
-    )
+    # The admin page can stop the process and shows the configuration with its keys: for loopback only.
+    admin = None
+    if config.admin_port is not None:
+        admin = Admin(address=address("127.0.0.1", config.admin_port), ignore_global_conn_limit=True)
     message = Bootstrap(
         node=core_v3.Node(id="treeline", cluster="treeline"),
-        admin=Admin(address=admin, ignore_global_conn_limit=True),
+        admin=admin,
         overload_manager=overload_manager(config),
         layered_runtime=runtime(config),
         static_resources=BootstrapStaticResources(listeners=listeners, clusters=clusters),
