@@ -327,8 +327,8 @@ class _Sockets:
             elif event["event"] & _UP:
                 try:
                     self._intakes[what] = Intake(fd, most)
-                except OSError:
-                    self._end(f"it is gone ({what})")
+                except IntakeError as error:
+                    self._end(f"{error} ({what})")
                 up.set()
                 stats.refused.discard(name)
             elif up.is_set():

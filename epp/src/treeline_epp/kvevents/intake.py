@@ -39,13 +39,16 @@ def receive(sock: zmq.Socket[bytes], most_bytes: int) -> list[zmq.Frame]:
 
 
 class Intake:
-    """One connection, by the number of its file, which is ZMQ's. Raises `OSError` if that is none of TCP."""
+    """One connection, by the number of its file, which is ZMQ's. Raises `IntakeError` if that is none of TCP."""
 
     def __init__(self, fd: int, most_bytes: int) -> None:
         self._fd = fd
         self._most = most_bytes
-        self._file = identity(fd)
-        self._before = received(fd)
+        try:
+            self._file = identity(fd)
+            self._before = received(fd)
+        except OSError:
+            raise self._gone() from None
         self.read = False
         """A message was read since the last look."""
 
@@ -53,7 +56,7 @@ class Intake:
         """Raises `IntakeError` if it has taken more than a message since the last one was read, or is gone."""
         try:
             if identity(self._fd) != self._file:
-                raise IntakeError("it is gone")
+                raise self._gone()
             if self.read:
                 # In this order it is no less than was taken at the first call, and below no more than at the second.
                 self.read, waiting = False, unread(self._fd)
@@ -63,4 +66,8 @@ class Intake:
             if taken > self._most + _SPARE_BYTES and taken - unread(self._fd) > self._most + _SPARE_BYTES:
                 raise IntakeError(f"it sent over {self._most} bytes without a whole message")
         except OSError:
-            raise IntakeError("it is gone") from None
+            raise self._gone() from None
+
+    def _gone(self) -> IntakeError:
+        """ZMQ itself closes a connection for one frame that is too large; its monitor may say so later."""
+        return IntakeError(f"it is gone, or sent a message of over {self._most} bytes")
