@@ -22,7 +22,7 @@ from e2e.kit.kube import Kube
 from e2e.kit.system import Installed, installed_and_running
 from e2e.kit.traffic import Report, Stream
 
-JOURNEY_S = 600
+JOURNEY_S = 1800
 NODES = 2
 """Of a cluster that is made for the journeys: one of them is drained."""
 _BEGUN = pytest.StashKey[float]()

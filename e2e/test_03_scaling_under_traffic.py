@@ -60,7 +60,7 @@ def grow(treeline: Installed, replicas: int, *drivers: Traffic) -> list[float]:
             return found
 
         treeline.until(lambda: len(ready()) == replicas - len(known), f"{replicas} pods to be ready")
-        treeline.until(lambda: ready().keys() <= first(drivers).keys(), "each new pod to be used", 30.0)
+        treeline.until(lambda: ready().keys() <= first(drivers).keys(), "each new pod to be used")
     begun = first(drivers)
     return [max(0.0, begun[address] - at) for address, at in ready().items()]
 
@@ -76,7 +76,7 @@ def test_a_pod_without_streams_is_gone_within_ten_seconds(treeline: Installed, f
     treeline.await_ready("tiny")
     begun = time.monotonic()
     treeline.change("tiny", replicas=1)
-    treeline.until(lambda: len(treeline.pods("runtime")) == 1, "a pod to be gone", 30.0)
+    treeline.until(lambda: len(treeline.pods("runtime")) == 1, "a pod to be gone")
     took = time.monotonic() - begun
     figures.add("e2e.drain_s", took)
     assert took < 2 * DRAINED_S

@@ -45,7 +45,7 @@ def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) ->
     (old,) = revisions(treeline)
     with traffic(treeline.url(), kept=kept) as driver:
         treeline.change("tiny", template=annotated("two"))
-        treeline.until(lambda: old not in revisions(treeline), "the old revision to be gone", 120.0)
+        treeline.until(lambda: old not in revisions(treeline), "the old revision to be gone")
         treeline.await_ready("tiny")
         driver.await_served(5)
         report = driver.stop()
@@ -61,7 +61,7 @@ def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
         treeline.change("tiny", template=annotated("three"))
         treeline.until(lambda: len(revisions(treeline)) == 2, "a pod of the new revision to be ready")
         treeline.change("tiny", template=annotated(before))
-        treeline.until(lambda: revisions(treeline) == {old: 2}, "the old revision to be whole again", 120.0)
+        treeline.until(lambda: revisions(treeline) == {old: 2}, "the old revision to be whole again")
         treeline.await_ready("tiny")
         driver.await_served(5)
         report = driver.stop()

@@ -45,11 +45,11 @@ def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -
     with traffic(treeline.url(), kept=kept) as driver:
         treeline.change("tiny", replicas=3)
         kill_operators(treeline)
-        treeline.until(lambda: len(treeline.ready_pods("runtime")) == 3, "the third pod", 120.0)
+        treeline.until(lambda: len(treeline.ready_pods("runtime")) == 3, "the third pod")
         treeline.change("tiny", replicas=2, template=annotated("two"))
-        treeline.until(lambda: len(revisions(treeline)) == 2, "a pod of the new revision", 120.0)
+        treeline.until(lambda: len(revisions(treeline)) == 2, "a pod of the new revision")
         kill_operators(treeline)
-        treeline.until(lambda: old not in revisions(treeline), "the old revision to be gone", 180.0)
+        treeline.until(lambda: old not in revisions(treeline), "the old revision to be gone")
         treeline.await_ready("tiny")
         driver.await_served(5)
         report = driver.stop()
@@ -64,7 +64,7 @@ def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
     with traffic(treeline.url(), kept=kept) as driver:
         kill_operators(treeline, first)
         treeline.change("tiny", replicas=3)
-        treeline.until(lambda: leader(treeline) not in ("", first), "another leader", 60.0)
+        treeline.until(lambda: leader(treeline) not in ("", first), "another leader")
         treeline.until(lambda: len(treeline.ready_pods("runtime")) == 3, "its work")
         report = driver.stop()
     assert not report.dropped, str(report)

@@ -52,8 +52,8 @@ def only_its_own_streams_end(
         driver.await_served(10)
         fault(victim)
         noticed = time.monotonic() + notice_s
-        how = treeline.until(lambda: ended(treeline, victim), "the container to end", 120.0)
-        treeline.await_ready("tiny", seconds=120.0)
+        how = treeline.until(lambda: ended(treeline, victim), "the container to end")
+        treeline.await_ready("tiny")
         back = time.monotonic()
         treeline.until(lambda: driver.report().since(back).hosts() >= {ip(victim), ip(other)}, "both to serve")
         report = driver.stop()

@@ -86,8 +86,8 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
     try:
         install(kube, "crds.keep=false")
         uninstall(kube)
-        treeline.until(lambda: not any(kube.get("crd", crd, "default") for crd in CRDS), "the CRDs to be gone", 120.0)
-        treeline.until(lambda: not treeline.leftovers(), "everything of the pool to be gone", 120.0)
+        treeline.until(lambda: not any(kube.get("crd", crd, "default") for crd in CRDS), "the CRDs to be gone")
+        treeline.until(lambda: not treeline.leftovers(), "everything of the pool to be gone")
         assert not left_in_the_cluster(kube)
     finally:
         installed_and_running(kube)
@@ -98,10 +98,10 @@ def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
     treeline.await_ready("tiny")
     kube, namespace = treeline.kube, treeline.namespace
     kube.kubectl("delete", "namespace", namespace, "--wait=false")
-    treeline.until(lambda: not kube.pods(namespace), "the pods to be gone", 120.0)
+    treeline.until(lambda: not kube.pods(namespace), "the pods to be gone")
     # Kubernetes looks for what is left after half the longest grace period of a pod; at a change it looks soon.
     kube.kubectl("annotate", "namespace", namespace, "example.com/look=again")
-    treeline.until(lambda: not kube.look(f"/api/v1/namespaces/{namespace}"), "the namespace to be gone", 120.0)
+    treeline.until(lambda: not kube.look(f"/api/v1/namespaces/{namespace}"), "the namespace to be gone")
 
 
 def left_in_the_cluster(kube: Kube) -> list[str]:

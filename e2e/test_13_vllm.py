@@ -192,7 +192,7 @@ def test_a_deleted_pod_ends_its_answers_and_another_takes_its_place(treeline: In
     assert stream.host == talk.turns[-1].host, "it goes where its beginning is"
     treeline.delete_pod(going)
     deleted = time.monotonic()
-    treeline.until(lambda: talk.say(url, "And of Japan?").host != stream.host, "turns to go elsewhere", 30.0)
+    treeline.until(lambda: talk.say(url, "And of Japan?").host != stream.host, "turns to go elsewhere")
     stream.thread.join(240.0)
     tell(f"the answer under way ended {stream.ended - deleted:.1f} s after the deletion, with {stream.tokens} tokens")
     assert stream.ended > deleted, "it was under way"
@@ -220,7 +220,7 @@ def test_one_that_is_killed_starts_again_with_nothing_to_its_name(treeline: Inst
     kill_runtime(treeline.kube, victim)
     killed = time.monotonic()
     host = address(victim)
-    treeline.until(lambda: restarts(pod_at(treeline, host)) > restarts(victim), "its container to end", 120.0)
+    treeline.until(lambda: restarts(pod_at(treeline, host)) > restarts(victim), "its container to end")
     assert talk.say(url, "And of Japan?").host != host
     treeline.await_ready("tiny", seconds=START_S)
     treeline.until(lambda: followed(treeline) == 2, "the picker to follow both")

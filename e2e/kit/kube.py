@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kubernetes.client import ApiClient
 from kubernetes.config import new_client_from_config
 
 from e2e.cluster.place import ROOT
 
+PATIENCE_S: Final = 300.0
+"""On a busy machine, too, this ends only what hangs."""
 T = TypeVar("T")
 
 
@@ -44,7 +46,7 @@ class Kube:
         path = f"{self.binaries}:{os.environ['PATH']}" if self.binaries else os.environ["PATH"]
         return os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
 
-    def run(self, *command: str, stdin: str | None = None, timeout_s: float = 120.0, check: bool = True) -> str:
+    def run(self, *command: str, stdin: str | None = None, timeout_s: float = 300.0, check: bool = True) -> str:
         """What a command says on stdout. Raises KubeFailed with its stderr."""
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
@@ -54,11 +56,11 @@ class Kube:
             raise KubeFailed(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
         return done.stdout
 
-    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 120.0) -> str:
+    def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 300.0) -> str:
         """``kubectl WORDS``."""
         return self.run("kubectl", *words, stdin=stdin, check=check, timeout_s=timeout_s)
 
-    def helm(self, *words: str, stdin: str | None = None, timeout_s: float = 180.0) -> str:
+    def helm(self, *words: str, stdin: str | None = None, timeout_s: float = 300.0) -> str:
         """``helm WORDS``."""
         return self.run("helm", *words, stdin=stdin, timeout_s=timeout_s)
 
@@ -110,7 +112,7 @@ class Kube:
         """A merge patch."""
         self.kubectl("-n", namespace, "patch", kind, name, "--type=merge", "-p", json.dumps(change))
 
-    def until(self, look: Callable[[], T], what: str, seconds: float, namespace: str = "") -> T:
+    def until(self, look: Callable[[], T], what: str, seconds: float = PATIENCE_S, namespace: str = "") -> T:
         """The first true answer. Raises KubeFailed that says what the namespace looked like."""
         deadline = time.monotonic() + seconds
         while not (found := look()):

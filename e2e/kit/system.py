@@ -11,7 +11,7 @@ from typing import Any, Final
 import httpx
 from treeline_operator.controller.kinds import CHILDREN
 
-from e2e.kit.kube import Kube, condition, is_ready
+from e2e.kit.kube import PATIENCE_S, Kube, condition, is_ready
 
 SYSTEM: Final = "treeline-system"
 RELEASE: Final = "treeline"
@@ -20,7 +20,6 @@ OPERATORS: Final = f"app.kubernetes.io/name={OPERATOR}"
 """Selects the operator's pods."""
 API: Final = "treeline.dev/v1alpha1"
 CHART: Final = "charts/treeline"
-PATIENCE_S: Final = 90.0
 
 
 def pool(name: str, **spec: Any) -> dict[str, Any]:
@@ -151,8 +150,8 @@ def install(kube: Kube, *settings: str, chart: str = CHART) -> None:
 def installed_and_running(kube: Kube, *settings: str, chart: str = CHART) -> None:
     """Install, or upgrade, and wait for the operator's pods."""
     install(kube, *settings, chart=chart)
-    wait = ("rollout", "status", f"deployment/{OPERATOR}", "--timeout=120s")
-    kube.kubectl("-n", SYSTEM, *wait, timeout_s=130)
+    wait = ("rollout", "status", f"deployment/{OPERATOR}", "--timeout=300s")
+    kube.kubectl("-n", SYSTEM, *wait, timeout_s=330)
 
 
 def uninstall(kube: Kube) -> None:
@@ -187,7 +186,7 @@ def in_room(number: int) -> list[dict[str, str]]:
     return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
 
 
-def await_answer(url: str, seconds: float = 60.0) -> httpx.Response:
+def await_answer(url: str, seconds: float = PATIENCE_S) -> httpx.Response:
     """The first answer with status 200, asked for again and again."""
     deadline = time.monotonic() + seconds
     while True:

@@ -21,6 +21,8 @@ from typing import Any, Final, Literal
 import httpx
 import openai
 
+from e2e.kit.kube import PATIENCE_S
+
 Fate = Literal["served", "refused", "truncated", "failed"]
 """Whole; an HTTP error before anything came; begun and not ended; no answer at all."""
 
@@ -139,7 +141,7 @@ class Traffic:
         late = time.monotonic() - seconds
         return [s for s in self._streams if s.ended is None and s.first is not None and s.first > late]
 
-    def await_served(self, count: int, seconds: float = 60.0) -> None:
+    def await_served(self, count: int, seconds: float = PATIENCE_S) -> None:
         """Until so many more have been served."""
         goal = len(self.report().of("served")) + count
         deadline = time.monotonic() + seconds
