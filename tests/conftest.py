@@ -90,10 +90,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
     """Tests that nobody ran are told where one looks: beside the count of those that passed."""
     yield
     skipped = terminalreporter.stats.get("skipped", [])
-    wanting = [report for report in skipped if "scripts/control_plane.sh" in str(report.longrepr)]
+    wanting = [report for report in skipped if "or: make control-plane" in str(report.longrepr)]
     if wanting:
         terminalreporter.write_line(
             f"{len(wanting)} tests were skipped because they need a real Kubernetes API server: "
-            "`make control-plane` builds it once (Go 1.26, some ten minutes), then run `make test-all` again",
+            "`make control-plane` builds it once (Go 1.26, some ten minutes), then run this again",
             yellow=True,
         )
