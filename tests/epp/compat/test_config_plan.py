@@ -24,15 +24,15 @@ NAMED = {
         metrics-data-source core-metrics-extractor k8s-notification-source endpoint-notification-source
         models-data-source fcfs-ordering-policy round-robin-fairness-policy destination-endpoint-served-verifier""",
     IGNORED: """weighted-random-picker lora-affinity-scorer predicted-latency-scorer session-affinity-scorer
-        no-hit-lru-scorer prefix-cache-affinity-filter utilization-filter decode-filter predicted-latency-producer
+        no-hit-lru-scorer prefix-cache-affinity-filter utilization-filter vllmgrpc-parser predicted-latency-producer
         token-producer precise-prefix-cache-producer probabilistic-admitter passthrough-parser vllmhttp-parser
         utilization-detector concurrency-detector global-strict-fairness-policy
         edf-ordering-policy slo-deadline-ordering-policy static-usage-limit-policy
         priority-holdback-policy eviction-sheddable-filter eviction-priority-then-time-ordering
         sheddable-eviction-filter""",
     REFUSED: """context-length-aware topology-affinity-scorer slo-headroom-tier-filter label-selector-filter
-        prefill-filter topology-affinity-filter p2p-source-producer disagg-profile-handler
-        data-parallel-profile-handler header-profile-handler latency-slo-admitter vllmgrpc-parser vertexai-parser
+        decode-filter prefill-filter topology-affinity-filter p2p-source-producer disagg-profile-handler
+        data-parallel-profile-handler header-profile-handler latency-slo-admitter vertexai-parser
         file-discovery request-attribute-reporter""",
 }
 """Every type of plugin that GIE 1.5 has, and what llm-d's guides add."""
@@ -251,7 +251,7 @@ def test_parameters_with_a_meaning_become_settings_and_others_are_told() -> None
             "flowControl: {saturationDetector: {pluginRef: mine}}",
             "flowControl.saturationDetector.pluginRef: there is no plugin 'mine'",
         ),
-        ("parser: {pluginRef: vllmgrpc-parser}", "parser.pluginRef: vllmgrpc-parser is refused: gRPC"),
+        ("parser: {pluginRef: vertexai-parser}", "parser.pluginRef: vertexai-parser is refused: paths of Vertex"),
         (
             "dataLayer: {discovery: {pluginRef: file-discovery}}",
             "dataLayer.discovery.pluginRef: file-discovery is refused",

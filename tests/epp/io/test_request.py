@@ -167,6 +167,18 @@ def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
     assert pick("/upload", b"\x00\x01", served=TWO).model is None
 
 
+@pytest.mark.parametrize(
+    "path", ["/vllm.grpc.engine.VllmEngine/Generate", "/engine.Generation/generate", "/v1/completions"]
+)
+@pytest.mark.parametrize("body", [b"\x00\x00\x00\x00\x07\n\x05hello", b"", b"\x00" * 100_000, None])
+@pytest.mark.parametrize("kind", ["application/grpc", "application/grpc+proto"])
+def test_grpc_of_engines_goes_by_load_whatever_its_calls_are_named(path: str, body: bytes | None, kind: str) -> None:
+    parsed = parse(RouteRequest({":path": path, ":method": "POST", "content-type": kind}, body, None, "big"), TWO)
+    assert isinstance(parsed, ParsedRequest), parsed
+    assert (parsed.pick.key, parsed.pick.pool, parsed.rewrite, parsed.members) == (None, "big", None, None)
+    assert parsed.pick.prompt_tokens_estimate == len(body or b"") // 4
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/v1/score", "/rerank", "/v2/rerank"])
 def test_vectors_are_routed_by_model_and_load_and_produce_no_tokens(path: str) -> None:
     request = pick(path, {"model": "huge", "input": "x" * 400}, served=TWO)

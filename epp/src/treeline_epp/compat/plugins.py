@@ -134,8 +134,9 @@ PLUGINS: dict[str, Plugin] = {
         "an endpoint that holds more of the prompt is kept while it costs no more than 5 ms or 10 % above the best"
     ),
     "utilization-filter": _ignored("a full endpoint costs more; it is not left out"),
-    "decode-filter": _ignored(
-        "llm-d.ai/role is not read: the pool's selector, or --endpoint-selector, must leave out pods that only prefill"
+    "decode-filter": _refused(
+        "llm-d.ai/role is not read, so pods that only prefill would get requests: leave them out by the pool's selector "
+        "or --endpoint-selector, and the filter, too"
     ),
     "prefill-filter": _refused(_APART),
     "encode-filter": _refused(_APART),
@@ -193,7 +194,7 @@ PLUGINS: dict[str, Plugin] = {
     "sglanghttp-parser": _mapped("bodies are read by their path: OpenAI's, Anthropic's and SGLang's /generate"),
     "vllmhttp-parser": _ignored("bodies are read by their path; prompts of vLLM's own paths have no prefix here"),
     "passthrough-parser": _ignored("bodies are read where their path is known; all others go by load alone"),
-    "vllmgrpc-parser": _refused("gRPC of engines is not read; have them serve HTTP"),
+    "vllmgrpc-parser": _ignored("gRPC of engines is not read: its calls go by load alone"),
     "vertexai-parser": _refused("paths of Vertex AI are not read; have the proxy rewrite them to OpenAI's"),
     # Data layer.
     "metrics-data-source": _mapped("engines that push no load have their metrics page read"),

@@ -75,6 +75,8 @@ def parse(
     path = request.path.rstrip("/")
     method = request.headers.get(":method")
     door = door_of(path) if request.headers else _door_of(request.body, outline)
+    if request.headers.get("content-type", "").startswith(_GRPC):
+        door = None  # an engine's calls may be named like one; what is in them is not JSON
     if method == "GET" and (answer := _models(path, registry)) is not None:
         return answer
     if not request.body:
@@ -301,6 +303,7 @@ def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
 _PRIORITY: Mapping[Criticality, int] = {"Critical": 1, "Standard": 0, "Sheddable": -1}
 """Of requests for an InferenceModel whose objective has none: what came after it has numbers only."""
 _GENERATE = "/generate"
+_GRPC = "application/grpc"
 _LIMITS = (
     ("/chat/completions", ("max_completion_tokens", "max_tokens")),
     ("/responses", ("max_output_tokens",)),
