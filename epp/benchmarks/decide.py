@@ -145,7 +145,7 @@ class World:
             asked = PickRequest("id", model=MODEL, key=key, prompt_tokens_estimate=len(key) // 4, max_output_tokens=64)
             timed("match", index.match, MODEL, None, key, self.now)
             picker.has_ready("default", MODEL)  # takes the reports in
-            timed("filter", rows_left, asked, picker._table, self.now)
+            timed("filter", rows_left, asked, picker._table)
             decision = timed("pick", picker.pick, asked, self.now)
             lease = timed("reserve", picker.reserve, decision, self.now)
             timed("close", picker.close, lease, self.now, Outcome.HEADERS)

@@ -29,7 +29,7 @@ def candidates(
         lambda at: names[at],
         prompt - held,
         np.array([identity_of(name) for name in names]),
-        lambda: np.array(load or zeros, float),
+        np.array(load or zeros, float),
         lambda text: names.index(text) if text in names else None,
         lambda lora: np.array([lora in known.get(name, ()) for name in names]),
         now,

@@ -45,7 +45,7 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
         for level in picker.index.match(scope, request.namespace, request.key or b"", now).levels:
             if level.tokens > known.tokens:
                 known = Hit(level.tokens, level.end, level.end)
-    prompt_tokens = max(1, prompt_tokens + known.tokens - int(known.end * per_byte))
+    prompt = max(known.tokens + 1, prompt_tokens + known.tokens - int(known.end * per_byte))
     most = None if request.fork else request.max_output_tokens
     found = []
     for endpoint in endpoints:
@@ -57,7 +57,6 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
                 if (of_rank.reach, of_rank.tokens) > (hit.reach, hit.tokens):
                     rank, hit = at, of_rank
         cached = hit.tokens + int((hit.reach - hit.end) * per_byte)
-        prompt = max(prompt_tokens, hit.tokens + 1)
         cached = min(cached, prompt - 1)
         found.append(
             Candidate(
@@ -79,6 +78,19 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
 def scores(picker: Picker, request: PickRequest, now: float) -> list[Scored]:
     """All that could be picked, scored."""
     return [score(candidate, now) for candidate in candidates(picker, request, now)]
+
+
+def roomy(picker: Picker, scored: list[Scored], limit_s: float | None, limit: int | None, now: float) -> list[Scored]:
+    """Those that have room: their wait is no longer, their requests are fewer."""
+    found = []
+    for one in scored:
+        endpoint = picker.endpoints[one.candidate.spec.name]
+        load = endpoint.load
+        reported = load.report.running + load.queue(now)[1] if load.report is not None and load.fresh(now) else 0
+        fewer = limit is None or max(reported, endpoint.unanswered) < limit
+        if fewer and (limit_s is None or one.wait_s <= limit_s):
+            found.append(one)
+    return found
 
 
 def rank(scored: list[Scored], rng: random.Random) -> list[Scored]:

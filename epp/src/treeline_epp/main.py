@@ -167,7 +167,7 @@ def _picker(options: Options) -> Picker:
         options.fallback_endpoints,
         seed,
         options.saturation,
-        scored=MOST_SCORES if options.emit_endpoint_scores else 0,
+        scored=MOST_SCORES if options.emit_endpoint_scores else 3 if options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
     use_headers({*picker.policies.headers, *filter(None, [options.fairness_header])})

@@ -1,10 +1,10 @@
-"""The picker's choice, from columns or one by one, is that of the slow one, whatever has happened before."""
+"""The picker's choice is that of the slow one, whatever has happened before."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from unittest import mock
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,12 +16,11 @@ from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.limits import IndexLimits
-from treeline_epp.picking import table
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.picking.saturation import RequestsSaturation, Saturation, WaitSaturation
+from treeline_epp.picking.saturation import RequestsSaturation, WaitSaturation
 from treeline_wire.events import AllBlocksCleared, BlockRemoved
 from treeline_wire.load import LoadStat, TreelineLoad
 
@@ -32,10 +31,14 @@ PROMPTS = [Prompt([head] * 4 * WIDTH + [tail] * 3 * WIDTH) for head in range(3) 
 class World:
     """A picker to which anything happens, by a seed."""
 
-    def __init__(self, seed: int, size: int, saturation: Saturation | None = None) -> None:
+    def __init__(self, seed: int, size: int, limit_s: float | None, limit: int | None) -> None:
+        """At most one limit: a wait that says that an endpoint is full, or a number of requests."""
         self.rng = random.Random(seed)
         limits = IndexLimits(prediction_life_s=1.0, eventless_life_s=3.0, aged_life_s=1.0, hit_cap_life_s=1.0)
-        config = PickerConfig(fallbacks=2, max_ttft_s=0.5, seed=seed, saturation=saturation)
+        self.limits = limit_s, limit
+        by_requests = None if limit is None else RequestsSaturation(limit)
+        saturation = by_requests if limit_s is None else WaitSaturation(limit_s)
+        config = PickerConfig(fallbacks=2, max_ttft_s=0.5, seed=seed, saturation=saturation, scored=4)
         self.picker = Picker(config, Index(limits))
         self.now = 100.0
         self.made = 0
@@ -167,11 +170,16 @@ def check(world: World) -> None:
         with pytest.raises(NoEndpoints):
             picker.pick(request, now)
         return
-    if request.sheddable and min(s.wait_s for s in scored) > picker.config.max_ttft_s:
+    soonest_s = min(s.wait_s for s in scored)
+    roomy = slow_pick.roomy(picker, scored, *world.limits, now)
+    later_s = 0.0 if not roomy else picker.config.max_ttft_s
+    if not roomy or (request.sheddable and soonest_s > later_s):
         with pytest.raises(Saturated) as caught:
             picker.pick(request, now)
-        assert caught.value.retry_after_s == min(s.wait_s for s in scored) - picker.config.max_ttft_s
+        assert caught.value.retry_after_s == soonest_s - later_s
         return
+    if world.limits[1] is not None:  # a full one is never chosen
+        scored = roomy
     decision = picker.pick(request, now)
     by_name = {s.candidate.spec.name: s for s in scored}
     assert decision.endpoint.name in slow_pick.equals_of(scored)
@@ -185,38 +193,17 @@ def check(world: World) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.integers(0, 1 << 32), st.integers(0, 90))
-def test_the_choice_is_that_of_the_slow_one(seed: int, size: int) -> None:
-    world = World(seed, size)
+@given(
+    st.integers(0, 1 << 32),
+    st.integers(0, 90),
+    st.sampled_from([(None, None), (0.2, None), (None, 2)]),
+)
+def test_the_choice_is_that_of_the_slow_one(seed: int, size: int, limits: tuple[float | None, int | None]) -> None:
+    world = World(seed, size, *limits)
     for _ in range(60):
         world.happen()
         check(world)
     world.picker.index.check()
-
-
-def choices(few: int, seed: int, size: int, saturation: Saturation | None) -> list[object]:
-    """What a world's picker says, time and again, where up to `few` endpoints are looked at one by one."""
-    said: list[object] = []
-    with mock.patch.object(table, "FEW", few):
-        world = World(seed, size, saturation)
-        for _ in range(60):
-            world.happen()
-            try:
-                decision = world.picker.pick(world.ask(), world.now)
-                said.append((decision.terms, decision.destinations, [one.candidate.rank for one in decision.ranked]))
-            except (NoEndpoints, Saturated) as error:
-                said.append((str(error), getattr(error, "retry_after_s", None)))
-    return said
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.integers(0, 1 << 32),
-    st.integers(0, 30),
-    st.sampled_from([None, WaitSaturation(0.2), RequestsSaturation(2)]),
-)
-def test_the_choice_one_by_one_is_that_from_columns(seed: int, size: int, saturation: Saturation | None) -> None:
-    assert choices(1_000, seed, size, saturation) == choices(-1, seed, size, saturation)
 
 
 def test_equal_endpoints_share_the_load_however_many_there_are() -> None:
@@ -226,6 +213,30 @@ def test_equal_endpoints_share_the_load_however_many_there_are() -> None:
     request = PickRequest("id", prompt_tokens_estimate=10)
     chosen = {picker.pick(request, 0.0).endpoint.name for _ in range(1_000)}
     assert len(chosen) > 400
+
+
+def test_a_pick_among_hundreds_calls_as_many_functions_as_one_among_two() -> None:
+    calls = {2: 0, 64: 0, 300: 0}
+    for size in calls:
+        picker = Picker(PickerConfig(seed=3))
+        for number in range(size):
+            picker.add_endpoint(EndpointSpec(f"e{number}", f"10.0.0.{number}:80", models=("m",)))
+            picker.on_load(f"e{number}", TreelineLoad(running=number % 3, decode_step_ms=4.0 + number), 0.0)
+            for prompt in PROMPTS[: 2 + number % 2]:
+                picker.index.apply(picker.endpoints[f"e{number}"].pod, prompt.stored(), KEYS)
+        request = PickRequest("id", model="m", key=PROMPTS[2].key, prompt_tokens_estimate=7 * WIDTH)
+        picker.pick(request, 0.1)
+
+        def called(_frame: object, event: str, _of: object, size: int = size) -> None:
+            calls[size] += event in ("call", "c_call")
+
+        sys.setprofile(called)
+        try:
+            picker.pick(request, 0.2)
+        finally:
+            sys.setprofile(None)
+    assert calls[64] < 1.5 * calls[2], calls
+    assert calls[300] < 1.5 * calls[2], calls
 
 
 def test_a_row_that_was_left_is_used_again_by_another_endpoint() -> None:

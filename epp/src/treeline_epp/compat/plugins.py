@@ -135,8 +135,8 @@ PLUGINS: dict[str, Plugin] = {
     ),
     "utilization-filter": _ignored("a full endpoint costs more; it is not left out"),
     "decode-filter": _refused(
-        "llm-d.ai/role is not read, so pods that only prefill would get requests: leave them out by the pool's selector "
-        "or --endpoint-selector, and the filter, too"
+        "llm-d.ai/role is not read, so pods that only prefill would get requests: leave them out by the pool's "
+        "selector or --endpoint-selector, and the filter, too"
     ),
     "prefill-filter": _refused(_APART),
     "encode-filter": _refused(_APART),

@@ -93,6 +93,11 @@ class Report:
         """Reservations opened after this may be missing in it."""
         return self.at - self.lag_s
 
+    @property
+    def fresh_until(self) -> float:
+        """Until when it is recent enough to be believed."""
+        return self.at + STALE_AFTER_S
+
     def queue(self, reserved: Reservations) -> tuple[int, int]:
         """`(uncached tokens, requests)` before a new pick: the report's, and those of reservations that it may lack."""
         newer, requests = reserved.newer_than(self.knows_until)
@@ -222,7 +227,7 @@ class EndpointLoad:
 
     def fresh(self, now: float) -> bool:
         """Is the last report recent enough to be believed?"""
-        return self.report is not None and now - self.report.at <= STALE_AFTER_S
+        return self.report is not None and now <= self.report.fresh_until
 
     def silent(self, now: float) -> bool:
         """Has an engine that always reports stopped doing so? It hangs, or the way to it is cut."""
@@ -231,7 +236,7 @@ class EndpointLoad:
     def queue(self, now: float) -> tuple[int, int]:
         """`(uncached tokens, requests)` that a request picked now would find before it."""
         report = self.report
-        if report is None or now - report.at > STALE_AFTER_S:
+        if report is None or now > report.fresh_until:
             return self.reservations.tokens, len(self.reservations)
         return report.queue(self.reservations)
 
@@ -260,8 +265,7 @@ class EndpointLoad:
 
 def trust(samples: Number, measured_at: Number, now: float) -> Number:
     """How far a rate of so many measurements is believed: 0 (there are none) to nearly 1. Elementwise for arrays."""
-    faded = _faded(samples, measured_at, now)
-    return faded / (faded + TRUSTED_SAMPLES)
+    return samples / (samples + TRUSTED_SAMPLES + (TRUSTED_SAMPLES / TRUST_HALVES_S) * (now - measured_at))
 
 
 def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:

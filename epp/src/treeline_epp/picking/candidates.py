@@ -7,25 +7,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.endpoints.load import STALE_AFTER_S
 from treeline_epp.index.pods import Pod
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.table import (
-    AT,
-    FRESH_IN_FLIGHT,
-    IDENTITY,
-    RESERVED_REQUESTS,
-    Floats,
-    Mask,
-    Rows,
-    Table,
-)
+from treeline_epp.picking.table import IDENTITY, IN_FLIGHT, Floats, Mask, Rows, Table
 
 _NONE: Floats = np.zeros(0)
-
-
-def _unknown() -> Floats:
-    return _NONE
 
 
 def _nobody(_name: str) -> int | None:
@@ -40,11 +26,10 @@ class Candidates(Struct, frozen=True):
     """The candidates of one pick, at `now`.
 
     `cost_s`, `cached_tokens` and `uncached_tokens` (of the prompt) are those of each; `identity` is a number below 2⁵²
-    that is the endpoint's own, whichever picker asks (see `Endpoint.identity`). What few policies want to know is
-    computed when they ask: `in_flight()` are the requests of each, by its last report and the reservations since, or
-    the reservations alone where it does not report. `name(at)` is the endpoint's name; `find(text)` the place of the
-    one with this name or address, None if it is no candidate; `has_adapter(lora)` those that are known to have loaded
-    an adapter.
+    that is the endpoint's own, whichever picker asks (see `Endpoint.identity`); `in_flight` are its requests, by its
+    last report and the reservations since, or the reservations alone where it does not report. `name(at)` is the
+    endpoint's name; `find(text)` the place of the one with this name or address, None if it is no candidate;
+    `has_adapter(lora)` those that are known to have loaded an adapter.
     """
 
     cost_s: Floats
@@ -52,7 +37,7 @@ class Candidates(Struct, frozen=True):
     name: Callable[[int], str]
     uncached_tokens: Floats = _NONE
     identity: Floats = _NONE
-    in_flight: Callable[[], Floats] = _unknown
+    in_flight: Floats = _NONE
     find: Callable[[str], int | None] = _nobody
     has_adapter: Callable[[str], Mask] = _no_adapter
     now: float = 0.0
@@ -69,11 +54,6 @@ def candidates_of(
 ) -> Candidates:
     """The endpoints in these rows, of which `columns` are the columns and `tokens` the prompt's `(cached, uncached)`.
     `known` are all endpoints by name. O(1); the rest when it is asked for."""
-
-    def in_flight() -> Floats:
-        fresh = now - columns[AT] <= STALE_AFTER_S
-        load: Floats = np.where(fresh, columns[FRESH_IN_FLIGHT], columns[RESERVED_REQUESTS])
-        return load
 
     def find(text: str) -> int | None:
         named = known.get(text)
@@ -95,7 +75,7 @@ def candidates_of(
         lambda at: table.at_row(int(rows[at])).spec.name,
         tokens[1],
         columns[IDENTITY],
-        in_flight,
+        columns[IN_FLIGHT],
         find,
         has_adapter,
         now,

@@ -52,8 +52,9 @@ class Outcome(StrEnum):
 class Decision(Struct, frozen=True):
     """Where a request goes, and why.
 
-    `ranked` are the endpoints that came out best, the chosen one first. `fallbacks` come after it in the destination
-    list; no address occurs twice. `tell`: a header that its policy has for the client, should the chosen one answer.
+    `ranked` are the endpoints that came out best, as far as they were scored, the chosen one first. `fallbacks` come
+    after it in the destination list; no address occurs twice. `tell`: a header that its policy has for the client,
+    should the chosen one answer.
     """
 
     request: PickRequest

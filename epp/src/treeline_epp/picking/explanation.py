@@ -42,7 +42,7 @@ def dropped_by(request: PickRequest, table: Table, now: float) -> dict[int, tupl
     left: Mask = np.ones(table.size, np.bool_)
     dropped: dict[int, tuple[str, str]] = {}
     for one in FILTERS:
-        mask = one.keep(request, table, now)
+        mask = one.keep(request, table)
         if mask is None or not ((mask & left).any() or one.refusal):
             continue
         for row in np.flatnonzero(left & ~mask).tolist():

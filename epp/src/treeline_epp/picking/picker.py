@@ -23,9 +23,9 @@ from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickEr
 from treeline_epp.picking.elsewhere import Elsewhere
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
-from treeline_epp.picking.filters import few_left, rows_left
+from treeline_epp.picking.filters import rows_left
 from treeline_epp.picking.lease import Lease
-from treeline_epp.picking.policies import CostPolicy, Policy
+from treeline_epp.picking.policies import Policy
 from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest
@@ -37,8 +37,6 @@ from treeline_epp.picking.work import Work
 
 CAPACITY_SLACK = 1.1
 """An engine may announce this much more than its memory holds: blocks just stored, whose victims are not told."""
-_EXPLAINED = 2
-"""Endpoints, beyond the fallbacks, whose terms a decision can explain: the chosen one, and one that came off worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +44,21 @@ class PickerConfig:
     """`policy`: that of pools which choose none, `NAME[:key=value,…]`. `max_ttft_s`: an endpoint is saturated when a
     request would wait longer than this for its turn; its own prefill, however long, is no queue. `fallbacks`:
     destinations after the first. `seed` makes ties reproducible. `saturation`: when no request goes to an endpoint;
-    None: only sheddable ones are kept from it. `scored`: a decision has the cost of so many of the best endpoints, if
-    that is more than it needs."""
+    None: only sheddable ones are kept from it. `scored`: a decision has the terms of so many of the best endpoints."""
 
     policy: str = "predicted_ttft"
     max_ttft_s: float = 30.0
     fallbacks: int = 1
     seed: int = 0
     saturation: Saturation | None = None
-    scored: int = 0
+    scored: int = 3
 
 
 def _no_room(soonest_s: float) -> Saturated:
     return Saturated("every endpoint that may serve this request has as much to do as it may", soonest_s)
 
 
-def _staying(at: int | None, cost_s: Floats | Sequence[float], order: list[int], count: int) -> list[int]:
+def _staying(at: int | None, cost_s: Floats, order: list[int], count: int) -> list[int]:
     """The order with the place of a session's endpoint first, unless it is no candidate or costs too much."""
     if at is None or not stays(float(cost_s[at]), float(cost_s[order[0]])):
         return order
@@ -170,80 +167,56 @@ class Picker:
         Raises NoEndpoints (503), or Saturated (429): where `config.saturation` says so, else for a sheddable request
         alone, while others go to the best of full endpoints.
         """
-        policy = self.policies.of(request.pool)
-        count = max(self.config.scored, _EXPLAINED + self.config.fallbacks)
-        ranked, identity = self._ranked(request, policy, count, now)
-        return Decision(request, ranked, self._fallbacks(ranked), policy.name, policy.tell(request, identity))
+        policy, config = self.policies.of(request.pool), self.config
+        best, scored = self._ranked(request, policy, max(config.scored, config.fallbacks + 2), config.scored, now)
+        tell = policy.tell(request, best[0].identity)
+        return Decision(request, scored, self._fallbacks(best), policy.name, tell)
 
     def explain(self, request: PickRequest, now: float) -> Explanation:
         """What `pick` would decide, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
-        self._refresh()
+        self._refresh(now)
         dropped = dropped_by(request, self._table, now)
         ranked: tuple[Scored, ...] = ()
         refusal, policy = "", copy.deepcopy(self.policies.of(request.pool))
         try:
-            ranked, _ = self._ranked(request, policy, len(self.endpoints), now)
+            _, ranked = self._ranked(request, policy, len(self.endpoints), len(self.endpoints), now)
         except PickError as error:
             refusal = str(error)
         return explanation(self.policies.name_of(request.pool), self._table, dropped, ranked, refusal)
 
-    def _ranked(self, request: PickRequest, policy: Policy, count: int, now: float) -> tuple[tuple[Scored, ...], float]:
-        """The best `count`, scored, and the identity of the first."""
-        if isinstance(policy, CostPolicy) and (few := self._table.few(request)) is not None:
-            return self._ranked_few(request, policy, few, count, now)
-        self._refresh()
-        rows = rows_left(request, self._table, now)
-        columns = self._table.take(rows)
+    def _ranked(
+        self, request: PickRequest, policy: Policy, count: int, scored: int, now: float
+    ) -> tuple[list[Endpoint], tuple[Scored, ...]]:
+        """The best `count`, and the scores of the first of them."""
+        table = self._table
+        self._refresh(now)
+        rows = rows_left(request, table)
+        columns = table.take(rows)
         matches = self._match(request, now)
         work = Work.of(request, matches.values())
-        cached, uncached = work.at_rows(self.index, matches, rows, self._table)
+        cached = work.cached_at(self.index, matches, rows, table)
+        uncached = work.prompt_tokens - cached
         rates = self._rates(columns, now)
         wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
-        room = self._room(columns, wait_s, now)
+        room = self._room(columns, wait_s)
         if room is not None:
-            rows, rates, cached, cost_s = rows[room], rates[room], cached[room], cost_s[room]
-        self._shed(request, float(wait_s.min()))
-        candidates = candidates_of(self._table, self.endpoints, rows, columns, (cached, uncached), cost_s, now)
+            rows, columns, rates = rows[room], columns[:, room], rates[room]
+            cached, uncached, cost_s = cached[room], uncached[room], cost_s[room]
+        if request.sheddable:
+            self._shed(float(wait_s.min()))
+        candidates = candidates_of(table, self.endpoints, rows, columns, (cached, uncached), cost_s, now)
         order = policy.rank(request, candidates, count)
-        if isinstance(policy, CostPolicy) and (name := self.sessions.endpoint(request.session, now)) is not None:
+        if policy.keeps_sessions and (name := self.sessions.endpoint(request.session, now)) is not None:
             order = _staying(candidates.find(name), cost_s, order, count)
-        chosen = [(self._table.at_row(int(rows[at])), float(rates[at])) for at in order]
-        ranked = [score(self._candidate(endpoint, matches, work, rate), now) for endpoint, rate in chosen]
-        return tuple(ranked), float(candidates.identity[order[0]])
+        best = [table.at_row(int(rows[at])) for at in order]
+        pairs = zip(best[:scored], order, strict=False)
+        scores = [score(self._candidate(one, matches, work, float(rates[at])), now) for one, at in pairs]
+        return best, tuple(scores)
 
-    def _ranked_few(
-        self, request: PickRequest, policy: CostPolicy, few: Sequence[Endpoint], count: int, now: float
-    ) -> tuple[tuple[Scored, ...], float]:
-        """The same where few endpoints serve the request: each is scored, with its terms. O(endpoints), one by one."""
-        endpoints = few_left(request, few, self._table, now)
-        matches = self._match(request, now)
-        work = Work.of(request, matches.values())
-        fastest = max(endpoint.load.own_rate() for endpoint in endpoints)
-        rates = [endpoint.load.rate(fastest, now) for endpoint in endpoints]
-        scored = [
-            score(self._candidate(endpoint, matches, work, rate), now)
-            for endpoint, rate in zip(endpoints, rates, strict=True)
-        ]
-        soonest = min(one.wait_s for one in scored)
-        if (saturation := self.config.saturation) is not None:
-            pairs = zip(endpoints, scored, strict=True)
-            roomy = [(endpoint, one) for endpoint, one in pairs if saturation.has_room(endpoint, one.wait_s, now)]
-            if not roomy:
-                raise _no_room(soonest)
-            if saturation.hard:
-                endpoints, scored = [endpoint for endpoint, _ in roomy], [one for _, one in roomy]
-        self._shed(request, soonest)
-        cost_s = [one.cost_s for one in scored]
-        order = policy.rank_few(cost_s, [one.candidate.cached_tokens for one in scored], count)
-        if (name := self.sessions.endpoint(request.session, now)) is not None:
-            there = (at for at, endpoint in enumerate(endpoints) if endpoint.spec.name == name)
-            order = _staying(next(there, None), cost_s, order, count)
-        return tuple([scored[at] for at in order]), endpoints[order[0]].identity
-
-    def _shed(self, request: PickRequest, soonest_s: float) -> None:
+    def _shed(self, soonest_s: float) -> None:
         """Raises Saturated for a sheddable request whose turn would come so late."""
         limit = self.config.max_ttft_s
-        if request.sheddable and soonest_s > limit:
+        if soonest_s > limit:
             why = f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable"
             raise Saturated(why, soonest_s - limit)
 
@@ -252,21 +225,21 @@ class Picker:
 
         O(endpoints) at memory speed; its prompt is not looked at.
         """
-        self._refresh()
-        columns = self._table.take(rows_left(request, self._table, now))
+        self._refresh(now)
+        columns = self._table.take(rows_left(request, self._table))
         wait_s, _ = waits_and_costs(columns, self._rates(columns, now), 0.0, 0, now)
-        self._room(columns, wait_s, now)
+        self._room(columns, wait_s)
 
     def uncached_tokens(self, request: PickRequest, now: float) -> int:
         """Of its prompt, what the endpoint that holds most of it would compute. O(prompt bytes)."""
-        self._refresh()
         matches = self._match(request, now).values()
         longest = max((match.longest for match in matches), key=lambda hit: hit.tokens, default=NO_HIT)
-        return Work.of(request, matches).at(longest)[1]
+        work = Work.of(request, matches)
+        return work.prompt_tokens - work.cached(longest)
 
     def has_ready(self, pool: str, model: str | None) -> bool:
         """Could a request for this model be served by this pool now? O(endpoints) at memory speed."""
-        self._refresh()
+        self._refresh(self._table.now)
         serving = self._table.serving(PickRequest("", model=model, pool=pool))
         return bool((self._table.columns[ELIGIBLE, : self._table.size] * serving).any())
 
@@ -439,23 +412,23 @@ class Picker:
         fastest = float(columns[OWN_RATE].max())
         return prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
 
-    def _room(self, columns: Floats, wait_s: Floats, now: float) -> Mask | None:
+    def _room(self, columns: Floats, wait_s: Floats) -> Mask | None:
         """The endpoints to choose from; None for all. Raises Saturated."""
         saturation = self.config.saturation
         if saturation is None:
             return None
-        room = saturation.room(columns, wait_s, now)
+        room = saturation.room(columns, wait_s)
         if not room.any():
             raise _no_room(float(wait_s.min()))
         return room if saturation.hard else None
 
-    def _refresh(self) -> None:
+    def _refresh(self, now: float) -> None:
         changed = self.index.changed
         for pod in changed:
             if pod.row >= 0:
                 self._table.touch(pod.row)
         changed.clear()
-        self._table.refresh()
+        self._table.refresh(now)
 
     def _match(self, request: PickRequest, now: float) -> dict[str, Match]:
         """Matches by scope: one, unless a request could go to several models."""
@@ -470,25 +443,24 @@ class Picker:
 
     def _candidate(self, endpoint: Endpoint, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
         rank, hit = endpoint.best_hit(matches.get(endpoint.pod.scope))
-        cached, uncached = work.at(hit)
+        cached = work.cached(hit)
         return Candidate(
             spec=endpoint.spec,
             load=endpoint.load,
             rate=rate,
             hit=hit,
             cached_tokens=cached,
-            uncached_tokens=uncached,
+            uncached_tokens=work.prompt_tokens - cached,
             output_tokens=work.output_tokens,
             held_tokens=endpoint.held_tokens,
             rank=rank,
             fork=work.fork,
         )
 
-    def _fallbacks(self, ranked: Sequence[Scored]) -> tuple[EndpointSpec, ...]:
-        first = ranked[0].candidate.spec.address
+    def _fallbacks(self, best: Sequence[Endpoint]) -> tuple[EndpointSpec, ...]:
+        first = best[0].spec.address
         chosen: dict[str, EndpointSpec] = {}
-        for scored in ranked[1:]:
-            spec = scored.candidate.spec
-            if len(chosen) < self.config.fallbacks and spec.address != first:
-                chosen.setdefault(spec.address, spec)
+        for endpoint in best[1:]:
+            if len(chosen) < self.config.fallbacks and endpoint.spec.address != first:
+                chosen.setdefault(endpoint.spec.address, endpoint.spec)
         return tuple(chosen.values())

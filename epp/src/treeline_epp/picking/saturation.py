@@ -10,9 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from treeline_epp.endpoints.load import STALE_AFTER_S
-from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.table import AT, FRESH_REQUESTS, RUNNING, UNANSWERED, Floats, Mask
+from treeline_epp.picking.table import REQUESTS, UNANSWERED, Floats, Mask
 
 POLICIES = ("wait", "requests")
 
@@ -23,12 +21,8 @@ class Saturation(Protocol):
 
     hard: bool
 
-    def room(self, columns: Floats, wait_s: Floats, now: float) -> Mask:
+    def room(self, columns: Floats, wait_s: Floats) -> Mask:
         """Which endpoints have room, by their columns (see `table`) and the time until a new request's turn there."""
-        ...
-
-    def has_room(self, endpoint: Endpoint, wait_s: float, now: float) -> bool:
-        """The same of one."""
         ...
 
 
@@ -40,11 +34,7 @@ class WaitSaturation:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
 
-    def room(self, columns: Floats, wait_s: Floats, now: float) -> Mask:
-        """See `Saturation`."""
-        return wait_s <= self._limit_s
-
-    def has_room(self, endpoint: Endpoint, wait_s: float, now: float) -> bool:
+    def room(self, columns: Floats, wait_s: Floats) -> Mask:
         """See `Saturation`."""
         return wait_s <= self._limit_s
 
@@ -58,18 +48,10 @@ class RequestsSaturation:
     def __init__(self, limit: int) -> None:
         self._limit = limit
 
-    def room(self, columns: Floats, wait_s: Floats, now: float) -> Mask:
+    def room(self, columns: Floats, wait_s: Floats) -> Mask:
         """See `Saturation`."""
-        fresh = now - columns[AT] <= STALE_AFTER_S
-        reported = np.where(fresh, columns[RUNNING] + columns[FRESH_REQUESTS], 0.0)
-        mask: Mask = np.maximum(reported, columns[UNANSWERED]) < self._limit
+        mask: Mask = np.maximum(columns[REQUESTS], columns[UNANSWERED]) < self._limit
         return mask
-
-    def has_room(self, endpoint: Endpoint, wait_s: float, now: float) -> bool:
-        """See `Saturation`."""
-        load = endpoint.load
-        reported = load.report.running + load.queue(now)[1] if load.report is not None and load.fresh(now) else 0
-        return max(reported, endpoint.unanswered) < self._limit
 
 
 def saturation_of(name: str, limit_s: float, limit: int) -> Saturation | None:

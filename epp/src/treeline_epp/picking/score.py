@@ -19,8 +19,8 @@ The others are what it costs later, itself and those who come after:
 
 What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
 
-The costs of many candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
-(`score`), for their terms. Few candidates are all scored one by one.
+The costs of all candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
+(`score`), for their terms.
 """
 
 from __future__ import annotations
@@ -28,24 +28,19 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.endpoints.load import STALE_AFTER_S, EndpointLoad, Report
+from treeline_epp.endpoints.load import EndpointLoad, Report
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.table import (
-    AT,
-    FASTEST_STEP_S,
-    FRESH_REQUESTS,
-    FRESH_TOKENS,
+    EXCESS,
+    FREE_TOKENS,
     FULL_UNTIL,
     HIT_SHARE,
     MAX_RUNNING,
-    RUNNING,
-    STALE_TOKENS,
+    QUEUED_TOKENS,
+    SLOWER_S,
     STEP_S,
-    TOKENS_HELD,
-    TOKENS_TOTAL,
     Floats,
-    Mask,
 )
 
 DELAYED_REQUESTS = 1.0
@@ -172,38 +167,37 @@ def waits_and_costs(
 
     `columns` are those of `table.Table`, `rates` and `uncached_tokens` are by endpoint.
     """
-    fresh = now - columns[AT] <= STALE_AFTER_S
-    running = columns[RUNNING]
-    queued = np.where(fresh, columns[FRESH_TOKENS], columns[STALE_TOKENS])
     prefill_s = uncached_tokens / rates
-    wait_s = queued / rates
-    slots_s = _waits_for_slots(columns, fresh, 1)
+    wait_s = columns[QUEUED_TOKENS] / rates
     cost_s = wait_s + prefill_s
-    wait_s += slots_s
-    cost_s += slots_s
-    full_s = np.maximum(0.0, columns[FULL_UNTIL] - now)
-    wait_s += full_s
-    cost_s += full_s
-    slower_s = np.maximum(0.0, columns[STEP_S] - columns[FASTEST_STEP_S])
-    cost_s += DECODE_WEIGHT * output_tokens * (slower_s * (fresh & (running > 0.0)))
+    slots_s = _waits_for_slots(columns, 1)
+    if slots_s is not None:
+        wait_s += slots_s
+        cost_s += slots_s
+    full_s = columns[FULL_UNTIL] - now
+    at = (full_s > 0.0).nonzero()[0]
+    if len(at):
+        wait_s[at] += full_s[at]
+        cost_s[at] += full_s[at]
+    cost_s += DECODE_WEIGHT * output_tokens * columns[SLOWER_S]
     others_s = DELAYED_REQUESTS * prefill_s
-    if fork:
-        others_s = others_s + np.maximum(0.0, _waits_for_slots(columns, fresh, fork) - slots_s)
+    if fork and (last_s := _waits_for_slots(columns, fork)) is not None:
+        others_s = others_s + np.maximum(0.0, last_s - (0.0 if slots_s is None else slots_s))
     cost_s += others_s
-    room = columns[TOKENS_TOTAL] - columns[TOKENS_HELD] - queued
-    evicted = np.minimum(uncached_tokens, uncached_tokens - room)
-    at = (fresh & (columns[TOKENS_TOTAL] > 0.0) & (evicted > 0.0)).nonzero()[0]
+    evicted = np.minimum(uncached_tokens, uncached_tokens - columns[FREE_TOKENS])
+    at = (evicted > 0.0).nonzero()[0]
     if len(at):
         hit = np.minimum(columns[HIT_SHARE, at], 0.99)
         cost_s[at] += evicted[at] * np.minimum(1.0, TAIL_VALUE * hit / (1.0 - hit)) / rates[at]
     return wait_s, cost_s
 
 
-def _waits_for_slots(columns: Floats, fresh: Mask, requests: int) -> Floats:
-    """What `_slots_s` says of the last of so many requests."""
-    waits_s: Floats = np.zeros(len(fresh))
-    full = columns[RUNNING] + columns[FRESH_REQUESTS] + float(requests) - columns[MAX_RUNNING]
-    at = (fresh & (full > 0.0) & (columns[MAX_RUNNING] > 0.0)).nonzero()[0]
-    if len(at):
-        waits_s[at] = full[at] * ASSUMED_OUTPUT_TOKENS * columns[STEP_S, at] / columns[MAX_RUNNING, at]
+def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
+    """What `_slots_s` says of the last of so many requests; None for nothing anywhere."""
+    excess = columns[EXCESS] + float(requests)
+    at = (excess > 0.0).nonzero()[0]
+    if not len(at):
+        return None
+    waits_s: Floats = np.zeros(len(excess))
+    waits_s[at] = excess[at] * ASSUMED_OUTPUT_TOKENS * columns[STEP_S, at] / columns[MAX_RUNNING, at]
     return waits_s

@@ -1,7 +1,7 @@
 """What decides where requests go, of all endpoints, in columns: a pick looks at thousands of them in a few operations.
 
-A row is copied from its owners (load, breaker, pod) when the picker says that they have changed (`touch`), at the next
-look. What changes with time alone (is a report fresh? is a breaker open?) is a comparison of a column with the clock.
+A row is copied from its owners (load, breaker, pod) at the next look after the picker has said that they changed
+(`touch`), and when time alone changes it (`EDGE`: a report becomes stale, a breaker may be tried again).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from treeline_epp.endpoints.load import STALE_AFTER_S
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import PickRequest
@@ -22,35 +21,31 @@ Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 (
-    AT,
-    FRESH_TOKENS,
-    FRESH_REQUESTS,
-    STALE_TOKENS,
-    RUNNING,
+    QUEUED_TOKENS,
+    REQUESTS,
+    UNANSWERED,
+    IN_FLIGHT,
+    EXCESS,
     MAX_RUNNING,
     STEP_S,
-    FASTEST_STEP_S,
-    TOKENS_TOTAL,
-    TOKENS_HELD,
+    SLOWER_S,
+    FREE_TOKENS,
     HIT_SHARE,
     FULL_UNTIL,
     OWN_RATE,
     RATE_SAMPLES,
     MEASURED_AT,
-    SILENT_AFTER,
-    CLOSED_UNTIL,
-    ELIGIBLE,
-    FRESH_IN_FLIGHT,
-    RESERVED_REQUESTS,
     IDENTITY,
-    UNANSWERED,
-) = range(22)
-"""The columns. Tokens and requests before a new one, if the report counts (FRESH) and if it does not (STALE).
-IN_FLIGHT: all requests that an endpoint has, if the report counts; RESERVED_REQUESTS are ours alone."""
-_COLUMNS = 22
-_NEVER = float("-inf")
-FEW = 16
-"""So many endpoints are looked at one by one: an operation on arrays takes as long for one as for hundreds."""
+    ELIGIBLE,
+    HEALTHY,
+    EDGE,
+) = range(18)
+"""The columns. What a report says is in them while it is fresh, and then what is known without one. QUEUED_TOKENS:
+before a new request. REQUESTS: reported, running or not, or sent there since; IN_FLIGHT: those, and others that the
+endpoint has; UNANSWERED are ours alone. EXCESS: of REQUESTS over MAX_RUNNING, -inf where that is not known. SLOWER_S:
+of STEP_S beyond a step of a small batch. FREE_TOKENS: of its cache, once what waits is in it; inf where not known."""
+_COLUMNS = 18
+_NEVER, _UNKNOWN = float("-inf"), float("inf")
 _MOST_ASKED = 256
 """Pools and models for which it is remembered who serves them: engines that take any name may be asked for many."""
 
@@ -72,7 +67,11 @@ class Table:
         self._touched: set[int] = set()
         self._groups: dict[tuple[str, tuple[str, ...]], _Group] = {}
         self._serving: dict[tuple[str | None, str | None], Mask] = {}
-        self._few: dict[tuple[str | None, str | None], tuple[Endpoint, ...] | None] = {}
+        self.left: dict[tuple[str | None, str | None], Rows] = {}
+        """By pool and model: the rows that pass all filters of a request that names no subset. For `filters`."""
+        self.now = _NEVER
+        """When somebody last looked."""
+        self._edge = _UNKNOWN
         self._by_address: dict[tuple[str, str], dict[int, None]] = {}
 
     # Endpoints
@@ -115,24 +114,34 @@ class Table:
 
     def give_row(self, row: int) -> None:
         """Nobody has this row any more."""
-        self.columns[ELIGIBLE, row] = 0.0
+        self.columns[ELIGIBLE, row], self.columns[EDGE, row] = 0.0, _UNKNOWN
         self._free.append(row)
 
     def _forget_serving(self) -> None:
         self._serving.clear()
-        self._few.clear()
+        self.left.clear()
 
     def touch(self, row: int) -> None:
         """Something of the endpoint in this row has changed. O(1)."""
         self._touched.add(row)
 
-    def refresh(self) -> None:
-        """Copy what has changed. O(touched rows)."""
+    def refresh(self, now: float) -> None:
+        """Copy what has changed. O(touched rows), and O(rows) at memory speed where time has changed one."""
+        self.now, columns, size = now, self.columns, self.size
+        if now >= self._edge:
+            self._touched.update(np.flatnonzero(columns[EDGE, :size] <= now).tolist())
+            self._edge = _UNKNOWN
+        elif not self._touched:
+            return
         for row in self._touched:
             endpoint = self.endpoints[row]
             if endpoint is not None:
-                self.columns[:, row] = _values(endpoint)
+                were = columns[ELIGIBLE, row], columns[HEALTHY, row]
+                columns[:, row] = values = _values(endpoint, now)
+                if were != values[ELIGIBLE : HEALTHY + 1]:
+                    self.left.clear()
         self._touched.clear()
+        self._edge = float(columns[EDGE, :size].min())
 
     # Looking
 
@@ -146,26 +155,13 @@ class Table:
         known = self._serving.get((request.pool, request.model))
         if known is None:
             if len(self._serving) > _MOST_ASKED:
-                self._serving.clear()
+                self._forget_serving()
             known = np.zeros(self.size, np.bool_)
             for group in self._groups.values():
                 if serves(group.spec, request):
                     known[np.fromiter(group.rows, np.int64, len(group.rows))] = True
             self._serving[request.pool, request.model] = known
         return known
-
-    def few(self, request: PickRequest) -> tuple[Endpoint, ...] | None:
-        """Those in the request's pool that serve its model, in the order of their rows, where they are few; else None.
-        O(1), after changes O(rows)."""
-        asked = request.pool, request.model
-        if asked in self._few:
-            return self._few[asked]
-        if len(self._few) > _MOST_ASKED:
-            self._few.clear()
-        rows = [row for group in self._groups.values() if serves(group.spec, request) for row in group.rows]
-        found = tuple(self.at_row(row) for row in sorted(rows)) if len(rows) <= FEW else None
-        self._few[asked] = found
-        return found
 
     def at_row(self, row: int) -> Endpoint:
         """The endpoint in a row that is taken."""
@@ -201,38 +197,39 @@ def _places(spec: EndpointSpec) -> set[tuple[str, str]]:
     return {(host, ""), (host, port)}
 
 
-def _values(endpoint: Endpoint) -> tuple[float, ...]:
-    load = endpoint.load
+def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
+    load, closed_until = endpoint.load, endpoint.breaker.closed_until
     report, reserved = load.report, load.reservations
-    held = endpoint.held_tokens
-    at, tokens, requests, running, most, step, total = _NEVER, 0, 0, 0, 0, 0.0, 0
-    ours = in_flight = len(reserved)
-    if report is not None:
-        at, running, most, step = report.at, report.running, report.max_running, report.decode_step_s
-        tokens, requests = report.queue(reserved)
-        in_flight = max(report.in_flight + requests - report.waiting, ours)
-        total, held = report.tokens_total, max(report.tokens_held, held)
+    tokens, requests, edge = reserved.tokens, 0, _UNKNOWN if now >= closed_until else closed_until
+    in_flight, excess, most, step, slower, free = len(reserved), _NEVER, 0, 0.0, 0.0, _UNKNOWN
+    if report is not None and load.fresh(now):
+        tokens, waiting = report.queue(reserved)
+        requests, most, step = report.running + waiting, report.max_running, report.decode_step_s
+        in_flight = max(report.in_flight + waiting - report.waiting, in_flight)
+        edge = min(edge, report.fresh_until)
+        if most:
+            excess = float(requests - most)
+        if report.running:
+            slower = max(0.0, step - load.fastest_step_s)
+        if report.tokens_total:
+            free = float(report.tokens_total - max(report.tokens_held, endpoint.held_tokens) - tokens)
     return (
-        at,
         tokens,
         requests,
-        reserved.tokens,
-        running,
+        endpoint.unanswered,
+        in_flight,
+        excess,
         most,
         step,
-        load.fastest_step_s,
-        total,
-        held,
+        slower,
+        free,
         load.hit_share,
         load.overloaded_until,
         load.own_rate(),
         load.rate_samples,
         load.measured_at,
-        STALE_AFTER_S if load.beats else float("inf"),
-        endpoint.breaker.closed_until,
-        endpoint.eligible,
-        in_flight,
-        ours,
         endpoint.identity,
-        endpoint.unanswered,
+        endpoint.eligible,
+        now >= closed_until and not load.silent(now),
+        edge,
     )

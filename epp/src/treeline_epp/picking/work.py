@@ -40,30 +40,24 @@ class Work(Struct, frozen=True, gc=False):
                 known = longest
         most = request.max_output_tokens if not request.fork else None  # it is its children's outputs that count
         return cls(
-            max(1, prompt_tokens + known.tokens - int(known.end * per_byte)),
+            max(known.tokens + 1, prompt_tokens + known.tokens - int(known.end * per_byte)),
             per_byte,
             ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
             request.fork,
         )
 
-    def at(self, hit: Hit) -> tuple[int, int]:
-        """`(cached, uncached)` tokens where an endpoint has this hit."""
-        cached = hit.tokens + int((hit.reach - hit.end) * self.per_byte)
-        prompt = max(self.prompt_tokens, hit.tokens + 1)  # it is an estimate; what is confirmed is not
-        cached = min(cached, prompt - 1)
-        return cached, prompt - cached
+    def cached(self, hit: Hit) -> int:
+        """Tokens of the prompt that need not be computed where an endpoint has this hit."""
+        return min(hit.tokens + int((hit.reach - hit.end) * self.per_byte), self.prompt_tokens - 1)
 
-    def at_rows(self, index: Index, matches: Mapping[str, Match], rows: Rows, table: Table) -> tuple[Floats, Floats]:
-        """`(cached, uncached)` tokens at each of the endpoints in these rows of the table."""
-        size = table.size
-        nothing = self.at(NO_HIT)
-        cached, uncached = np.full(size, float(nothing[0])), np.full(size, float(nothing[1]))
+    def cached_at(self, index: Index, matches: Mapping[str, Match], rows: Rows, table: Table) -> Floats:
+        """The same of each of the endpoints in these rows of the table."""
+        cached: Floats = np.zeros(table.size)
         for match in matches.values():
             for level in reversed(match.levels):  # the longest last: it counts where a row has several pods
                 if level.tokens:
-                    holders = index.holders(level.pods)
-                    cached[holders], uncached[holders] = self.at(Hit(level.tokens, level.end, level.end))
+                    cached[index.holders(level.pods)] = self.cached(Hit(level.tokens, level.end, level.end))
             for pod in match.special:
                 _, hit = table.at_row(pod.row).best_hit(match)
-                cached[pod.row], uncached[pod.row] = self.at(hit)
-        return (cached, uncached) if len(rows) == size else (cached[rows], uncached[rows])
+                cached[pod.row] = self.cached(hit)
+        return cached if len(rows) == table.size else cached[rows]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from random import Random
 
 from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Choice, CostPolicy, Policy, PolicyError, read_parameters
+from treeline_epp.picking.policies.base import Choice, Policy, PolicyError, read_parameters
 from treeline_epp.picking.policies.bucket import Bucket
 from treeline_epp.picking.policies.cache_aware import CacheAware
 from treeline_epp.picking.policies.consistent_hashing import ConsistentHashing
@@ -28,7 +28,6 @@ __all__ = [
     "POLICIES",
     "Candidates",
     "Choice",
-    "CostPolicy",
     "Policy",
     "PolicyError",
     "choice_of",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from random import Random
 from typing import Annotated, Any, ClassVar
 
@@ -33,6 +33,8 @@ class Policy(ABC):
     name: ClassVar[str]
     parameters: ClassVar[type[Struct]] = NoParameters
     """What can be set: names, types and bounds."""
+    keeps_sessions: ClassVar[bool] = False
+    """Whether a session's next request goes where its last one went, while that costs little more (`sessions`)."""
 
     @abstractmethod
     def __init__(self, parameters: Any, rng: Random) -> None: ...
@@ -52,15 +54,6 @@ class Policy(ABC):
     def tell(self, request: PickRequest, identity: float) -> tuple[str, str] | None:
         """A header that the client is to be told with the answer of the endpoint with this identity, if any."""
         return None
-
-
-class CostPolicy(Policy):
-    """A policy that looks at nothing but what the request costs at each candidate and how much of it is cached there.
-    Few candidates come to it as lists, which then need no arrays."""
-
-    @abstractmethod
-    def rank_few(self, cost_s: Sequence[float], cached_tokens: Sequence[int], count: int) -> list[int]:
-        """What `rank` says of candidates with these costs and cached tokens, in the same order."""
 
 
 class PolicyError(ValueError):

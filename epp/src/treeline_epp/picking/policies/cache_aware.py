@@ -40,7 +40,7 @@ class CacheAware(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        load, cached = candidates.in_flight(), candidates.cached_tokens
+        load, cached = candidates.in_flight, candidates.cached_tokens
         share = cached / (cached + candidates.uncached_tokens)
         longest = float(share.max())
         if self._uneven(float(load.min()), float(load.max())) or longest <= self._set.cache_threshold:

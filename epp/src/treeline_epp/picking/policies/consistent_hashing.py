@@ -49,7 +49,7 @@ class ConsistentHashing(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        load, key = candidates.in_flight(), self._key(request)
+        load, key = candidates.in_flight, self._key(request)
         if not key:
             return led_by(lightest(load, self._rng), lowest(load, count), count)
         weight = weights(key_of(key), candidates.identity)

@@ -20,5 +20,5 @@ class LeastLoad(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        load = candidates.in_flight()
+        load = candidates.in_flight
         return led_by(lightest(load, self._rng), lowest(load, count), count)

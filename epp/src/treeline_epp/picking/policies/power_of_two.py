@@ -22,7 +22,7 @@ class PowerOfTwo(Policy):
         """O(n) for the loads, O(count) besides."""
         size = len(candidates.cost_s)
         order = self._rng.sample(range(size), min(max(count, 2), size))
-        load = candidates.in_flight()
+        load = candidates.in_flight
         if size > 1 and load[order[1]] < load[order[0]]:
             order[:2] = order[1], order[0]
         return order[:count]

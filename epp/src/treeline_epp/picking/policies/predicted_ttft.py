@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
-import numpy as np
-
 from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import CostPolicy, NoParameters
+from treeline_epp.picking.policies.base import NoParameters, Policy
 from treeline_epp.picking.policies.ranking import led_by, lowest, one_of
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.table import Floats
@@ -21,10 +18,11 @@ saturated): a few milliseconds are below what predictions can tell, a moved pref
 STICKY_SHARE = 0.10
 
 
-class PredictedTtft(CostPolicy):
+class PredictedTtft(Policy):
     """The cost is `score`'s: seconds to the first token, and what the request costs those who come after it."""
 
     name = "predicted_ttft"
+    keeps_sessions = True
 
     def __init__(self, parameters: NoParameters, rng: Random) -> None:
         self._rng = rng
@@ -33,31 +31,20 @@ class PredictedTtft(CostPolicy):
         """O(n) at memory speed."""
         return cheapest_first(candidates.cost_s, candidates.cached_tokens, count, self._rng)
 
-    def rank_few(self, cost_s: Sequence[float], cached_tokens: Sequence[int], count: int) -> list[int]:
-        """O(n log n)."""
-        return cheapest_of_few(cost_s, cached_tokens, count, self._rng)
-
 
 def cheapest_first(cost_s: Floats, cached_tokens: Floats, count: int, rng: Random) -> list[int]:
     """The cheapest, or one with more of the prompt cached that is hardly worse; ties within `EQUAL_S` fall at
     random. O(n) at memory speed."""
-    near = np.flatnonzero(cost_s <= _hardly_worse(float(cost_s.min())))
+    order = lowest(cost_s, count)
+    near = (cost_s <= _hardly_worse(float(cost_s[order[0]]))).nonzero()[0]
+    if len(near) == 1:
+        return order
     cached = cached_tokens[near]
     warmest = near[cached == cached.max()]
-    cost = cost_s[warmest]
-    first = one_of(warmest[cost <= cost.min() + EQUAL_S], rng)
-    return led_by(first, lowest(cost_s, count), count)
-
-
-def cheapest_of_few(cost_s: Sequence[float], cached_tokens: Sequence[int], count: int, rng: Random) -> list[int]:
-    """The same as `cheapest_first`, for lists. O(n log n)."""
-    limit = _hardly_worse(min(cost_s))
-    near = [at for at, cost in enumerate(cost_s) if cost <= limit]
-    most = max(cached_tokens[at] for at in near)
-    warmest = [at for at in near if cached_tokens[at] == most]
-    equal = min(cost_s[at] for at in warmest) + EQUAL_S
-    first = one_of([at for at in warmest if cost_s[at] <= equal], rng)
-    return led_by(first, sorted(range(len(cost_s)), key=cost_s.__getitem__)[:count], count)
+    if len(warmest) > 1:
+        cost = cost_s[warmest]
+        warmest = warmest[cost <= cost.min() + EQUAL_S]
+    return led_by(one_of(warmest, rng), order, count)
 
 
 def _hardly_worse(best_s: float) -> float:

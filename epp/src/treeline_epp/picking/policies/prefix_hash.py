@@ -41,7 +41,7 @@ class PrefixHash(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        load = candidates.in_flight()
+        load = candidates.in_flight
         if not request.key:
             return led_by(lightest(load, self._rng), lowest(load, count), count)
         prefix = request.key[: self._set.prefix_token_count * BYTES_PER_TOKEN]

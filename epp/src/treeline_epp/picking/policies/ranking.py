@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 
 import numpy as np
@@ -12,18 +11,15 @@ from treeline_epp.picking.table import Floats
 
 
 def lowest(values: Floats, count: int) -> list[int]:
-    """The places of the lowest values, in order; of equal ones the first. O(n + count log count)."""
-    if count < len(values):
-        last = np.partition(values, count - 1)[count - 1]
-        below = np.flatnonzero(values < last)
-        equal = np.flatnonzero(values == last)[: count - len(below)]
-    else:
-        below, equal = np.arange(len(values)), np.zeros(0, np.int64)
-    below = below[np.argsort(values[below], kind="stable")]
-    return [*below.tolist(), *equal.tolist()]
+    """The places of the lowest values, in order; of equal ones always the same. O(n + count log count)."""
+    if count >= len(values):
+        order: list[int] = np.argsort(values, kind="stable").tolist()
+        return order
+    below: list[int] = np.argpartition(values, count - 1)[:count].tolist()
+    return sorted(sorted(below), key=values.__getitem__)
 
 
-def one_of(places: npt.NDArray[np.int64] | Sequence[int], rng: Random) -> int:
+def one_of(places: npt.NDArray[np.int64], rng: Random) -> int:
     """One of them at random; nothing is drawn where there is but one."""
     return int(places[0] if len(places) == 1 else places[rng.randrange(len(places))])
 
