@@ -60,17 +60,24 @@ def bootstrap(
 
 
 def bootstrap_for_pods(
-    port: int, admin_port: int, ext_proc_port: int, pods: Sequence[tuple[str, int]]
+    *,
+    bare_port: int,
+    picker_port: int,
+    admin_port: int,
+    ext_proc_port: int,
+    pods: Sequence[tuple[str, int]],
+    streamed: bool,
 ) -> dict[str, Any]:
-    """The same for pods that are known beforehand, asking as the inference extension has it: bodies go through the
-    picker as streams, both ways."""
+    """The same for pods that are known beforehand. `streamed`: asking as the inference extension has it, bodies go
+    through the picker as streams, both ways."""
     asking = _ext_proc_filter()
-    asking["typed_config"]["processing_mode"] |= {
-        "request_body_mode": "FULL_DUPLEX_STREAMED",
-        "response_body_mode": "FULL_DUPLEX_STREAMED",
-        "request_trailer_mode": "SEND",
-        "response_trailer_mode": "SEND",
-    }
+    if streamed:
+        asking["typed_config"]["processing_mode"] |= {
+            "request_body_mode": "FULL_DUPLEX_STREAMED",
+            "response_body_mode": "FULL_DUPLEX_STREAMED",
+            "request_trailer_mode": "SEND",
+            "response_trailer_mode": "SEND",
+        }
     lb_endpoints = [{"endpoint": {"address": _address(port, address)}} for address, port in pods]
     static = _pods() | {
         "type": "STATIC",
@@ -81,7 +88,7 @@ def bootstrap_for_pods(
         "node": {"id": "bench", "cluster": "bench"},
         "admin": {"address": _address(admin_port)},
         "static_resources": {
-            "listeners": [_listener("picker", port, [asking])],
+            "listeners": [_listener("bare", bare_port, []), _listener("picker", picker_port, [asking])],
             "clusters": [static, _picker_cluster(EXT_PROC, [ext_proc_port])],
         },
     }

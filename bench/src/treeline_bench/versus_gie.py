@@ -1,15 +1,23 @@
 """Benchmark `gie`: our picker beside the one of the Gateway API Inference Extension 1.5, which is written in Go.
 
-Method. Each in turn, before one Envoy (one worker): an InferencePool of two simulated engines (`sim/`, with vLLM's
-metrics) on a minimal Kubernetes API (`conformance/api_server.py`), and Envoy as that project configures it: bodies of
-requests and answers go through the picker as streams (`FULL_DUPLEX_STREAMED`), both trailers are sent. Each has the
-default settings of its project but TLS, which both are without. The figures are of the picker's process, all its
-threads counted, as in the benchmark `picker`: requests answered ÷ CPU-seconds under a saturating closed loop, and the
-99th percentile of a paced load (200 a second, 1 KB).
+Method. Each in turn, before one Envoy (one worker): an InferencePool of 2, of 16 and of 64 endpoints on a minimal
+Kubernetes API (`conformance/api_server.py`). The endpoints are addresses of one simulated engine (`sim/`, with vLLM's
+metrics), which answers at once. Bodies of requests and answers go through the picker as streams, both trailers are sent
+(`streamed`, FULL_DUPLEX_STREAMED: as that project configures Envoy, and the only mode that its picker serves); or the
+request's body comes whole and the answer's not at all (`buffered`), where ours is compared with theirs of `streamed`.
+Each has the default settings of its project but TLS, which both are without. The figures are
+
+- requests answered ÷ CPU-seconds of the picker's process, all its threads counted, under a saturating closed loop;
+- of a paced load (200 a second, 1 KB), which goes in turns through a listener that does not ask and one that does, what
+  asking adds to the median and to the 99th percentile.
+
+`gie.vs_gie.rps_per_core` and `gie.added_ms` are the worst of all numbers of endpoints and modes; the others follow.
 
 Bias. Chat completions are repeated, so both pickers know every prompt after a while; ours by its own requests alone,
-since these engines publish nothing that a pool of vLLM's metrics announces. Go's garbage collector and scheduler have
-the cores that are there; with the picker pinned to one core both have one.
+since these engines publish nothing that a pool of vLLM's metrics announces. GIE's picker reads each endpoint's metrics
+20 times a second, which is in its CPU-seconds, as what ours reads is in ours, and takes time of the core of Envoy,
+engine and client. Go's garbage collector and scheduler have the cores that are there; with the picker pinned to one
+core both have one.
 """
 
 from __future__ import annotations
@@ -41,15 +49,19 @@ from treeline_bench.results import Row
 from treeline_bench.stats import percentile
 
 POOL, LABELS = "bench", {"app": "bench"}
-ADDRESSES = ("127.0.0.2", "127.0.0.3")
+ENDPOINTS = (2, 16, 64)
+MODES = ("streamed", "buffered")
 SIZES = {"1kb": 1_000, "30kb": 30_000, "220kb": 220_000}
 FULL = replace(
     PICKER,
     prompts={"1kb": 256, "30kb": 64, "220kb": 8},
     sizes=SIZES,
     concurrency={"1kb": 64, "30kb": 32, "220kb": 20},
+    turns=2,
+    turn_s=4.0,
+    saturate_s=6.0,
 )
-QUICK = replace(FULL, prompts={"1kb": 16, "30kb": 4, "220kb": 2}, turn_s=1.0, saturate_s=1.5)
+QUICK = replace(FULL, prompts={"1kb": 16, "30kb": 4, "220kb": 2}, turns=1, turn_s=1.0, saturate_s=1.5)
 START_S = 60.0
 _BINARY = "TREELINE_GIE_PICKER"
 
@@ -83,9 +95,12 @@ class World:
             "endpointPickerRef": {"name": "picker", "kind": "Service", "port": {"number": 9002}},
         }
         self._loop.call_soon_threadsafe(lambda: self._api.put(POOLS, POOL, spec=spec, status={}))
-        for at, address in enumerate(ADDRESSES):
-            self._loop.call_soon_threadsafe(self._put_pod, f"pod-{at}", address, port)
         self.kubeconfig = self._api.write_kubeconfig(folder)
+
+    def put_pods(self, pods: Sequence[tuple[str, int]]) -> None:
+        """These are there; those that were, too."""
+        for at, (address, port) in enumerate(pods):
+            self._loop.call_soon_threadsafe(self._put_pod, f"pod-{at}", address, port)
 
     def _put_pod(self, name: str, address: str, port: int) -> None:
         status = {
@@ -119,7 +134,8 @@ class Rig:
     """A picker behind Envoy, and where to send."""
 
     picker: Child
-    port: int
+    bare_port: int
+    asking_port: int
     folder: Path
     client_cores: Sequence[int]
 
@@ -138,107 +154,139 @@ def command_of(name: str, ports: Sequence[int], kubeconfig: Path) -> list[str]:
 
 
 @contextmanager
-def running(name: str, world: World, pods: Sequence[tuple[str, int]], folder: Path) -> Iterator[Rig]:
-    """The picker, and Envoy before it; both have answered a request."""
+def running(name: str, mode: str, world: World, pods: Sequence[tuple[str, int]], folder: Path) -> Iterator[Rig]:
+    """The picker, and Envoy before it."""
     cores = usable_cores()
     picker_cores, other_cores = cores[-1:], cores[:-1] or cores
-    *ports, listen, admin = free_ports(6)
+    *ports, bare, asking, admin = free_ports(7)
     with ExitStack() as stack:
         argv = command_of(name, ports, world.kubeconfig)
         environment = {"KUBECONFIG": str(world.kubeconfig)}
         picker = stack.enter_context(child(name, argv, folder, picker_cores, environment))
         config = folder / f"envoy-{name}.json"
-        config.write_text(json.dumps(bootstrap_for_pods(listen, admin, ports[0], pods)))
+        bootstrap = bootstrap_for_pods(
+            bare_port=bare,
+            picker_port=asking,
+            admin_port=admin,
+            ext_proc_port=ports[0],
+            pods=pods,
+            streamed=mode == "streamed",
+        )
+        config.write_text(json.dumps(bootstrap))
         argv = [str(envoy_binary()), "--config-path", str(config), "--log-level", "warning"]
         argv += ["--concurrency", "1", "--disable-hot-restart"]
         stack.enter_context(child(f"envoy-{name}", argv, folder, other_cores))
-        rig = Rig(picker, listen, folder, other_cores)
-        yield rig
+        yield Rig(picker, bare, asking, folder, other_cores)
 
 
-def _plan(rig: Rig, calls: list[Call], arrivals: ClosedLoop | Paced, **end: float) -> Plan:
+def _plan(port: int, calls: list[Call], arrivals: ClosedLoop | Paced, **end: float) -> Plan:
     """`count` or `seconds` is its end."""
     count, seconds = end.get("count"), end.get("seconds")
     whole = None if count is None else int(count)
-    return Plan("127.0.0.1", rig.port, calls, arrivals, whole, seconds, timeout_s=10.0)
+    return Plan("127.0.0.1", port, calls, arrivals, whole, seconds, timeout_s=10.0)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one picker: requests per CPU-second by size, paced p99 in ms, and what was not a 200."""
+    """Of one picker: requests per CPU-second by size, what it adds to a paced load at percentiles, in ms, and what was
+    not a 200."""
 
     per_core: dict[str, float]
-    p50_ms: float
-    p99_ms: float
+    added_ms: dict[int, float]
     errors: int
 
 
 def _measure(name: str, rig: Rig, load: dict[str, list[Call]], settings: Settings, context: Context) -> Figures:
     def ready() -> bool:
-        report = rig.send(_plan(rig, load["1kb"], ClosedLoop(1), count=len(load["1kb"])))
+        report = rig.send(_plan(rig.asking_port, load["1kb"], ClosedLoop(1), count=len(load["1kb"])))
         return report.errors() == 0
 
     context.display.phase(f"{name}: until each prompt was answered")
     rig.picker.wait_until(ready, "answering each request", START_S)
-    context.display.phase(f"{name}: {settings.rate_per_s:g} requests/s")
-    paced = rig.send(_plan(rig, load["1kb"], Paced(settings.rate_per_s), seconds=settings.turn_s))
-    times = [outcome.latency_ms for outcome in paced.answered()]
-    per_core, errors = {}, paced.errors()
+    times: dict[int, list[float]] = {rig.bare_port: [], rig.asking_port: []}
+    errors = 0
+    for turn in range(settings.turns):
+        context.display.phase(f"{name}: {settings.rate_per_s:g} requests/s, turn {turn + 1} of {settings.turns}")
+        for port, found in times.items():
+            paced = rig.send(_plan(port, load["1kb"], Paced(settings.rate_per_s), seconds=settings.turn_s))
+            found += [outcome.latency_ms for outcome in paced.answered()]
+            errors += paced.errors()
+    per_core = {}
     for size in settings.sizes:
         context.display.phase(f"{name}: saturation with {size} bodies, {settings.saturate_s:g} s")
-        before = rig.picker.cpu_seconds()
         arrivals = ClosedLoop(settings.concurrency[size])
-        report = rig.send(_plan(rig, load[size], arrivals, seconds=settings.saturate_s))
+        rig.send(_plan(rig.asking_port, load[size], arrivals, count=len(load[size])))
+        before = rig.picker.cpu_seconds()
+        report = rig.send(_plan(rig.asking_port, load[size], arrivals, seconds=settings.saturate_s))
         per_core[size] = len(report.answered()) / (rig.picker.cpu_seconds() - before)
         errors += report.errors()
-    return Figures(per_core, percentile(times, 50), percentile(times, 99), errors)
+    bare, asking = times.values()
+    added = {q: percentile(asking, q) - percentile(bare, q) for q in (50, 99)}
+    return Figures(per_core, added, errors)
 
 
 def run(context: Context) -> list[Row]:
     settings = QUICK if context.quick else FULL
     gie_binary()
     load = build_load(settings, PromptMaker.of_model(context.model)).calls
-    port = free_port(ADDRESSES)
-    found: dict[str, Figures] = {}
+    addresses = [f"127.0.0.{number}" for number in range(2, 2 + ENDPOINTS[-1])]
+    port = free_port(("0.0.0.0", *addresses))
+    ours: dict[tuple[str, int], Figures] = {}
+    gie: dict[int, Figures] = {}
     with ExitStack() as stack:
         world = World(context.folder, port)
         stack.callback(world.close)
-        for at, address in enumerate(ADDRESSES):
-            argv = [sys.executable, "-m", "treeline_bench.sim", "--model", str(context.model), "--host", address]
-            argv += ["--port", str(port), "--fixed"]
-            argv += [
-                f"--{word}-port={number}"
-                for word, number in zip(("events", "replay", "load"), free_ports(3), strict=True)
-            ]
-            engine = stack.enter_context(child(f"sim-{at}", argv, context.folder, usable_cores()[:-1] or None))
-            engine.wait_ready(f"http://{address}:{port}/ready", START_S)
-        for name in ("ours", "gie"):
-            with running(name, world, [(address, port) for address in ADDRESSES], context.folder) as rig:
-                found[name] = _measure(name, rig, load, settings, context)
-    ours, gie = found["ours"], found["gie"]
+        argv = [
+            sys.executable,
+            "-m",
+            "treeline_bench.sim",
+            "--model",
+            str(context.model),
+            "--host",
+            "0.0.0.0",
+            "--fixed",
+        ]
+        words = ("--port", "--events-port", "--replay-port", "--load-port")
+        argv += [text for pair in zip(words, map(str, (port, *free_ports(3))), strict=True) for text in pair]
+        engine = stack.enter_context(child("sim", argv, context.folder, usable_cores()[:-1] or None))
+        engine.wait_ready(f"http://{addresses[0]}:{port}/ready", START_S)
+        for count in ENDPOINTS:
+            pods = [(address, port) for address in addresses[:count]]
+            world.put_pods(pods)
+            for name, mode in (("gie", MODES[0]), *(("ours", mode) for mode in MODES)):
+                with running(name, mode, world, pods, context.folder) as rig:
+                    found = _measure(f"{name}, {count} endpoints, {mode}", rig, load, settings, context)
+                if name == "gie":
+                    gie[count] = found
+                else:
+                    ours[mode, count] = found
+    return _rows(ours, gie, settings)
+
+
+def _rows(ours: dict[tuple[str, int], Figures], gie: dict[int, Figures], settings: Settings) -> list[Row]:
     rows: list[Row] = []
     for size in settings.sizes:
+        ratios = {at: found.per_core[size] / gie[at[1]].per_core[size] for at, found in ours.items()}
+        rows.append(row(f"gie.vs_gie.rps_per_core.{size}", min(ratios.values())))
+        rows += [row(f"gie.times_gie.{size}.{mode}.{count}", ratio) for (mode, count), ratio in ratios.items()]
         rows += [
-            row(f"gie.vs_gie.rps_per_core.{size}", ours.per_core[size] / gie.per_core[size]),
-            row(f"gie.rps_per_core.{size}", ours.per_core[size]),
-            row(f"gie.rps_per_core_gie.{size}", gie.per_core[size]),
+            row(f"gie.rps_per_core.{size}.{mode}.{count}", found.per_core[size])
+            for (mode, count), found in ours.items()
         ]
-    rows += [
-        row("gie.vs_gie.paced_p99", ours.p99_ms / gie.p99_ms),
-        row("gie.paced_ms.p50", ours.p50_ms),
-        row("gie.paced_ms.p99", ours.p99_ms),
-        row("gie.paced_gie_ms.p50", gie.p50_ms),
-        row("gie.paced_gie_ms.p99", gie.p99_ms),
-        row("gie.errors", ours.errors),
-        row("gie.errors_gie", gie.errors),
-    ]
+        rows += [row(f"gie.rps_per_core_gie.{size}.{count}", found.per_core[size]) for count, found in gie.items()]
+    for q in (50, 99):
+        rows.append(row(f"gie.added_ms.p{q}", max(found.added_ms[q] for found in ours.values())))
+        rows += [row(f"gie.each_added_ms.p{q}.{mode}.{count}", one.added_ms[q]) for (mode, count), one in ours.items()]
+        rows += [row(f"gie.each_added_gie_ms.p{q}.{count}", one.added_ms[q]) for count, one in gie.items()]
+    rows.append(row("gie.errors", sum(found.errors for found in ours.values())))
+    rows.append(row("gie.errors_gie", sum(found.errors for found in gie.values())))
     return rows
 
 
 BENCHMARK = Benchmark(
     "gie",
     "Our picker beside GIE 1.5's",
-    "requests/s per core through Envoy and paced p99, ours ÷ GIE 1.5's (two minutes; its picker is built by Go)",
+    "requests/s per core and latency added, with 2, 16 and 64 endpoints, beside GIE 1.5's (ten minutes; built by Go)",
     run,
     only_by_name=True,
 )
