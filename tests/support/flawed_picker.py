@@ -19,6 +19,7 @@ from google.protobuf import json_format
 LB, DESTINATION = "envoy.lb", "x-gateway-destination-endpoint"
 HINT, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 CHUNK = 62_000
+ACTIONS = {"adds if absent": 1, "overwrites if there": 3}
 
 
 class Refused(Exception):
@@ -32,8 +33,23 @@ class FlawedPicker:
         self.endpoints = list(endpoints)
         self.flaws = set(flaws)
         self._turn = itertools.count()
+        self._open = dict.fromkeys(self.endpoints, 0)
+        self._went: dict[bytes, str] = {}
 
     async def process(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        leases: list[str] = []
+        try:
+            async for answer in self._answers(requests, context, leases):
+                yield answer
+        finally:
+            if "leaks leases" not in self.flaws:
+                self._release(leases)
+
+    def _release(self, leases: list[str]) -> None:
+        while leases:
+            self._open[leases.pop()] -= 1
+
+    async def _answers(self, requests: AsyncIterator[Any], context: Any, leases: list[str]) -> AsyncIterator[Any]:
         body, hint, decided = b"", None, False
         if "hangs up" in self.flaws:
             return
@@ -52,7 +68,7 @@ class FlawedPicker:
             if kind.startswith("request") and ends and not decided:
                 decided = True
                 try:
-                    answers = self._decide(kind, body, hint)
+                    answers = self._decide(kind, body, hint, leases)
                 except Refused as refusal:
                     if "grpc status" in self.flaws:
                         await context.abort(grpc.StatusCode.INTERNAL, "no pods")
@@ -61,10 +77,11 @@ class FlawedPicker:
                 for answer in answers:
                     yield answer
             elif kind.startswith("response"):
+                self._release(leases)
                 for answer in self._echo(kind, request):
                     yield answer
 
-    def _decide(self, kind: str, body: bytes, hint: list[str] | None) -> list[Any]:
+    def _decide(self, kind: str, body: bytes, hint: list[str] | None, leases: list[str]) -> list[Any]:
         allowed = [one for one in self.endpoints if hint is None or one in hint or "ignores subsets" in self.flaws]
         if not allowed:
             raise Refused(503)
@@ -72,7 +89,12 @@ class FlawedPicker:
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(body)
                 body = json.dumps(found).encode() if "writes anew" in self.flaws else body
-        chosen = allowed[next(self._turn) % len(allowed)]
+        turn = next(self._turn)
+        chosen = min(allowed, key=lambda one: (self._open.get(one, 0), (self.endpoints.index(one) - turn) % 7))
+        if len(body) > 8192 and "no affinity" not in self.flaws:
+            chosen = self._went.setdefault(body[:8192], chosen)
+        leases.append(chosen)
+        self._open[chosen] += 1
         trailers = kind == "request_trailers"
         answers = [self._headers(chosen, None if kind == "request_headers" else len(body))]
         if kind != "request_headers":
@@ -91,6 +113,7 @@ class FlawedPicker:
             if "value" in self.flaws:
                 option.header.value, option.header.raw_value = value, b""
             option.append.value = "appends" in self.flaws
+            option.append_action = next((at for name, at in ACTIONS.items() if name in self.flaws), 0)
             common.header_mutation.set_headers.append(option)
         told = "192.0.2.1:80" if "metadata differs" in self.flaws else chosen
         if "no metadata" not in self.flaws:

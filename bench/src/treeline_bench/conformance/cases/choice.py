@@ -218,6 +218,14 @@ async def overwrites(bench: Bench, mode: Mode) -> None:
         raise Failed("the client's endpoint is in the list")
 
 
+@case("P7.action", MUST, "The destination is set whether the client has sent one or not.", modes=ALL_MODES)
+async def action(bench: Bench, mode: Mode) -> None:
+    answer = await bench.ask(mode)
+    if "action" in answer.reading.faults:
+        raise Failed(answer.reading.faults["action"])
+    answer.routed()
+
+
 @case("P8.form", MUST, "The value is ip:port, or several in one text with commas, none twice.", modes=ALL_MODES)
 async def form(bench: Bench, mode: Mode) -> None:
     answer = await bench.ask(mode)

@@ -9,6 +9,7 @@ from treeline_bench.conformance.api_server import OBJECTIVES, REWRITES
 from treeline_bench.conformance.bench import POOL, SETTLE_S, Bench
 from treeline_bench.conformance.case import ALL_MODES, Failed, Level, Need, case
 from treeline_bench.conformance.cases.bodies import as_json
+from treeline_bench.conformance.cases.streams import answered
 from treeline_bench.conformance.messages import Mode
 from treeline_bench.conformance.pods import MODEL, TARGET
 from treeline_bench.conformance.proxy import Answer
@@ -17,6 +18,7 @@ MUST, SHOULD, MAY = Level.MUST, Level.SHOULD, Level.MAY
 _OBJECTIVE: Final = "x-gateway-inference-objective"
 _REWRITE: Final = "x-gateway-model-name-rewrite"
 _POOL_REF: Final = {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": POOL}
+_BEGINNINGS: Final = 3
 _OVERLOAD: Final[dict[str, Any]] = {"waiting": 100_000, "kv_usage": 0.99, "running": 256}
 
 
@@ -129,6 +131,22 @@ async def load(bench: Bench, mode: Mode) -> None:
 def _distinct(at: int) -> bytes:
     """Prompts that share no prefix, so that only load can count."""
     return json.dumps({"model": MODEL, "prompt": f"{at} sheep and no more"}).encode()
+
+
+@case("rules.prefix", SHOULD, "A prompt goes where the one went with which it shares a long beginning.")
+async def prefix(bench: Bench, mode: Mode) -> None:
+    """Three beginnings of 14 KB; by chance all others follow the first once in 20,000 runs."""
+    went: dict[int, str] = {}
+    for turn in range(4):
+        for place in range(_BEGINNINGS):
+            number = (place + turn) % _BEGINNINGS  # in another order, or taking turns among pods would do
+            text = f"{number} of {_BEGINNINGS} beginnings. " * 700 + f"And then, in turn {turn}?"
+            body = json.dumps({"model": MODEL, "prompt": text, "max_tokens": 8}).encode()
+            answer = await bench.ask(mode, body=body)
+            where = answer.routed()
+            await answered(answer)
+            if where != went.setdefault(number, where):
+                raise Failed(f"{where} after {went[number]}, which has 14 KB of this prompt")
 
 
 @case(

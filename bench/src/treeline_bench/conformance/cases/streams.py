@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from typing import Final
 
@@ -11,7 +12,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from treeline_bench.conformance import messages
 from treeline_bench.conformance.bench import Bench
-from treeline_bench.conformance.case import ALL_MODES, Failed, Level, case
+from treeline_bench.conformance.case import ALL_MODES, Failed, Level, NotApplicable, case
 from treeline_bench.conformance.cases.bodies import as_json
 from treeline_bench.conformance.messages import Mode
 from treeline_bench.conformance.pods import MODEL
@@ -21,6 +22,8 @@ from treeline_bench.conformance.reading import RequestReading
 MUST, SHOULD, MAY = Level.MUST, Level.SHOULD, Level.MAY
 _MANY: Final = 200
 _HELD: Final = 1_000
+_ASKED: Final = 20
+"""Where two pods are alike, neither is passed over so often by chance."""
 _EVENTS: Final = {":status": "200", "content-type": "text/event-stream"}
 
 
@@ -83,6 +86,47 @@ async def reset(bench: Bench, mode: Mode) -> None:
     await answer.stream.send(pb.ProcessingRequest(response_headers=messages.headers(_EVENTS, end=False)))
     answer.stream.cancel()
     (await bench.ask(mode)).routed()
+
+
+@case("streams.cancelled-load", SHOULD, "Requests whose clients went away before an answer are no load any more.")
+async def cancelled_load(bench: Bench, mode: Mode) -> None:
+    """Who counts them still sends nothing there while others are idle."""
+    pod, other = bench.pods[0].endpoint, bench.pods[1].endpoint
+
+    async def takes(times: int) -> bool:
+        """Does the pod get one of so many requests that both may have, each of a prompt of its own?"""
+        for _ in range(times):
+            answer = await bench.ask(mode, body=_prompt(next(_numbers)), hint=[pod, other])
+            where = answer.routed()
+            await answered(answer)
+            if where == pod:
+                return True
+        return False
+
+    if not await takes(_ASKED):
+        raise NotApplicable(f"of {_ASKED} requests none goes to {pod}, cancelled ones or not")
+    for _ in range(_MANY):
+        answer = await bench.ask(mode, body=_prompt(next(_numbers)), hint=[pod])
+        answer.routed()
+        answer.stream.cancel()
+    if not await takes(_ASKED):
+        raise Failed(f"of {_ASKED} requests none goes to {pod}, where {_MANY} were cancelled")
+
+
+_numbers = itertools.count()
+
+
+def _prompt(number: int) -> bytes:
+    text = " ".join(f"{number} and {word}" for word in range(200))
+    return json.dumps({"model": MODEL, "prompt": text, "max_tokens": 8}).encode()
+
+
+async def answered(answer: Answer) -> None:
+    """The engine has answered this request, and its stream ends."""
+    stream = answer.stream
+    await stream.send(pb.ProcessingRequest(response_headers=messages.headers(_EVENTS, end=True)))
+    await stream.expect("response_headers")
+    await stream.end()
 
 
 @case("streams.unfinished", MUST, "A half-closed stream whose request is not whole ends without harm to others.")
