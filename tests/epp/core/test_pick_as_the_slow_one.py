@@ -16,6 +16,7 @@ from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.limits import IndexLimits
+from treeline_epp.index.pods import NO_HIT
 from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
@@ -215,7 +216,8 @@ def test_equal_endpoints_share_the_load_however_many_there_are() -> None:
     assert len(chosen) > 400
 
 
-def test_a_pick_among_hundreds_calls_as_many_functions_as_one_among_two() -> None:
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_pick_among_hundreds_calls_as_many_functions_as_one_among_two(*, announced: bool) -> None:
     calls = {2: 0, 64: 0, 300: 0}
     for size in calls:
         picker = Picker(PickerConfig(seed=3))
@@ -223,7 +225,11 @@ def test_a_pick_among_hundreds_calls_as_many_functions_as_one_among_two() -> Non
             picker.add_endpoint(EndpointSpec(f"e{number}", f"10.0.0.{number}:80", models=("m",)))
             picker.on_load(f"e{number}", TreelineLoad(running=number % 3, decode_step_ms=4.0 + number), 0.0)
             for prompt in PROMPTS[: 2 + number % 2]:
-                picker.index.apply(picker.endpoints[f"e{number}"].pod, prompt.stored(), KEYS)
+                pod = picker.endpoints[f"e{number}"].pod
+                if announced:
+                    picker.index.apply(pod, prompt.stored(), KEYS)
+                else:
+                    picker.index.predict(pod, None, prompt.key, NO_HIT, 0.0)
         request = PickRequest("id", model="m", key=PROMPTS[2].key, prompt_tokens_estimate=7 * WIDTH)
         picker.pick(request, 0.1)
 

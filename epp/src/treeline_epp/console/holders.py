@@ -29,10 +29,12 @@ class Holders:
         # What is predicted ends a few bytes before the end of what is asked for.
         reach = {pod.row: min(len(key), hit.reach + GUARD_BYTES) for pod, hit in match.special.items() if hit.reach}
         known = [np.fromiter(reach, np.int32, len(reach))]
-        for level in sorted((one for one in match.levels if one.tokens), key=lambda one: -one.end):
-            rows = self.index.holders(level.pods)
-            known.append(rows)
-            for row in rows[: MOST_HOLDERS + len(match.special)].tolist():
-                reach.setdefault(row, level.end)
+        ends = [(min(len(key), one.reach + GUARD_BYTES) if one.reach else one.end, one.pods) for one in match.levels]
+        for end, pods in sorted(ends, reverse=True):
+            if end:
+                rows = self.index.holders(pods)
+                known.append(rows)
+                for row in rows[: MOST_HOLDERS + len(match.special)].tolist():
+                    reach.setdefault(row, end)
         best = sorted(((end, self.names[row]) for row, end in reach.items() if row in self.names), reverse=True)
         return len(np.unique(np.concatenate(known))), [(name, end) for end, name in best[:MOST_HOLDERS]]

@@ -17,7 +17,7 @@ device tier, blocks whose text is known. Engines may announce a hash twice and r
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -28,12 +28,12 @@ from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.event_filter import Skip, block_texts, namespace_of, skip_reason
 from treeline_epp.index.limits import IndexLimits
-from treeline_epp.index.matching import GUARD_BYTES, Level, Walk, match, walk
+from treeline_epp.index.matching import Level, Walk, match, walk
 from treeline_epp.index.node import Node
 from treeline_epp.index.orphans import Orphan, Orphans
 from treeline_epp.index.pod_bits import PodBits
 from treeline_epp.index.pods import Hit, Match, Pod
-from treeline_epp.index.predictions import Predictions, reach
+from treeline_epp.index.predictions import Predictions, foreseen
 from treeline_epp.index.radix_tree import RadixTree
 from treeline_epp.index.weights import SLICE, weight
 
@@ -211,8 +211,8 @@ class Index:
         if not path.nodes:
             return Match()
         unions = [pod.bits for pod in known.aged]
-        levels = match(known.tree, path, known.live, unions)
-        return Match(levels, self._special(path, levels, now), path.matched)
+        levels = foreseen(match(known.tree, path, known.live, unions), path, unions, now)
+        return Match(levels, self._capped(path, levels, now), path.matched)
 
     def holders(self, pods: int) -> npt.NDArray[np.int32]:
         """The rows of the pods with these live bits. O(bits) at memory speed."""
@@ -312,23 +312,12 @@ class Index:
 
     # Inside
 
-    def _special(self, path: Walk, levels: list[Level], now: float) -> dict[Pod, Hit]:
-        """The hits of pods for which the levels alone do not tell."""
+    def _capped(self, path: Walk, levels: list[Level], now: float) -> dict[Pod, Hit]:
+        """The hits of pods of which audits have found less on this path."""
         plain = Match(levels)
-        hits: dict[Pod, Hit] = {}
-        if any(node.predicted for node, _ in path.nodes):
-            limit = path.matched - GUARD_BYTES
-            for bit, end in reach(path.nodes, _end_of(levels), now):
-                pod = self._bits.owners[bit]
-                hit = hits.get(pod) or plain.hit(pod)
-                if min(end, limit) > hit.end:
-                    hits[pod] = Hit(hit.tokens, hit.end, min(end, limit))
-        for pod in self._capped_pods:
-            hit = hits.get(pod) or plain.hit(pod)
-            capped = pod.capped(hit, path, now)
-            if capped is not hit:
-                hits[pod] = capped
-        return hits
+        held = {pod: plain.hit(pod) for pod in self._capped_pods}
+        found = {pod: pod.capped(hit, path, now) for pod, hit in held.items()}
+        return {pod: hit for pod, hit in found.items() if hit is not held[pod]}
 
     def _store(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None) -> None:
         hashes = event.block_hashes
@@ -474,15 +463,3 @@ class Index:
                 return
             self._to_sweep.pop().tree.prune_roots()
         bits.end_round()
-
-
-def _end_of(levels: Sequence[Level]) -> Callable[[int], int]:
-    """From a bit to the byte where its pod's blocks end, proved or not; -1 for bits of no level."""
-
-    def end(bit: int) -> int:
-        for level in levels:
-            if level.pods & bit:
-                return max(level.end, level.held)
-        return -1
-
-    return end

@@ -34,13 +34,15 @@ _RUNS_BESIDE = 256
 class Level(Struct, frozen=True, gc=False):
     """These pods (bits) hold `tokens` tokens of the key, `end` bytes of its text, and no more that is proved.
 
-    `held` bytes of the matched text are theirs with what is not; 0 where that is no more than `end`.
+    `held` bytes of the matched text are theirs with what is not; 0 where that is no more than `end`. `reach`: bytes
+    that they hold if predictions come true; 0 where there are none beyond `end`.
     """
 
     pods: int
     tokens: int
     end: int
     held: int = 0
+    reach: int = 0
 
 
 class Walk(Struct, frozen=True):
@@ -90,7 +92,7 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
         sets = run.sets
         if isinstance(sets, int):
             count = len(run.ends) >> 1 if whole else run.count_until(limit - start)
-            held = alive & (_unite(sets, unions) if unions else sets) if count else alive
+            held = alive & (unite(sets, unions) if unions else sets) if count else alive
             if held != alive:
                 levels.append(Level(alive & ~held, tokens, end))
                 alive = held  # go on even if it is empty: another chain may begin at the root and end further down
@@ -99,7 +101,7 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
             for first, _, members in run.segments():
                 if first >= count:
                     break
-                held = alive & _unite(members, unions)
+                held = alive & unite(members, unions)
                 if held != alive:
                     at = start + run.end(first - 1) if first else end
                     levels.append(Level(alive & ~held, tokens + first * run.width, at))
@@ -301,14 +303,14 @@ class _Chains:
         for first, _, members in above.segments():
             if first > slot or not alive:
                 break
-            alive &= _unite(members, self._unions)
+            alive &= unite(members, self._unions)
         return _Seen(start, alive, above, slot)
 
     def _claim(self, run: BlockRun, seen: _Seen) -> None:
         count = run.count_until(self._limit - seen.start)
         alive = seen.alive
         for first, after, members in run.segments():
-            alive &= _unite(members, self._unions)
+            alive &= unite(members, self._unions)
             if not alive or first >= count:
                 return
             self._claims.append((run, min(after, count), alive))
@@ -365,7 +367,7 @@ def _base(run: BlockRun) -> int:
     return run.base
 
 
-def _unite(members: int, unions: Sequence[int]) -> int:
+def unite(members: int, unions: Sequence[int]) -> int:
     """Complete each union that `members` touches."""
     for union in unions:
         if members & union:

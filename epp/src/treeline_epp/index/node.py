@@ -5,13 +5,17 @@ A node changes itself alone: `RadixTree` keeps what is known of all nodes (hashe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from treeline_epp.index.block_run import BlockRun
 
 PredictedRange = tuple[int, int, float]
 """A part of an edge: first byte, byte after the last, time at which the prediction ends."""
 
+_MOST_GROUPS = 64
+"""Of an edge that a match looks at. Ranges of one prompt on many pods are one group; whoever sends a prompt longer and
+longer, to another pod each time, makes one each time."""
 NO_CHILDREN: dict[int, Node] = {}
 """The children of every leaf: one dict, never written."""
 MAX_POD_RUNS, MAX_RUNS = 64, 1024
@@ -21,8 +25,40 @@ their hashes have one each (vLLM without PYTHONHASHSEED); salts that events do n
 SGLang)."""
 
 
+class Ranges(dict[int, PredictedRange]):
+    """Pod's bit → range. `groups` is kept until something changes, since a hot prefix is predicted for every pod."""
+
+    __slots__ = ("_groups", "_until")
+
+    def __init__(self, given: Mapping[int, PredictedRange] | None = None) -> None:
+        super().__init__(given or {})
+        self._groups: list[tuple[int, int, int]] = []
+        self._until = float("-inf")
+
+    def __setitem__(self, bit: int, known: PredictedRange) -> None:
+        super().__setitem__(bit, known)
+        self._until = float("-inf")
+
+    def __delitem__(self, bit: int) -> None:
+        super().__delitem__(bit)
+        self._until = float("-inf")
+
+    def groups(self, now: float) -> list[tuple[int, int, int]]:
+        """`(first byte, byte after the last, bits of pods)` of the ranges that have not ended. O(1), after a change and
+        where one has ended O(ranges)."""
+        if now >= self._until:
+            found: dict[tuple[int, int], int] = {}
+            self._until = float("inf")
+            for bit, (low, high, ends_at) in self.items():
+                if ends_at > now:
+                    found[low, high] = found.get((low, high), 0) | bit
+                    self._until = min(self._until, ends_at)
+            self._groups = [(low, high, bits) for (low, high), bits in islice(found.items(), _MOST_GROUPS)]
+        return self._groups
+
+
 class Node:
-    """An edge and what hangs below it. `predicted`: pod's bit → range, None while there is none."""
+    """An edge and what hangs below it. `predicted` is None while there is none."""
 
     __slots__ = ("children", "parent", "predicted", "runs", "text")
 
@@ -31,7 +67,7 @@ class Node:
         self.parent = parent
         self.children = NO_CHILDREN
         self.runs: tuple[BlockRun, ...] = ()
-        self.predicted: dict[int, PredictedRange] | None = None
+        self.predicted: Ranges | None = None
 
     @property
     def root(self) -> Node:
@@ -101,10 +137,9 @@ class Node:
         upper.runs, self.runs = tuple(above), tuple(below)
         ranges = self.predicted
         if ranges is not None:
-            upper.predicted = {bit: (lo, min(hi, at), t) for bit, (lo, hi, t) in ranges.items() if lo < at} or None
-            self.predicted = {
-                bit: (max(lo - at, 0), hi - at, t) for bit, (lo, hi, t) in ranges.items() if hi > at
-            } or None
+            above_it = {bit: (lo, min(hi, at), t) for bit, (lo, hi, t) in ranges.items() if lo < at}
+            below_it = {bit: (max(lo - at, 0), hi - at, t) for bit, (lo, hi, t) in ranges.items() if hi > at}
+            upper.predicted, self.predicted = Ranges(above_it) or None, Ranges(below_it) or None
         return upper, heads
 
     def merge_into(self, child: Node) -> None:
@@ -125,7 +160,7 @@ class Node:
             ranges = {bit: (lo + size, hi + size, t) for bit, (lo, hi, t) in (child.predicted or {}).items()}
             for bit, predicted in (self.predicted or {}).items():
                 ranges[bit] = join_ranges(ranges.get(bit), predicted)
-            child.predicted = ranges
+            child.predicted = Ranges(ranges)
             self.predicted = None
 
     def has_room(self, bit: int) -> bool:

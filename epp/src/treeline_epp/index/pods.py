@@ -91,9 +91,16 @@ class Hit(Struct, frozen=True, gc=False):
 NO_HIT = Hit()
 
 
+def level_hit(level: Level) -> Hit:
+    """What the pods of a level hold."""
+    if not level.tokens and not level.reach:
+        return NO_HIT
+    return Hit(level.tokens, level.end, max(level.end, level.reach))
+
+
 class Match(Struct, frozen=True):
-    """The result of `Index.match`: `levels` say what pods (bits) hold, disjoint; `special` are the hits of pods (rows)
-    of which more is known: predictions, caps. `matched` bytes of the key are in the tree."""
+    """The result of `Index.match`: `levels` say what pods (bits) hold, disjoint; `special` are the hits of pods
+    of which more is known: by audits, or by other pickers. `matched` bytes of the key are in the tree."""
 
     levels: Sequence[Level] = ()
     special: dict[Pod, Hit] = {}
@@ -114,6 +121,6 @@ class Match(Struct, frozen=True):
         if special is not None:
             return special
         for level in self.levels:
-            if level.tokens and level.pods & pod.bit:
-                return Hit(level.tokens, level.end, level.end)
+            if level.pods & pod.bit:
+                return level_hit(level)
         return NO_HIT

@@ -9,12 +9,12 @@ an engine without events the same ranges, with a long life, are all there is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from treeline_epp.index.block_run import BlockRun
-from treeline_epp.index.matching import walk
-from treeline_epp.index.node import Node, join_ranges
+from treeline_epp.index.matching import GUARD_BYTES, Level, Walk, unite, walk
+from treeline_epp.index.node import Node, Ranges, join_ranges
 from treeline_epp.index.radix_tree import RadixTree
 
 _RENEW_SHARE = 0.75
@@ -72,7 +72,7 @@ class Predictions:
                 break
             ranges = node.predicted
             if ranges is None:
-                ranges = node.predicted = {}
+                ranges = node.predicted = Ranges()
             old = ranges.get(bit)
             if old is not None and old[0] <= low and old[1] >= high and old[2] - now > _RENEW_SHARE * life:
                 continue
@@ -165,21 +165,35 @@ def _ends(tree: RadixTree, run: BlockRun) -> Iterator[tuple[Node, int]]:
         node = node.parent
 
 
-def reach(nodes: list[tuple[Node, int]], end_of: Callable[[int], int], now: float) -> Iterator[tuple[int, int]]:
-    """How far ranges take pods beyond their confirmed runs on a walked path.
+def foreseen(levels: list[Level], path: Walk, unions: Sequence[int], now: float) -> list[Level]:
+    """The levels of a match (see `matching.match`), those that predictions take further split by how far.
 
-    `end_of` gives the byte where the confirmed run of the pod with a bit ends, -1 for pods that do not count. Yields
-    `(bit, byte after the last predicted one)` for those that get further. O(ranges on the path).
+    A range counts where it goes on from what its pod holds, proved or not, or from another range. O(groups of ranges ×
+    levels), however many pods there are.
     """
-    reached: dict[int, int] = {}
-    for node, start in nodes:
-        for bit, (low, high, ends_at) in (node.predicted or {}).items():
-            at = reached.get(bit)
-            if at is None:
-                at = end_of(bit)
-            if start + low <= at < start + high and ends_at > now:
-                reached[bit] = start + high
-    return iter(reached.items())
+    predicted = [(node.predicted, start) for node, start in path.nodes if node.predicted is not None]
+    if not predicted:
+        return levels
+    here = {(max(level.end, level.held), number): level.pods for number, level in enumerate(levels)}
+    for ranges, start in predicted:
+        further: dict[tuple[int, int], int] = {}
+        for low, high, bits in ranges.groups(now):
+            bits = unite(bits, unions)
+            for at in [at for at in here if start + low <= at[0] < start + high]:
+                if moved := here[at] & bits:
+                    here[at] ^= moved
+                    there = start + high, at[1]
+                    further[there] = further.get(there, 0) | moved
+        for at, pods in further.items():
+            here[at] = here.get(at, 0) | pods
+    found = []
+    for (end, number), pods in here.items():
+        level = levels[number]
+        if pods:
+            reach = min(end, path.matched - GUARD_BYTES) if end > max(level.end, level.held) else 0
+            reach = reach if reach > level.end else 0
+            found.append(Level(pods, level.tokens, level.end, level.held, reach))
+    return found
 
 
 def _drop(node: Node, bit: int) -> None:

@@ -34,7 +34,7 @@ from treeline_epp.index.block_run import (
     pack_hashes,
     same_hashes,
 )
-from treeline_epp.index.node import NO_CHILDREN, Node
+from treeline_epp.index.node import NO_CHILDREN, Node, Ranges
 
 MAX_EDGE = 8192
 """Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap."""
@@ -207,7 +207,8 @@ class RadixTree:
                 self._unmark(run, 0, len(run), bits, touched)
                 budget -= (before - len(blocks)) // _SWEPT_AS_ONE
             if node.predicted is not None:
-                node.predicted = {bit: predicted for bit, predicted in node.predicted.items() if not bit & bits} or None
+                kept = {bit: predicted for bit, predicted in node.predicted.items() if not bit & bits}
+                node.predicted = Ranges(kept) or None
             self._compact_all(touched)
         return nodes.ahead
 

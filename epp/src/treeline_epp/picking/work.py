@@ -9,7 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from treeline_epp.index.index import Index
-from treeline_epp.index.pods import NO_HIT, Hit, Match
+from treeline_epp.index.pods import NO_HIT, Hit, Match, level_hit
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS
 from treeline_epp.picking.table import Floats, Rows, Table
@@ -54,10 +54,14 @@ class Work(Struct, frozen=True, gc=False):
         """The same of each of the endpoints in these rows of the table."""
         cached: Floats = np.zeros(table.size)
         for match in matches.values():
-            for level in reversed(match.levels):  # the longest last: it counts where a row has several pods
-                if level.tokens:
-                    cached[index.holders(level.pods)] = self.cached(Hit(level.tokens, level.end, level.end))
+            hits = [(level_hit(level), level.pods) for level in match.levels if level.tokens or level.reach]
+            for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts where a row has several pods
+                cached[index.holders(pods)] = self.cached(hit)
             for pod in match.special:
                 _, hit = table.at_row(pod.row).best_hit(match)
                 cached[pod.row] = self.cached(hit)
         return cached if len(rows) == table.size else cached[rows]
+
+
+def _how_far(held: tuple[Hit, int]) -> tuple[int, int]:
+    return held[0].reach, held[0].tokens
