@@ -434,7 +434,7 @@ class Picker:
         """Matches by scope: one, unless a request could go to several models."""
         if not request.key:
             return {}
-        scopes = {_scope(spec) for spec in self._table.kinds(request)}
+        scopes = self._table.scopes(request)
         matches = {scope: self.index.match(scope, request.namespace, request.key, now) for scope in scopes}
         if (elsewhere := self.elsewhere) is None:
             return matches

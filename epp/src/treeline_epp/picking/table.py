@@ -66,7 +66,7 @@ class Table:
         self._free: list[int] = []
         self._touched: set[int] = set()
         self._groups: dict[tuple[str, tuple[str, ...]], _Group] = {}
-        self._serving: dict[tuple[str | None, str | None], Mask] = {}
+        self._serving: dict[tuple[str | None, str | None], tuple[Mask, set[str]]] = {}
         self.left: dict[tuple[str | None, str | None], Rows] = {}
         """By pool and model: the rows that pass all filters of a request that names no subset. For `filters`."""
         self.now = _NEVER
@@ -152,14 +152,22 @@ class Table:
 
     def serving(self, request: PickRequest) -> Mask:
         """Which rows are in the request's pool and serve its model. O(1), after changes O(rows)."""
+        return self._asked(request)[0]
+
+    def scopes(self, request: PickRequest) -> set[str]:
+        """Those of the index that these endpoints are in: one, unless the request could go to several models. O(1)."""
+        return self._asked(request)[1]
+
+    def _asked(self, request: PickRequest) -> tuple[Mask, set[str]]:
         known = self._serving.get((request.pool, request.model))
         if known is None:
             if len(self._serving) > _MOST_ASKED:
                 self._forget_serving()
-            known = np.zeros(self.size, np.bool_)
-            for group in self._groups.values():
-                if serves(group.spec, request):
-                    known[np.fromiter(group.rows, np.int64, len(group.rows))] = True
+            groups = [group for group in self._groups.values() if serves(group.spec, request)]
+            mask = np.zeros(self.size, np.bool_)
+            for group in groups:
+                mask[np.fromiter(group.rows, np.int64, len(group.rows))] = True
+            known = mask, {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
             self._serving[request.pool, request.model] = known
         return known
 
@@ -172,10 +180,6 @@ class Table:
     def take(self, rows: Rows) -> Floats:
         """The columns of some rows; without a copy if these are all."""
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
-
-    def kinds(self, request: PickRequest) -> list[EndpointSpec]:
-        """One endpoint of each kind (pool and models) that serves the request. O(kinds)."""
-        return [group.spec for group in self._groups.values() if serves(group.spec, request)]
 
     def at(self, addresses: Iterable[str]) -> Rows:
         """The rows at any of these addresses (`ip:port`, or `ip` for all its ports), in order. O(addresses)."""
