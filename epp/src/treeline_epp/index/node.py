@@ -16,6 +16,7 @@ PredictedRange = tuple[int, int, float]
 _MOST_GROUPS = 64
 """Of an edge that a match looks at. Ranges of one prompt on many pods are one group; whoever sends a prompt longer and
 longer, to another pod each time, makes one each time."""
+_NEVER = float("-inf")
 NO_CHILDREN: dict[int, Node] = {}
 """The children of every leaf: one dict, never written."""
 MAX_POD_RUNS, MAX_RUNS = 64, 1024
@@ -32,18 +33,18 @@ class Ranges(dict[int, PredictedRange]):
 
     def __init__(self, given: Mapping[int, PredictedRange] | None = None) -> None:
         super().__init__(given or {})
-        self._groups: list[tuple[int, int, int]] = []
-        self._until = float("-inf")
+        self._groups: Sequence[tuple[int, int, int]] = ()
+        self._until = _NEVER
 
     def __setitem__(self, bit: int, known: PredictedRange) -> None:
         super().__setitem__(bit, known)
-        self._until = float("-inf")
+        self._until = _NEVER
 
     def __delitem__(self, bit: int) -> None:
         super().__delitem__(bit)
-        self._until = float("-inf")
+        self._until = _NEVER
 
-    def groups(self, now: float) -> list[tuple[int, int, int]]:
+    def groups(self, now: float) -> Sequence[tuple[int, int, int]]:
         """`(first byte, byte after the last, bits of pods)` of the ranges that have not ended. O(1), after a change and
         where one has ended O(ranges)."""
         if now >= self._until:
