@@ -113,7 +113,7 @@ class Predictions:
         if queue is None:
             return
         for node, _ in reversed(walk(root, key).nodes):
-            known = (node.predicted or {}).get(bit)
+            known = None if node.predicted is None else node.predicted.get(bit)
             if known is not None and known[2] == ends_at:
                 queue.size -= known[1] - known[0]
                 _drop(node, bit)
@@ -140,7 +140,7 @@ class Predictions:
     def _pop(self, tree: RadixTree, bit: int, queue: _Queue) -> None:
         """Handle the oldest entry: end its range, unless it was renewed, which a later entry stands for."""
         ends_at, node = queue.entries.popleft()
-        known = (node.predicted or {}).get(bit)
+        known = None if node.predicted is None else node.predicted.get(bit)
         if known is not None and known[2] <= ends_at:
             queue.size -= known[1] - known[0]
             _drop(node, bit)

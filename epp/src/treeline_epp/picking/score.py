@@ -184,7 +184,7 @@ def waits_and_costs(
     if fork and (last_s := _waits_for_slots(columns, fork)) is not None:
         others_s = others_s + np.maximum(0.0, last_s - (0.0 if slots_s is None else slots_s))
     cost_s += others_s
-    evicted = np.minimum(uncached_tokens, uncached_tokens - columns[FREE_TOKENS])
+    evicted = uncached_tokens - columns[FREE_TOKENS]
     at = (evicted > 0.0).nonzero()[0]
     if len(at):
         hit = np.minimum(columns[HIT_SHARE, at], 0.99)

@@ -216,7 +216,7 @@ def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
         if report.running:
             slower = max(0.0, step - load.fastest_step_s)
         if report.tokens_total:
-            free = float(report.tokens_total - max(report.tokens_held, endpoint.held_tokens) - tokens)
+            free = max(0.0, report.tokens_total - max(report.tokens_held, endpoint.held_tokens) - tokens)
     return (
         tokens,
         requests,
