@@ -46,7 +46,6 @@ PARTS: list[tuple[str, Any, str]] = [
     ("parse, the rest", routing, "parse"),
     ("match", picking.Picker, "_match"),
     ("filter", picking, "rows_left"),
-    ("costs", picking, "waits_and_costs"),
     ("score", picking, "score"),
     ("pick, the rest", picking.Picker, "pick"),
     ("reserve and predict", picking.Picker, "reserve"),

@@ -47,13 +47,14 @@ def candidates_of(
     table: Table,
     known: Mapping[str, Endpoint],
     rows: Rows,
-    columns: Floats,
+    columns: Floats | None,
     tokens: tuple[Floats, Floats],
     cost_s: Floats,
     now: float,
 ) -> Candidates:
-    """The endpoints in these rows, of which `columns` are the columns and `tokens` the prompt's `(cached, uncached)`.
-    `known` are all endpoints by name. O(1); the rest when it is asked for."""
+    """The endpoints in these rows, of which `columns` are the columns (None for a policy that asks for costs alone) and
+    `tokens` the prompt's `(cached, uncached)`. `known` are all endpoints by name. O(1); the rest when it is asked for.
+    """
 
     def find(text: str) -> int | None:
         named = known.get(text)
@@ -74,8 +75,8 @@ def candidates_of(
         tokens[0],
         lambda at: table.at_row(int(rows[at])).spec.name,
         tokens[1],
-        columns[IDENTITY],
-        columns[IN_FLIGHT],
+        _NONE if columns is None else columns[IDENTITY],
+        _NONE if columns is None else columns[IN_FLIGHT],
         find,
         has_adapter,
         now,

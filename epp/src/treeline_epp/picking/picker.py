@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
 from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.endpoints.scraped import ScrapedLoad
@@ -32,11 +34,14 @@ from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.saturation import Saturation
 from treeline_epp.picking.score import Candidate, Scored, score, waits_and_costs
 from treeline_epp.picking.sessions import Sessions, stays
-from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Floats, Mask, Table
+from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Floats, Mask, Rows, Table
 from treeline_epp.picking.work import Work
 
 CAPACITY_SLACK = 1.1
 """An engine may announce this much more than its memory holds: blocks just stored, whose victims are not told."""
+
+_FEW = 8
+"""The costs of so many endpoints take less time one by one than in arrays, which take the same for one and hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,27 +196,41 @@ class Picker:
         table = self._table
         self._refresh(now)
         rows = rows_left(request, table)
-        columns = table.take(rows)
         matches = self._match(request, now)
         work = Work.of(request, matches.values())
-        cached = work.cached_at(self.index, matches, rows, table)
-        uncached = work.prompt_tokens - cached
-        rates = self._rates(columns, now)
-        wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
-        room = self._room(columns, wait_s)
-        if room is not None:
-            rows, columns, rates = rows[room], columns[:, room], rates[room]
-            cached, uncached, cost_s = cached[room], uncached[room], cost_s[room]
+        columns: Floats | None = None
+        each: list[Scored] = []
+        if len(rows) <= _FEW and policy.by_cost and self.config.saturation is None:
+            each = self._one_by_one(rows, matches, work, now)
+            known = [(one.candidate.cached_tokens, one.wait_s, one.cost_s) for one in each]
+            cached, wait_s, cost_s = np.array(known, np.float64).T
+        else:
+            columns = table.take(rows)
+            cached, rates = work.cached_at(self.index, matches, rows, table), self._rates(columns, now)
+            uncached = work.prompt_tokens - cached
+            wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
+            if (room := self._room(columns, wait_s)) is not None:
+                rows, columns, rates = rows[room], columns[:, room], rates[room]
+                cached, cost_s = cached[room], cost_s[room]
         if request.sheddable:
             self._shed(float(wait_s.min()))
-        candidates = candidates_of(table, self.endpoints, rows, columns, (cached, uncached), cost_s, now)
+        tokens = cached, work.prompt_tokens - cached
+        candidates = candidates_of(table, self.endpoints, rows, columns, tokens, cost_s, now)
         order = policy.rank(request, candidates, count)
-        if policy.keeps_sessions and (name := self.sessions.endpoint(request.session, now)) is not None:
+        if policy.by_cost and request.session and (name := self.sessions.endpoint(request.session, now)) is not None:
             order = _staying(candidates.find(name), cost_s, order, count)
         best = [table.at_row(int(rows[at])) for at in order]
+        if each:
+            return best, tuple([each[at] for at in order[:scored]])
         pairs = zip(best[:scored], order, strict=False)
         scores = [score(self._candidate(one, matches, work, float(rates[at])), now) for one, at in pairs]
         return best, tuple(scores)
+
+    def _one_by_one(self, rows: Rows, matches: dict[str, Match], work: Work, now: float) -> list[Scored]:
+        """The scores of few endpoints."""
+        few = [self._table.at_row(row) for row in rows.tolist()]
+        fastest = max(one.load.own_rate() for one in few)
+        return [score(self._candidate(one, matches, work, one.load.rate(fastest, now)), now) for one in few]
 
     def _shed(self, soonest_s: float) -> None:
         """Raises Saturated for a sheddable request whose turn would come so late."""

@@ -65,6 +65,7 @@ class Table:
         self.endpoints: list[Endpoint | None] = []
         self._free: list[int] = []
         self._touched: set[int] = set()
+        self._stale: set[int] = set()
         self._groups: dict[tuple[str, tuple[str, ...]], _Group] = {}
         self._serving: dict[tuple[str | None, str | None], tuple[Mask, set[str]]] = {}
         self.left: dict[tuple[str | None, str | None], Rows] = {}
@@ -126,22 +127,25 @@ class Table:
         self._touched.add(row)
 
     def refresh(self, now: float) -> None:
-        """Copy what has changed. O(touched rows), and O(rows) at memory speed where time has changed one."""
+        """See who may be picked by now; the rest of what has changed waits for `take`. O(touched rows), and O(rows) at
+        memory speed where time has changed one."""
         self.now, columns, size = now, self.columns, self.size
-        if now >= self._edge:
+        due = now >= self._edge
+        if due:
             self._touched.update(np.flatnonzero(columns[EDGE, :size] <= now).tolist())
-            self._edge = _UNKNOWN
-        elif not self._touched:
-            return
         for row in self._touched:
             endpoint = self.endpoints[row]
             if endpoint is not None:
-                were = columns[ELIGIBLE, row], columns[HEALTHY, row]
-                columns[:, row] = values = _values(endpoint, now)
-                if were != values[ELIGIBLE : HEALTHY + 1]:
+                eligible, healthy, edge = _state(endpoint, now)
+                if eligible != columns[ELIGIBLE, row] or healthy != columns[HEALTHY, row]:
+                    columns[ELIGIBLE, row], columns[HEALTHY, row] = eligible, healthy
                     self.left.clear()
+                columns[EDGE, row] = edge
+                self._edge = min(self._edge, edge)
+        self._stale |= self._touched
         self._touched.clear()
-        self._edge = float(columns[EDGE, :size].min())
+        if due:
+            self._edge = float(columns[EDGE, :size].min()) if size else _UNKNOWN
 
     # Looking
 
@@ -178,7 +182,12 @@ class Table:
         return endpoint
 
     def take(self, rows: Rows) -> Floats:
-        """The columns of some rows; without a copy if these are all."""
+        """The columns of some rows; without a copy if these are all. O(rows that have changed) in Python."""
+        for row in self._stale:
+            endpoint = self.endpoints[row]
+            if endpoint is not None:
+                self.columns[:ELIGIBLE, row] = _values(endpoint, self.now)
+        self._stale.clear()
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
 
     def at(self, addresses: Iterable[str]) -> Rows:
@@ -201,16 +210,25 @@ def _places(spec: EndpointSpec) -> set[tuple[str, str]]:
     return {(host, ""), (host, port)}
 
 
-def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
+def _state(endpoint: Endpoint, now: float) -> tuple[bool, bool, float]:
+    """Whether it is eligible, and healthy, and when time alone will change that or what its report is worth."""
     load, closed_until = endpoint.load, endpoint.breaker.closed_until
+    edge = _UNKNOWN if now >= closed_until else closed_until
+    if load.report is not None and now <= load.report.fresh_until:
+        edge = min(edge, load.report.fresh_until)
+    return endpoint.eligible, now >= closed_until and not load.silent(now), edge
+
+
+def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
+    """The columns before ELIGIBLE."""
+    load = endpoint.load
     report, reserved = load.report, load.reservations
-    tokens, requests, edge = reserved.tokens, 0, _UNKNOWN if now >= closed_until else closed_until
+    tokens, requests = reserved.tokens, 0
     in_flight, excess, most, step, slower, free = len(reserved), _NEVER, 0, 0.0, 0.0, _UNKNOWN
     if report is not None and load.fresh(now):
         tokens, waiting = report.queue(reserved)
         requests, most, step = report.running + waiting, report.max_running, report.decode_step_s
         in_flight = max(report.in_flight + waiting - report.waiting, in_flight)
-        edge = min(edge, report.fresh_until)
         if most:
             excess = float(requests - most)
         if report.running:
@@ -233,7 +251,4 @@ def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
         load.rate_samples,
         load.measured_at,
         endpoint.identity,
-        endpoint.eligible,
-        now >= closed_until and not load.silent(now),
-        edge,
     )

@@ -33,8 +33,9 @@ class Policy(ABC):
     name: ClassVar[str]
     parameters: ClassVar[type[Struct]] = NoParameters
     """What can be set: names, types and bounds."""
-    keeps_sessions: ClassVar[bool] = False
-    """Whether a session's next request goes where its last one went, while that costs little more (`sessions`)."""
+    by_cost: ClassVar[bool] = False
+    """Looks at nothing but costs and what is cached. Then a session's next request goes where its last one went, while
+    that costs little more (`sessions`)."""
 
     @abstractmethod
     def __init__(self, parameters: Any, rng: Random) -> None: ...

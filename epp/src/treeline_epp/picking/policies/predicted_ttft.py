@@ -22,7 +22,7 @@ class PredictedTtft(Policy):
     """The cost is `score`'s: seconds to the first token, and what the request costs those who come after it."""
 
     name = "predicted_ttft"
-    keeps_sessions = True
+    by_cost = True
 
     def __init__(self, parameters: NoParameters, rng: Random) -> None:
         self._rng = rng
