@@ -27,6 +27,16 @@ def test_a_routed_prompt_is_predicted_then_confirmed() -> None:
     index.check()
 
 
+def test_of_a_prompt_that_every_pod_got_in_another_length_a_match_looks_at_some_lengths() -> None:
+    index, pods = make_index(100)
+    key = Prompt.random(1, 40).key
+    for number, pod in enumerate(pods):
+        index.predict(pod, None, key[: 150 + number], Hit(), now=0.0)
+    levels = index.match(pods[0].scope, None, key, 1.0).levels
+    assert 10 < len(levels) <= 65
+    assert sum(level.pods for level in levels) == sum(pod.bit for pod in pods), "each pod is in one level"
+
+
 def test_predictions_end_with_time_or_with_failure() -> None:
     index, (pod,) = make_index(1, eventless_life_s=10.0)
     prompt, failed = Prompt.random(1, 9), Prompt.random(2, 9)

@@ -178,12 +178,11 @@ def foreseen(levels: list[Level], path: Walk, unions: Sequence[int], now: float)
     for ranges, start in predicted:
         further: dict[tuple[int, int], int] = {}
         for low, high, bits in ranges.groups(now):
-            bits = unite(bits, unions)
-            for at in [at for at in here if start + low <= at[0] < start + high]:
-                if moved := here[at] & bits:
+            bits, begin, stop = unite(bits, unions), start + low, start + high
+            for at, pods in list(here.items()):
+                if begin <= at[0] < stop and (moved := pods & bits):
                     here[at] ^= moved
-                    there = start + high, at[1]
-                    further[there] = further.get(there, 0) | moved
+                    further[stop, at[1]] = further.get((stop, at[1]), 0) | moved
         for at, pods in further.items():
             here[at] = here.get(at, 0) | pods
     found = []
