@@ -212,7 +212,7 @@ class Index:
             return Match()
         unions = [pod.bits for pod in known.aged]
         levels = foreseen(match(known.tree, path, known.live, unions), path, unions, now)
-        return Match(levels, self._capped(path, levels, now), path.matched)
+        return Match(levels, self._capped(path, levels, now) if self._capped_pods else {}, path.matched)
 
     def holders(self, pods: int) -> npt.NDArray[np.int32]:
         """The rows of the pods with these live bits. O(bits) at memory speed."""
