@@ -107,6 +107,7 @@ class DetokenizerCore:
             stop=init.stop,
             no_stop_trim=init.no_stop_trim,
             min_tokens=init.min_new_tokens,
+            stop_regex=init.stop_regex,
         )
         return _Request(init, text, maker(init.rid))
 

@@ -345,6 +345,7 @@ class Engine:
             stop=sampling.stop,
             no_stop_trim=sampling.no_stop_trim,
             min_tokens=sampling.min_new_tokens,
+            stop_regex=sampling.stop_regex,
         )
 
 

@@ -76,10 +76,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     """Stop strings: found by the detokenizer, which answers with StopReq."""
     stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    """Patterns: the output ends with the token after which its text has a match; nothing of it is left out."""
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """All others are never sampled; () = all are allowed."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens whose last one is never sampled where the output ends with those before it."""
     seed: int | None = None
     grammar: Grammar | None = None
     grammar_param: str | None = None
@@ -89,6 +95,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def excludes(self) -> bool:
+        """Whether there may be no token left to choose."""
+        return bool(self.allowed_token_ids or self.bad_words)
 
 
 class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -222,6 +233,7 @@ class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Stop strings that are complete within so many tokens do not count."""
     waits_for_end: bool = False
     """A stop string ends the text, but the request only with the scheduler's terminal message, which has more."""
+    stop_regex: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: GenerateReq, rid: str) -> DetokenizeInit:
@@ -235,6 +247,7 @@ class DetokenizeInit(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
             request.return_logprob,
             sampling.min_new_tokens,
             request.return_hidden_states,
+            sampling.stop_regex,
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from treeline_runtime.messages import FinishReason
+from treeline_runtime.stop_regex import RegexFinder
 
 REPLACEMENT = "�"
 
@@ -32,7 +33,7 @@ class Delta:
 
     text: str
     matched: str | None = None
-    """The stop string that ended the text; nothing is released after it."""
+    """The stop string or pattern that ended the text; nothing is released after it."""
     unused: int = 0
     """Of the ids pushed, how many came after the one that completed it."""
 
@@ -103,7 +104,8 @@ class IncrementalDetokenizer:
     Whatever the ids are split into, the deltas joined are `decode(all ids)` up to the end of generation or, if a stop
     string occurs in it, up to that: the one that is complete first, and of several complete at the same character the
     longest. A stop string that is complete within the first `min_tokens` tokens does not count. The stop string itself
-    is left out unless `no_stop_trim`.
+    is left out unless `no_stop_trim`. A pattern of `stop_regex` ends the text with the token after which there is a
+    match, and nothing is left out.
 
     One exception: byte fallback decodes a whole run of byte tokens at once, and where such a run turns out not to be
     UTF-8, all of it becomes U+FFFD; what was handed on of that run before stays as it was, and what follows after
@@ -113,11 +115,18 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, decode: Decode, *, stop: Sequence[str] = (), no_stop_trim: bool = False, min_tokens: int = 0
+        self,
+        decode: Decode,
+        *,
+        stop: Sequence[str] = (),
+        no_stop_trim: bool = False,
+        min_tokens: int = 0,
+        stop_regex: tuple[str, ...] = (),
     ) -> None:
         self._decode = decode
         self._stop = StopFinder(stop)
-        self._finds_stops = any(stop)
+        self._patterns = RegexFinder(stop_regex)
+        self._finds_stops = any(stop) or bool(stop_regex)
         self._no_stop_trim = no_stop_trim
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -188,11 +197,15 @@ class IncrementalDetokenizer:
         text = self._new_text(final=self._ended)
         before = len(self._held)
         self._held += text
-        found = self._stop.feed(text, ignore=self._count <= self._min_tokens)
+        early = self._count <= self._min_tokens
+        found = self._stop.feed(text, ignore=early)
         if found is not None:
             end, stop = before + found[0], found[1]
             self._ended = True
             return Delta(self._held[: end if self._no_stop_trim else end - len(stop)], stop)
+        if (pattern := self._patterns.feed(text, ignore=early)) is not None:
+            self._ended = True
+            return Delta(self._held, pattern)
         cut = len(self._held) - (0 if self._ended else self._stop.begun)
         released, self._held = self._held[:cut], self._held[cut:]
         return Delta(released)

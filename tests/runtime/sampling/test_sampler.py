@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from treeline_runtime.messages import SamplingParams
 from treeline_runtime.sampling import Row, check_sampling, needs_more, sample
 from treeline_runtime.sampling.logprobs import Logprobs
@@ -216,3 +219,25 @@ def test_logprobs_of_the_chosen_and_the_likeliest() -> None:
     assert top[0][0][0] == pytest.approx(float(expected[1]))
     assert Logprobs(LOGITS[None], torch.tensor([2]), 0).get()[1] == [[]]
     assert len(Logprobs(LOGITS[None], torch.tensor([2]), 99).get()[1][0]) == VOCAB
+
+
+# ---- tokens that are excluded ---------------------------------------------------------------------------------------
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    assert set(frequencies(500, allowed_token_ids=(2, 4, 6))) == {2, 4, 6}
+    assert draw(temperature=0.0, allowed_token_ids=(7, 3)) == 3
+
+
+WORDS = st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1, max_size=6)
+
+
+@given(WORDS, st.lists(st.integers(0, VOCAB - 1), max_size=6))
+def test_bad_words_are_excluded_as_transformers_does(words: list[list[int]], output: list[int]) -> None:
+    judge = NoBadWordsLogitsProcessor(words)
+    expected = judge(torch.tensor([output], dtype=torch.long), LOGITS.clone()[None])[0]
+    mine = LOGITS.clone()
+    params = {"bad_words": tuple(map(tuple, words)), "temperature": 0.0}
+    prompt = [1, 2, 3]  # what it ends with begins no bad word, as in vLLM
+    sample(mine[None], [row(history=prompt + output, prompt_len=3, index=len(output), **params)])
+    assert mine.tolist() == expected.tolist()

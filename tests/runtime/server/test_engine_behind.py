@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import re
 import socket
 import threading
 import time
@@ -87,6 +89,101 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client) -> None:
     stopped = complete(http, logit_bias={"50": 100}, stop_token_ids=[50])
     assert stopped["choices"][0]["finish_reason"] == "stop"  # type: ignore[index]
     assert stopped["usage"]["completion_tokens"] == 1  # type: ignore[index]
+
+
+def generated(http: httpx.Client, **sampling: object) -> dict[str, Any]:
+    body = {"text": LONG, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True} | sampling}
+    answer = http.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def text_of(http: httpx.Client, *ids: int) -> str:
+    return str(http.post("/detokenize", json={"tokens": ids}).json()["text"])
+
+
+def test_tokens_that_are_excluded_are_not_sampled(http: httpx.Client) -> None:
+    word = http.post("/tokenize", json={"prompt": "QZ", "add_special_tokens": False}).json()["tokens"]
+    assert len(word) == 2
+    drawn = {"temperature": 100.0, "sampling_seed": 5, "max_new_tokens": 40, "allowed_token_ids": word}
+    free, barred = (generated(http, **drawn, bad_words=words)["output_ids"] for words in ([], ["QZ"]))
+    assert set(free) == set(word) >= set(barred)
+    pairs, kept = (list(itertools.pairwise(ids)) for ids in (free, barred))
+    assert tuple(word) in pairs
+    assert tuple(word) not in kept
+    nothing = http.post(
+        "/generate",
+        json={"text": "a", "sampling_params": {"allowed_token_ids": [50], "bad_words": [text_of(http, 50)]}},
+    )
+    assert "no token is allowed" in nothing.json()["error"]["message"]
+
+
+def test_an_output_ends_with_the_token_that_completes_a_match(http: httpx.Client) -> None:
+    pattern = f"(?:{re.escape(text_of(http, 50))}){{3}}"
+    whole = generated(http, logit_bias={"50": 100}, stop_regex=[r"\d{99}", pattern])
+    assert whole["output_ids"] == [50] * 3
+    assert whole["text"] == text_of(http, 50, 50, 50)
+    assert whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+    stopped = complete(http, logit_bias={"50": 100}, stop_regex=pattern)["choices"][0]  # type: ignore[index]
+    assert (stopped["finish_reason"], stopped["matched_stop"]) == ("stop", pattern)
+
+
+def chat_of(http: httpx.Client, **fields: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return http.post("/v1/chat/completions", json=body | fields)
+
+
+def test_token_ids_are_told_with_answers_and_with_streams(http: httpx.Client) -> None:
+    said = {"messages": [{"role": "user", "content": LONG}]}
+    prompt = http.post("/tokenize", json=said).json()["tokens"]
+    whole = chat_of(http, return_token_ids=True).json()
+    (choice,) = whole["choices"]
+    assert whole["prompt_token_ids"] == prompt
+    assert len(choice["token_ids"]) == 8
+    assert text_of(http, *choice["token_ids"]) == choice["message"]["content"]
+    assert choice["logprobs"] is None
+    *events, _ = sse(chat_of(http, return_token_ids=True, stream=True))
+    assert events[0]["prompt_token_ids"] == prompt
+    assert all("prompt_token_ids" not in event for event in events[1:])
+    assert [id for event in events for id in event["choices"][0].get("token_ids", [])] == choice["token_ids"]
+
+    body = {"prompt": [prompt, prompt[:9]], "max_tokens": 4, "temperature": 0, "return_token_ids": True, "n": 1}
+    told = http.post("/v1/completions", json=body).json()["choices"]
+    assert [one["prompt_token_ids"] for one in told] == body["prompt"]
+    *events, _ = sse(http.post("/v1/completions", json=body | {"stream": True}))
+    for index, one in enumerate(told):
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert [id for part in mine for id in part["token_ids"]] == one["token_ids"]
+        assert [part["prompt_token_ids"] for part in mine if "prompt_token_ids" in part] == [one["prompt_token_ids"]]
+    assert "token_ids" not in chat_of(http).json()["choices"][0]
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_prompt_logprobs_are_those_of_the_prompts_tokens_and_of_the_likeliest(http: httpx.Client, top: int) -> None:
+    native = {"text": LONG, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
+    meta = http.post("/generate", json=native | {"sampling_params": {"max_new_tokens": 1}}).json()["meta_info"]
+    tops = meta["input_top_logprobs"] if top else [None] * len(meta["input_token_logprobs"])
+    expected = [None] * (meta["input_token_logprobs"][0][0] is None)
+    for (value, id, _), best in list(zip(meta["input_token_logprobs"], tops, strict=True))[1:]:
+        ranks = {id: rank for rank, (_, id, _) in enumerate(best or [], 1)}
+        pairs = [(id, value), *((id, value) for value, id, _ in best or [])]
+        expected.append({str(id): (pytest.approx(value, abs=1e-4), ranks.get(id)) for id, value in pairs})
+    (choice,) = http.post(
+        "/v1/completions", json={"prompt": LONG, "max_tokens": 2, "prompt_logprobs": top, "logprobs": 1}
+    ).json()["choices"]
+    told = [one and {id: (of["logprob"], of["rank"]) for id, of in one.items()} for one in choice["prompt_logprobs"]]
+    assert told == expected
+    assert len(choice["logprobs"]["tokens"]) == 2, "nothing of the prompt without echo"
+    assert all(len(best) == 1 for best in choice["logprobs"]["top_logprobs"])
+
+    answer = chat_of(http, prompt_logprobs=top).json()
+    ids = http.post("/tokenize", json={"messages": [{"role": "user", "content": LONG}]}).json()["tokens"]
+    assert answer["prompt_logprobs"][0] is None
+    assert [str(id) in one for id, one in zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)] == [True] * (
+        len(ids) - 1
+    )
+    assert answer["choices"][0]["logprobs"] is None
+    assert chat_of(http, prompt_logprobs=top, stream=True).json()["error"]["param"] == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/completions", "/generate"])

@@ -32,7 +32,10 @@ def judge(document: Schema) -> Judge:
 # ---- the document and what the readers read -------------------------------------------------------------------------
 
 BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
-    "ChatBody": (openai.CHAT_FIELDS | {"reasoning_effort"}, HARMLESS),
+    "ChatBody": (
+        openai.CHAT_FIELDS | {"reasoning_effort"},
+        {name: why for name, why in HARMLESS.items() if name != "reasoning_effort"},
+    ),
     "CompletionBody": (openai.COMPLETION_FIELDS, HARMLESS),
     "ResponsesBody": (
         frozenset(responses_fields.ResponsesBody.__struct_fields__) | responses_fields.OTHER_FIELDS,
@@ -59,7 +62,7 @@ BODIES: Mapping[str, tuple[frozenset[str], Mapping[str, str]]] = {
             pooling.RerankBody,
         )
     },
-    "StreamOptions": (frozenset(openai.StreamOptions.__struct_fields__), {}),
+    "StreamOptions": (frozenset(openai.StreamOptions.__struct_fields__), openai.STREAM_HINTS),
 }
 
 

@@ -48,7 +48,6 @@ def refused(answer: httpx.Response, param: str | None, *, status: int = 400, cod
         {"prompt_cache_key": "k", "safety_identifier": "s", "parallel_tool_calls": True},
         {"stop": None, "seed": None, "n": None, "stream": None, "logit_bias": {}},
         {"audio": None, "prediction": None, "web_search_options": None},
-        {"reasoning_effort": "none", "verbosity": "medium"},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "top_p": 1, "temperature": 0},
         {"max_completion_tokens": 1},
         {"stream_options": None},
@@ -63,6 +62,41 @@ def test_neutral_values_and_inert_fields_are_accepted(http: httpx.Client, fields
     assert chat(http, **fields).status_code == 200
 
 
+WHATEVER_THE_MODEL = {
+    "reasoning_effort": "high",
+    "verbosity": "low",
+    "user": "u",
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "flex",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
+    "prediction": {"type": "content", "content": "x"},
+    "priority": 5,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [1, 9000], ids=["read here", "read by another process"])
+def test_what_clients_send_whatever_the_model_is_ignored_and_named(
+    http: httpx.Client, length: int, stream: bool
+) -> None:
+    answer = chat(http, stream=stream, **WHATEVER_THE_MODEL | {"metadata": {"a": "x" * length}})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[headers.IGNORED].split(", ") == list(WHATEVER_THE_MODEL)
+
+
+def test_members_are_ignored_by_their_full_name_and_nothing_is_told_of_nothing(http: httpx.Client) -> None:
+    answer = chat(http, stream=True, stream_options={"include_obfuscation": True, "include_usage": True}, user=None)
+    assert answer.headers[headers.IGNORED] == "stream_options.include_obfuscation"
+    said = {"input": "hi", "text": {"verbosity": "low"}, "reasoning": {"effort": "low"}, "max_output_tokens": 1}
+    assert http.post("/v1/responses", json=said).headers[headers.IGNORED] == "text.verbosity, reasoning_effort"
+    assert http.post("/generate", json={"text": "a", "user": "u"}).headers[headers.IGNORED] == "user"
+    assert headers.IGNORED not in chat(http, user=None, metadata={}, n=1).headers
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -71,9 +105,7 @@ def test_neutral_values_and_inert_fields_are_accepted(http: httpx.Client, fields
         ("guided_whitespace_pattern", " ?"),
         ("audio", {"voice": "alloy"}),
         ("modalities", ["text", "audio"]),
-        ("reasoning_effort", "high"),
         ("lora_path", "adapter"),
-        ("priority", 5),
         ("best_of", 2),
         ("best_of", True),
         ("suffix", "x"),
@@ -121,6 +153,14 @@ def test_any_other_unsupported_field_is_named(http: httpx.Client, field: str, va
         ("logit_bias", {"9" * 5000: 1}),
         ("logit_bias", {"5": 101}),
         ("logit_bias", [1]),
+        ("stop_regex", "("),
+        ("stop_regex", r"(a)\1"),
+        ("stop_regex", ["a"] * 5),
+        ("stop_regex", "a{999}"),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [999999]),
+        ("bad_words", [" "]),
+        ("bad_words", ["a"] * 129),
         ("logprobs", 3),
         ("top_logprobs", 5),
         ("stream", "yes"),

@@ -83,8 +83,8 @@ class ChatTemplate:
 
     `tool_source` is the template for requests with tools, where a model has a separate one. `pool` renders what is not
     rendered inline; without one, that is refused. `inline_seconds` of the processor are what a rendering inline may
-    take. Raises `TemplateError` when a source does not compile or may not be
-    run.
+    take; 0 for a source that comes with a request, of which nothing is read here. Raises `TemplateError` when a source
+    does not compile or may not be run.
     """
 
     def __init__(
@@ -174,6 +174,9 @@ class _Source:
         self._inline_seconds = inline_seconds
         self._key = next(_keys)
         self._inline: InlineTemplate | None = None
+        if not inline_seconds:
+            self.not_inline = "it comes with a request"
+            return
         try:
             self._inline = InlineTemplate(text)
         except NotInlineError as reason:
@@ -195,12 +198,12 @@ class _Source:
                 raise refused(text if text in self._inline.raised_texts else "") from None
             except Exception as error:
                 raise failed(f"{type(error).__name__} at line {line_of(error)}") from None
-        if self._pool is None or _on_event_loop():
+        if self._pool is None or on_event_loop():
             raise NeedsWorkerError
         return self._pool.render(self._key, self.text, variables)
 
 
-def _on_event_loop() -> bool:
+def on_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:

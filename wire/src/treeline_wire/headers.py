@@ -31,10 +31,12 @@ LB = "envoy.lb"
 LB_SUBSET = "envoy.lb.subset_hint"
 POOL_METADATA = "treeline-pool"
 
-# Ours. The first two come with a response's first token; the edge strips all of them unless told otherwise.
+# Ours. The first two come with a response's first token; the edge strips what tells of routing unless told otherwise.
 CACHED_TOKENS = "x-treeline-cached-tokens"
 PROMPT_TOKENS = "x-treeline-prompt-tokens"
 ENDPOINT = "x-treeline-endpoint"
+IGNORED = "x-treeline-ignored"
+"""Of a response: names of what the request said for nothing, with commas between them."""
 OVERLOADED = "x-treeline-overloaded"
 """A 503 with this header says "full, ask another", never "broken"."""
 EDGE = "x-treeline-edge"

@@ -33,7 +33,15 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
                 return f"logit_bias of token {token} is {bias}"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         return f"stop_token_ids has {len(params.stop_token_ids)} tokens; at most {MAX_STOP_TOKEN_IDS} are looked for"
-    for token in params.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            return f"stop_token_ids names token {token}; the vocabulary has {vocab_size}"
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": [token for word in params.bad_words for token in word],
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                return f"{name} names token {token}; the vocabulary has {vocab_size}"
+    if not all(params.bad_words):
+        return "bad_words has one without tokens"
     return None

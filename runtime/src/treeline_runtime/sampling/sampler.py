@@ -12,6 +12,7 @@ that risk at the border of every token, and the roundings of all earlier tokens 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,16 +39,17 @@ class Row:
     stop_ids: frozenset[int]
     prompt_len: int
     history: torch.Tensor | None
-    """(prompt_len + index,) all tokens so far; needed for penalties only."""
+    """(prompt_len + index,) all tokens so far; needed for penalties and bad words only."""
 
 
 def needs_history(params: SamplingParams) -> bool:
-    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
+    penalties = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    return bool(penalties or params.bad_words)
 
 
 def adjusts(params: SamplingParams) -> bool:
     """Whether logits are changed before anything is chosen."""
-    return needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0
+    return needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0 or params.excludes
 
 
 def needs_more(params: SamplingParams) -> bool:
@@ -71,7 +73,7 @@ def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
     """logits (rows, vocabulary) float32, adjusted in place → token ids (rows,) int64. Never waits for the device,
     but where top_p or min_p leave more than `RANKED` tokens of a row.
 
-    Order: penalties, bias, minimum length; temperature; then top_k, top_p of what is left, min_p.
+    Order: penalties, bias, minimum length, what is excluded; temperature; then top_k, top_p of what is left, min_p.
     """
     device = logits.device
     for i, row in enumerate(rows):
@@ -119,6 +121,23 @@ def _adjust(logits: torch.Tensor, row: Row) -> None:
         logits[ids] += upload(np.array(list(params.logit_bias.values()), dtype=np.float32), device)
     if row.index < params.min_new_tokens and row.stop_ids:
         logits.index_fill_(0, upload(np.array(sorted(row.stop_ids)), device), float("-inf"))
+    if params.allowed_token_ids:
+        ids = upload(np.array(params.allowed_token_ids), device)
+        logits.copy_(torch.full_like(logits, float("-inf")).index_copy_(0, ids, logits[ids]))
+    if params.bad_words:
+        assert row.history is not None
+        _forbid_words(logits, params.bad_words, row.history[row.prompt_len :])
+
+
+def _forbid_words(logits: torch.Tensor, words: Sequence[Sequence[int]], output: torch.Tensor) -> None:
+    """In place on (vocabulary,): the last token of each word whose others the output ends with."""
+    fitting = [word for word in words if len(word) <= len(output) + 1]
+    if not fitting:
+        return
+    longest = max(map(len, fitting))
+    there = upload(np.array([[*[-1] * (longest - len(word)), *word] for word in fitting]), logits.device)
+    begun = (there[:, :-1] == output[len(output) - longest + 1 :]) | (there[:, :-1] < 0)
+    logits.index_add_(0, there[:, -1], torch.where(begun.all(1), float("-inf"), 0.0))
 
 
 def _race(probs: torch.Tensor, negative_times: torch.Tensor) -> torch.Tensor:

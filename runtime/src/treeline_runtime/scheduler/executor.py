@@ -63,8 +63,8 @@ _READ_AGAIN_BYTES = 4 << 30
 """Of keys and values: read in a millisecond, in half the time in which the host launches a step of prompts."""
 NOT_FINITE = "the model computed NaN or infinity"
 NOTHING_ALLOWED = (
-    "no token is allowed: the request's constraint or logit processor, its logit_bias and min_tokens leave none, or "
-    "the constraint takes too much work here: make it simpler"
+    "no token is allowed: the request's constraint or logit processor, its logit_bias, allowed_token_ids, bad_words "
+    "and min_tokens leave none, or the constraint takes too much work here: make it simpler"
 )
 NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may be chosen"
 
@@ -82,7 +82,7 @@ class Step:
     kv_finite: torch.Tensor
     """(tokens of the batch,)"""
     allowed: torch.Tensor | None = None
-    """(requests,) bool, where some are delayed: whether there was a token for them to choose."""
+    """(requests,) bool, where some are delayed or exclude tokens: whether there was one for them to choose."""
     processed: dict[int, torch.Tensor] = field(default_factory=dict)
     """Index among the requests → (vocabulary,) float32, what its logit processor made of its logits."""
     sound: torch.Tensor | None = None
@@ -324,6 +324,8 @@ class Executor:
         launched = Launched(batch, sampling)
         launched.input_logprobs = input_logprobs
         free = [j for j, req in enumerate(step.reqs) if not req.delays]
+        if any(step.reqs[j].sampling.excludes for j in free):
+            step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
         if more := [j for j in free if needs_more(step.reqs[j].sampling)]:
             self._sample(step, more)
         if len(free) < len(step.reqs):
@@ -340,7 +342,8 @@ class Executor:
         assert step is not None
         try:
             with torch.inference_mode(), self._on_device():
-                step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
+                if step.allowed is None:
+                    step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
                 failed = self._process(step)
                 launched.unsampled = self._sample_constrained(step) | self._sample_processed(step) | failed
                 self._read_back(launched, step)

@@ -44,13 +44,15 @@ class Jumps:
     def after(self, req: Req) -> FinishReason | None:
         """Jump, if text is forced that is worth it. → why the output ends with that; None if it does not.
 
-        Log probabilities and hidden states are of what was sampled, and a logit processor sees each token before it is:
-        who has one of these does not jump.
+        Log probabilities and hidden states are of what was sampled, and a logit processor, or what tokens are excluded,
+        sees each token before it is: who has one of these does not jump.
         """
         forward, constraint = self._forward(), req.constraint
         if forward is None or constraint is None or req.output_len < req.jumps_from:
             return None
         if req.return_logprob or req.return_hidden_states or req.processor is not None:
+            return None
+        if req.sampling.excludes:
             return None
         fixed = max(req.prompt_len, req.tree_len, len(req.tokens) - constraint.reversible)
         began = time.thread_time()

@@ -89,12 +89,21 @@ class ChatMessage(Struct):
     tool_calls: list[ToolCall] | Maybe = UNSET
 
 
+class PromptLogprob(Struct):
+    """By token id. The rank is null where the token is none of the likeliest that were asked for."""
+
+    logprob: float | None
+    rank: int | None
+    decoded_token: str | None
+
+
 class ChatChoice(Struct):
     index: int
     message: ChatMessage
     finish_reason: ChatFinishReason
     matched_stop: Matched
     logprobs: ChatLogprobs | None
+    token_ids: list[int] | Maybe = UNSET
 
 
 class ChatCompletion(Struct):
@@ -104,6 +113,8 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | Maybe = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | Maybe = UNSET
 
 
 class FunctionDelta(Struct):
@@ -135,6 +146,7 @@ class ChatChunkChoice(Struct):
     finish_reason: ChatFinishReason | None
     logprobs: ChatLogprobs | None
     matched_stop: Matched | Maybe = UNSET
+    token_ids: list[int] | Maybe = UNSET
 
 
 class ChatChunk(Struct):
@@ -146,6 +158,7 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | Maybe | None = UNSET
+    prompt_token_ids: list[int] | Maybe = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -161,6 +174,9 @@ class CompletionChoice(Struct):
     finish_reason: FinishReason | None
     matched_stop: Matched
     logprobs: CompletionLogprobs | None
+    token_ids: list[int] | Maybe = UNSET
+    prompt_token_ids: list[int] | Maybe = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | Maybe = UNSET
 
 
 class Completion(Struct):

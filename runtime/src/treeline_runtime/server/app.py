@@ -146,7 +146,7 @@ class App(FastAPI):
                 request.reservation.release()
         if response is not None:
             status = response.status
-            await response.send(send)
+            await response.send(send, request.answer_headers)
         path = scope["path"] if scope["path"] in self._endpoints else "other"
         self._service.metrics.http_requests.labels(path, status).inc()
 

@@ -56,7 +56,7 @@ class _Answer:
         return usage(self._task.job, outs, sum(counts) if counts else None)
 
     async def whole(self, outs: list[TextOut]) -> Response:
-        job, parsing = self._task.job, self._task.parsing
+        job, parsing, told = self._task.job, self._task.parsing, self._task.told
         reasons = parsing is not None and parsing.reasoning is not None
         pieces, pacer = list[bytes](), Pacer()
         for index, (choice, out) in enumerate(zip(self._choices, outs, strict=True)):
@@ -69,23 +69,33 @@ class _Answer:
                 "finish_reason": choice.finish_reason(out.finish),
                 "matched_stop": None if out.finish is None else out.finish.matched,
             }
+            if told.token_ids:
+                shown["token_ids"] = out.token_ids
             pieces += [b"," if index else b"", open_object(shown, "logprobs")]
-            pieces += [*await openai.chat_logprobs(out, self._service.prompts, pacer), b"}"]
+            pieces += [*await openai.chat_logprobs(out, told.logprobs, self._service.prompts, pacer), b"}"]
         head = openai.envelope(job.rid, "chat.completion", self._service.model_name)
         head["usage"] = self._usage(dict(enumerate(outs)))
+        if told.token_ids:
+            head["prompt_token_ids"] = job.prompts[0].ids
+        tail = [b"]"]
+        if told.prompt_logprobs is not None:
+            tail += [b',"prompt_logprobs":', *await openai.prompt_logprobs(outs[0], told.prompt_logprobs, pacer)]
         headers = token_headers(job.prompt_tokens, outs[0].cached_tokens)
-        return Response([open_object(head, "choices"), b"[", *pieces, b"]}"], headers=tuple(headers))
+        return Response([open_object(head, "choices"), b"[", *pieces, *tail, b"}"], headers=tuple(headers))
 
     async def stream(self, request: Request, inflight: InflightRequest) -> None:
-        job, streaming = self._task.job, self._task.streaming
+        job, streaming, told = self._task.job, self._task.streaming, self._task.told
         head = openai.envelope(job.rid, "chat.completion.chunk", self._service.model_name)
         if streaming.usage:
             head["usage"] = None
         last: dict[int, TextOut] = {}
+        role = {"role": "assistant", "content": self._task.echo, "refusal": None}
 
         def begun(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
             """A chunk up to its `choices[0].logprobs`."""
             shown = head | {"usage": self._usage(last)} if streaming.continuous_usage and last else head
+            if delta is role and told.token_ids:
+                shown = head | {"prompt_token_ids": job.prompts[0].ids}
             choice = {"index": index, "delta": delta, "finish_reason": finish, **more}
             return b"data: " + open_object(shown, "choices") + b"[" + open_object(choice, "logprobs")
 
@@ -94,12 +104,13 @@ class _Answer:
             choice, made = self._choices[index], list[bytes]()
             deltas = await choice.take(out, pacer)
             logprobs = openai.NO_LOGPROBS
-            if out.logprobs and out.token_ids:
-                logprobs = await openai.chat_logprobs(out, self._service.prompts, pacer)
+            if (told.logprobs is not None or told.token_ids) and out.token_ids:
+                logprobs = await openai.chat_logprobs(out, told.logprobs, self._service.prompts, pacer)
                 deltas = deltas or [{}]  # tokens that say nothing, or whose text is held back
+            ids = {"token_ids": out.token_ids} if told.token_ids else {}
             for delta in deltas:
-                made += [begun(index, delta), *logprobs, _END]
-                logprobs = openai.NO_LOGPROBS
+                made += [begun(index, delta, **ids), *logprobs, _END]
+                logprobs, ids = openai.NO_LOGPROBS, {}
             if out.finish is not None:
                 finish = choice.finish_reason(out.finish)
                 made += [begun(index, {}, finish, matched_stop=out.finish.matched), b"null", _END]
@@ -108,7 +119,6 @@ class _Answer:
         def closing() -> bytes:
             return (event({**head, "choices": [], "usage": self._usage(last)}) if streaming.usage else b"") + DONE
 
-        role = {"role": "assistant", "content": self._task.echo, "refusal": None}
         await self._service.stream(
             request,
             inflight,

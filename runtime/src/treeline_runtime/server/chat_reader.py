@@ -14,7 +14,7 @@ from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
 from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, PromptSpec, Shown
+from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, Shown, Told
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.tools import Calls, read_calls
 
@@ -30,7 +30,7 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     body = openai.read_chat(raw, reader)
     calls = read_calls(raw)
     if calls is not None:
-        _check_tools(reader)
+        _check_tools(reader, body.chat_template)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
     check_effort(raw)
     namespace = openai.namespace(raw, caller)
@@ -49,22 +49,18 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     )
     if parsing is not None and parsing.needs_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    spec = PromptSpec(
-        ids,
-        sampling,
-        return_logprob=bool(body.logprobs),
-        top_logprobs_num=body.top_logprobs or 0,
-    )
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    told = Told.checked(logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
     job = GenerationJob(
         openai.rid_of(body, "chatcmpl"),
-        [spec],
+        [told.of(ids, sampling)],
         n=body.n or 1,
         namespace=namespace,
         tenant=caller.tenant,
         hides_cache=caller.shares_cache,
         priority=body.priority or 0,
     )
-    return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "")
+    return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "", told)
 
 
 def _echo(raw: Mapping[str, Any]) -> str:
@@ -78,7 +74,7 @@ def _echo(raw: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
 
 
-def _check_tools(reader: Reader) -> None:
+def _check_tools(reader: Reader, template: str | None) -> None:
     """Raises ApiError 400 where calls could not be made, or not be found."""
     if reader.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
@@ -89,10 +85,10 @@ def _check_tools(reader: Reader) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-    if not reader.prompts.template_takes("tools"):
+    if not reader.prompts.template_takes("tools", template):
         raise ApiError(
             400,
-            "The model's chat template has no place for tools: it would not know of them",
+            "The chat template has no place for tools: it would not know of them",
             param="tools",
             code="unsupported_parameter",
         )

@@ -35,15 +35,21 @@ class _Choice:
         prompt = index // job.n
         self._index = index
         self._echo = task.echoes[prompt]
+        self._told = task.told
+        self._prompt_ids: list[int] | None = job.prompts[prompt].ids if task.told.token_ids else None
         self._logprobs = openai.TextLogprobs(
-            service.prompts, skip_special_tokens=job.prompts[prompt].sampling.skip_special_tokens
+            service.prompts,
+            task.told.logprobs,
+            skip_special_tokens=job.prompts[prompt].sampling.skip_special_tokens,
+            echo=bool(self._echo),
         )
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
         """What an output adds, as pieces of JSON; [] when it says nothing. An echoed prompt comes first."""
         text, self._echo = self._echo + out.text, ""
         logprobs = await self._logprobs.take(out, pacer)
-        if not text and out.finish is None and logprobs is openai.NO_LOGPROBS:
+        says = text or out.finish is not None or (self._told.token_ids and out.token_ids)
+        if not says and logprobs is openai.NO_LOGPROBS:
             return []
         choice: dict[str, Any] = {
             "index": self._index,
@@ -51,7 +57,14 @@ class _Choice:
             "finish_reason": openai.finish_reason(out.finish),
             "matched_stop": None if out.finish is None else out.finish.matched,
         }
-        return [open_object(choice, "logprobs"), *logprobs, b"}"]
+        if self._told.token_ids:
+            choice["token_ids"] = out.token_ids
+        if self._prompt_ids is not None:
+            choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
+        made = [open_object(choice, "logprobs"), *logprobs]
+        if self._told.prompt_logprobs is not None:
+            made += [b',"prompt_logprobs":', *await openai.prompt_logprobs(out, self._told.prompt_logprobs, pacer)]
+        return [*made, b"}"]
 
 
 async def _answer(service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]) -> Response:

@@ -10,7 +10,9 @@ from treeline_runtime.server.http import Header, Message, Receive, Scope, Send
 
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 PREFLIGHT_MAX_AGE_S = 600
-_READABLE = ", ".join((wire_headers.PROMPT_TOKENS, wire_headers.CACHED_TOKENS, "retry-after")).encode()
+_READABLE = ", ".join(
+    (wire_headers.PROMPT_TOKENS, wire_headers.CACHED_TOKENS, wire_headers.IGNORED, "retry-after")
+).encode()
 
 
 class Cors:

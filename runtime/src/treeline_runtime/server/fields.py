@@ -1,15 +1,17 @@
 """Request fields that we do not act on: which may be there anyway, and which must be refused.
 
-Three kinds. *Harmless* fields change nothing about an answer (bookkeeping, statistics). *Neutral* values ask for what
-happens anyway (`best_of: 1`, `logprobs: false`). Everything else that we do not support is an error that names
-the field: ignoring it would give an answer to another question.
+Three kinds. *Harmless* fields change nothing about an answer, or are sent whatever the model (bookkeeping, hints): a
+header of the answer names them. *Neutral* values ask for what happens anyway (`best_of: 1`, `logprobs: false`).
+Everything else that we do not support is an error that names the field: ignoring it would give an answer to another
+question.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping
-from typing import Any, TypeVar
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,11 +21,19 @@ from treeline_runtime.server.not_built import REASONS
 
 T = TypeVar("T")
 
+MAX_IGNORED: Final = 32
+MAX_IGNORED_CHARS: Final = 64
+IGNORED: Final = ContextVar[dict[str, None] | None]("ignored", default=None)
+"""What the request that is being read says for nothing, in order: `Reader.read` puts it on what was read."""
+
 HARMLESS: Mapping[str, str] = {
     "user": "says who asks, for statistics",
     "metadata": "the client's own bookkeeping",
     "store": "asks for a log at OpenAI; nothing is stored here",
     "service_tier": "there is one tier",
+    "reasoning_effort": "how much to think, where the chat template goes by no effort",
+    "verbosity": "how long answers shall be, for models that were taught the word: say it in the prompt",
+    "prompt_cache_options": "hints how to keep a prefix; the answer is the same",
     "prompt_cache_key": "a hint to route by; prefixes are found without it",
     "prompt_cache_retention": "a hint how long to keep a prefix; the answer is the same",
     "safety_identifier": "says who asks, for statistics",
@@ -51,7 +61,7 @@ HARMLESS: Mapping[str, str] = {
         "how pictures and sounds are read, of which no message may have any",
     ),
 }
-"""Fields that clients send and that change nothing about an answer, and why not. Any value will do."""
+"""Fields that clients send and that change nothing about an answer, and why not. Any value will do; it is ignored."""
 
 NATIVE_HARMLESS: Mapping[str, str] = {
     **HARMLESS,
@@ -79,8 +89,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "reasoning_effort": ("none", "medium"),
-    "verbosity": ("medium",),
     "best_of": (1,),
     "suffix": ("",),
     "lora_path": ("",),
@@ -96,7 +104,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "max_tokens_per_doc": (0,),
-    "speed": ("standard",),
     "allowed_callers": (["direct"],),
 }
 """Values beyond null, false, [] and {} that ask for nothing."""
@@ -106,12 +113,24 @@ ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax
 is not nothing."""
 
 
+def ignore(name: str) -> None:
+    """Has the answer's header name this of the request, in the first few words that there are of it."""
+    noted = IGNORED.get()
+    if noted is not None and len(noted) < MAX_IGNORED:
+        noted[re.sub(r"[^\w.$/\[\]-]", "?", name[:MAX_IGNORED_CHARS], flags=re.ASCII)] = None
+
+
 def check_unknown(
     body: Mapping[str, Any], known: Container[str], *, harmless: Container[str] = HARMLESS, where: str = ""
 ) -> None:
-    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name."""
+    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name. Those
+    that are harmless are ignored; members of lists, of which there are many, without a word."""
     for name, value in body.items():
-        if name in known or name in harmless or is_neutral(name, value):
+        if name in known or is_neutral(name, value):
+            continue
+        if name in harmless:
+            if "[" not in where:
+                ignore(where + name)
             continue
         param = where + short(name)
         why = REASONS.get(name)

@@ -31,6 +31,7 @@ Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
 _EDGE, _DESTINATION = wire_headers.EDGE.encode(), wire_headers.DESTINATION.encode()
+_IGNORED = wire_headers.IGNORED.encode()
 _CLIENT, _ISOLATION = wire_headers.CLIENT.encode(), wire_headers.ISOLATION.encode()
 
 _SEND_BYTES = 256 << 10
@@ -88,12 +89,13 @@ class Response:
     content_type: bytes = b"application/json"
     headers: tuple[Header, ...] = ()
 
-    async def send(self, send: Send) -> None:
+    async def send(self, send: Send, more: Iterable[Header] = ()) -> None:
         pieces = [self.body] if isinstance(self.body, bytes) else self.body
         headers = [
             (b"content-type", self.content_type),
             (b"content-length", b"%d" % sum(map(len, pieces))),
             *self.headers,
+            *more,
         ]
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         for piece in in_pieces(pieces):
@@ -147,6 +149,8 @@ class Request:
     """Of the API that it speaks."""
     span: RequestSpan | None = None
     """What is recorded of it; None: nothing."""
+    ignored: tuple[str, ...] = ()
+    """What it says for nothing: the answer's headers name it."""
 
     @property
     def method(self) -> str:
@@ -157,6 +161,11 @@ class Request:
     def path(self) -> str:
         path: str = self.scope["path"]
         return path
+
+    @property
+    def answer_headers(self) -> list[Header]:
+        """Of its answer, whatever that is."""
+        return [(_IGNORED, ", ".join(self.ignored).encode())] if self.ignored else []
 
     def path_parameter(self, name: str) -> str:
         """What stands in the path where the route has a parameter."""
@@ -251,6 +260,7 @@ class Request:
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
             *headers,
+            *self.answer_headers,
         ]
         await self.send({"type": "http.response.start", "status": 200, "headers": start})
 

@@ -132,7 +132,38 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     """Those of the output too."""
 
 
-class ChatTask(msgspec.Struct, tag="chat", frozen=True):
+class Told(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What of the tokens an answer tells, besides their text."""
+
+    logprobs: int | None = None
+    """Of the output: the chosen ones, and of how many of the likeliest; None = nothing."""
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    """Of prompt and output."""
+
+    @classmethod
+    def checked(
+        cls, logprobs: int | None, prompt_logprobs: int | None, token_ids: bool | None, streaming: bool | None
+    ) -> Told:
+        """Raises ApiError 400."""
+        if streaming and prompt_logprobs is not None:
+            raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
+        return cls(logprobs, prompt_logprobs, bool(token_ids))
+
+    def of(self, ids: list[int], sampling: SamplingParams, *, echo: bool = False) -> PromptSpec:
+        """With the log probabilities that are told; they also keep ids that have been told from being withdrawn."""
+        tops = [top for top in (self.logprobs, self.prompt_logprobs) if top is not None]
+        start = 0 if (echo and self.logprobs is not None) or self.prompt_logprobs is not None else -1
+        kept = self.token_ids and sampling.grammar is not None
+        return PromptSpec(ids, sampling, bool(tops) or kept, start, max(tops, default=0))
+
+
+class _Read(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    ignored: tuple[str, ...] = ()
+    """What the request says for nothing (`fields.ignore`)."""
+
+
+class ChatTask(_Read, tag="chat", frozen=True):
     job: GenerationJob
     streaming: Streaming
     parsing: Parsing | None = None
@@ -140,16 +171,18 @@ class ChatTask(msgspec.Struct, tag="chat", frozen=True):
     shown: Shown = Shown()
     echo: str = ""
     """What each choice's content begins with."""
+    told: Told = Told()
 
 
-class CompletionTask(msgspec.Struct, tag="completion", frozen=True):
+class CompletionTask(_Read, tag="completion", frozen=True):
     job: GenerationJob
     streaming: Streaming
     echoes: list[str]
     """One per prompt: its text if it is to come first, or ""."""
+    told: Told = Told()
 
 
-class GenerateTask(msgspec.Struct, tag="generate", frozen=True):
+class GenerateTask(_Read, tag="generate", frozen=True):
     job: GenerationJob
     streaming: Streaming
     batched: bool
@@ -157,7 +190,7 @@ class GenerateTask(msgspec.Struct, tag="generate", frozen=True):
     """Each logprob comes with its token's text."""
 
 
-class VectorsTask(msgspec.Struct, tag="vectors", frozen=True):
+class VectorsTask(_Read, tag="vectors", frozen=True):
     """Of `/v1/embeddings` and `/pooling`."""
 
     job: GenerationJob
@@ -166,18 +199,18 @@ class VectorsTask(msgspec.Struct, tag="vectors", frozen=True):
     """Those that are wanted; None = all."""
 
 
-class ClassifyTask(msgspec.Struct, tag="classify", frozen=True):
+class ClassifyTask(_Read, tag="classify", frozen=True):
     job: GenerationJob
     activation: bool
     """Probabilities are wanted, not the head's own outputs."""
 
 
-class ScoreTask(msgspec.Struct, tag="score", frozen=True):
+class ScoreTask(_Read, tag="score", frozen=True):
     job: GenerationJob
     activation: bool
 
 
-class RerankTask(msgspec.Struct, tag="rerank", frozen=True):
+class RerankTask(_Read, tag="rerank", frozen=True):
     job: GenerationJob
     activation: bool
     top_n: int | None
@@ -186,7 +219,7 @@ class RerankTask(msgspec.Struct, tag="rerank", frozen=True):
     """To be shown in the answer; None = they are not."""
 
 
-class ResponsesTask(msgspec.Struct, tag="responses", frozen=True):
+class ResponsesTask(_Read, tag="responses", frozen=True):
     """Of `/v1/responses`."""
 
     chat: ChatTask
@@ -194,7 +227,7 @@ class ResponsesTask(msgspec.Struct, tag="responses", frozen=True):
     """What the answer repeats of the request: a JSON object."""
 
 
-class MessagesTask(msgspec.Struct, tag="messages", frozen=True):
+class MessagesTask(_Read, tag="messages", frozen=True):
     """Of `/v1/messages`."""
 
     chat: ChatTask
@@ -202,7 +235,7 @@ class MessagesTask(msgspec.Struct, tag="messages", frozen=True):
     """The end of the context comes before that of the tokens that were asked for."""
 
 
-class Answered(msgspec.Struct, tag="answered", frozen=True):
+class Answered(_Read, tag="answered", frozen=True):
     """The answer itself, as JSON."""
 
     body: bytes

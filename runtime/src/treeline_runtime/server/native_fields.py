@@ -52,6 +52,7 @@ class GenerateBody(Struct, frozen=True):
 class TokenizeBody(Struct, frozen=True):
     prompt: str | list[str] | None = None
     messages: Any = None
+    chat_template: openai.ChatTemplateText | None = None
     add_special_tokens: bool | None = None
     model: str | None = None
 

@@ -19,8 +19,7 @@ from treeline_runtime.messages import (
     decode_logprobs,
 )
 from treeline_runtime.server import grammars, tools
-from treeline_runtime.server.errors import short
-from treeline_runtime.server.fields import check_unknown, convert, is_neutral
+from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Streaming
@@ -35,10 +34,17 @@ if TYPE_CHECKING:
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
+ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
+"""Known ones have up to 20 thousand characters."""
+
+
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""
+
+
+STREAM_HINTS = {"include_obfuscation": "padding, so that nobody sees in encrypted packets how long a token is"}
 
 
 class CommonBody(SamplingFields, frozen=True):
@@ -55,12 +61,17 @@ class CommonBody(SamplingFields, frozen=True):
     custom_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     """vLLM's name of `custom_params`."""
+    return_token_ids: bool | None = None
+    """vLLM's, as the next."""
+    prompt_logprobs: TopCount | None = None
 
 
 class ChatBody(CommonBody, frozen=True):
     """What of a chat request we act on, besides `TEMPLATE_FIELDS`, `tools.FIELDS` and `grammars.FIELDS`."""
 
     messages: Any = None
+    chat_template: ChatTemplateText | None = None
+    """In place of the model's: vLLM's."""
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
@@ -103,9 +114,12 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     """Raises ApiError 400 or 404."""
     known = CHAT_FIELDS
-    if any(map(reader.prompts.template_takes, EFFORT_VARIABLES)):
-        known |= {"reasoning_effort"}
     typed = convert(body, ChatBody)
+    reader.prompts.check_place(typed.chat_template)
+    if body.get("reasoning_effort") and any(
+        reader.prompts.template_takes(name, typed.chat_template) for name in EFFORT_VARIABLES
+    ):
+        known |= {"reasoning_effort"}
     _check_common(body, typed, reader, known)
     if typed.messages is None:
         raise ApiError(
@@ -137,10 +151,8 @@ def _check_common(body: Mapping[str, Any], typed: CommonBody, reader: Reader, kn
         if not typed.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
         convert(typed.stream_options, StreamOptions, "stream_options.")
-        for name, value in typed.stream_options.items():
-            if name not in StreamOptions.__struct_fields__ and not is_neutral(name, value):
-                param = f"stream_options.{short(name)}"
-                raise ApiError(400, f"{param!r} is not supported", param=param)
+        known = frozenset(StreamOptions.__struct_fields__)
+        check_unknown(typed.stream_options, known, harmless=STREAM_HINTS, where="stream_options.")
 
 
 def streaming(body: CommonBody) -> Streaming:
@@ -189,7 +201,7 @@ def sampling(
 ) -> SamplingParams:
     return body.params(
         reader.defaults,
-        reader.prompts.vocab_size,
+        reader.prompts,
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         seed=body.seed,
@@ -217,9 +229,33 @@ def finish_reason(finish: FinishReason | None) -> str | None:
 NO_LOGPROBS = [b"null"]
 
 
-async def chat_logprobs(out: TextOut, prompts: Prompts, pacer: Pacer) -> list[bytes]:
+async def prompt_logprobs(out: TextOut, top: int, pacer: Pacer) -> list[bytes]:
+    """vLLM's form as pieces of JSON: an object by token id for each token of the prompt but the first. The rank is told
+    of the `top` likeliest, and null for a token that is none of them."""
+    pieces = list[bytes]()
+    for raw in out.logprobs:
+        known = decode_logprobs(raw)
+        chosen = known.input_tokens or []
+        shown = [
+            None if one[0] is None else _ranked(one, (tops or [])[:top])
+            for one, tops in zip(chosen, known.input_tops or [None] * len(chosen), strict=True)
+        ]
+        pieces += [b",", elements(shown)] if shown else []
+        await pacer.rest()
+    return [b"[", *pieces[1:], b"]"]
+
+
+def _ranked(one: TextLogprob, tops: Sequence[TextLogprob]) -> dict[str, Any]:
+    ranks: dict[int, int | None] = {id: rank for rank, (_, id, _) in enumerate(tops, 1)}
+    return {
+        str(id): {"logprob": floor(value), "rank": ranks.get(id), "decoded_token": text}
+        for value, id, text in (one, *tops)
+    }
+
+
+async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: Pacer) -> list[bytes]:
     """OpenAI's chat form as pieces of JSON: `null` when none were asked for."""
-    if not out.logprobs:
+    if not out.logprobs or top is None:
         return NO_LOGPROBS
     parts = list[bytes]()
     for raw in out.logprobs:
@@ -227,8 +263,8 @@ async def chat_logprobs(out: TextOut, prompts: Prompts, pacer: Pacer) -> list[by
         chosen = known.output_tokens or []
         tops = known.output_tops or [[] for _ in chosen]
         content = [
-            {**_entry(one, prompts), "top_logprobs": [_entry(other, prompts) for other in top]}
-            for one, top in zip(chosen, tops, strict=True)
+            {**_entry(one, prompts), "top_logprobs": [_entry(other, prompts) for other in likeliest[:top]]}
+            for one, likeliest in zip(chosen, tops, strict=True)
         ]
         if content:
             parts += [b",", elements(content)]
@@ -249,16 +285,19 @@ def floor(value: float | None) -> float | None:
 class TextLogprobs:
     """OpenAI's completions form, which counts text offsets through the whole answer: one per choice."""
 
-    def __init__(self, prompts: Prompts, *, skip_special_tokens: bool) -> None:
-        """`skip_special_tokens`: of the output; an echoed prompt shows them."""
+    def __init__(self, prompts: Prompts, top: int | None, *, skip_special_tokens: bool, echo: bool) -> None:
+        """`top`: how many of the likeliest are shown; None: nothing is. `skip_special_tokens`: of the output; an echoed
+        prompt shows them."""
         self._prompts = prompts
+        self._top = top
+        self._echo = echo
         self._skip = skip_special_tokens
         self._offset = 0
         self._begun = False
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
         """Pieces of JSON: `null` when none were asked for."""
-        if not out.logprobs:
+        if not out.logprobs or self._top is None:
             return NO_LOGPROBS
         columns: dict[str, list[bytes]] = {
             name: [] for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
@@ -269,13 +308,13 @@ class TextLogprobs:
                 (known.input_tokens, known.input_tops, False),
                 (known.output_tokens, known.output_tops, self._skip),
             ):
-                if not chosen:
+                if not chosen or (chosen is known.input_tokens and not self._echo):
                     continue
                 columns["tokens"].append(elements([text or "" for _, _, text in chosen]))
                 columns["token_logprobs"].append(elements([floor(value) for value, _, _ in chosen]))
                 columns["text_offset"].append(elements([self._next_offset(one, skip) for one in chosen]))
                 if tops:
-                    columns["top_logprobs"].append(elements([_by_text(top) for top in tops]))
+                    columns["top_logprobs"].append(elements([_by_text(top and top[: self._top]) for top in tops]))
             await pacer.rest()
         pieces = list[bytes]()
         for name, slices in columns.items():

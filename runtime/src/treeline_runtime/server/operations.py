@@ -110,7 +110,9 @@ _PROCESSOR = {
     **_said(["custom_params"], _PARAMS, type=_OBJECT),
 }
 
-STREAM_OPTIONS = Body(struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless={})
+STREAM_OPTIONS = Body(
+    struct=openai.StreamOptions, description="What the chunks of a stream have besides.", harmless=openai.STREAM_HINTS
+)
 CHAT_BODY = Body(
     struct=openai.ChatBody,
     description="A chat. Unset sampling values come from the checkpoint, `max_tokens` is the rest of the context.",
@@ -122,7 +124,7 @@ CHAT_BODY = Body(
         **_PROCESSOR,
         **_said(
             ["reasoning_effort"],
-            "For the chat template, whose thinking it turns on or off; only `none` where it reads neither.",
+            "For the chat template, whose thinking it turns on or off; ignored where it reads neither.",
             enum=[*sorted(EFFORTS), None],
         ),
         "messages": MESSAGES,

@@ -11,13 +11,14 @@ import jinja2
 from jinja2 import meta, nodes
 from tokenizers import Tokenizer
 from treeline_wire.apis.conversion import takes_inline_system
-from treeline_wire.chat import ChatTemplate, TemplateBusyError, TemplateError
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateBusyError, TemplateError, on_event_loop
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_runtime.server.fields import check_messages, check_unknown
+from treeline_runtime.server.errors import invalid
+from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
 from treeline_runtime.server.special_tokens import SpecialTokens
@@ -27,6 +28,8 @@ from treeline_runtime.templates.pool import TemplatePool
 _ESCAPE_BYTES = 5
 MAX_ANALYSED_CHARS = 64 << 10
 """Of a template, whose variables take jinja2 a time that grows with its square. Known ones have up to 20 thousand."""
+KEPT_TEMPLATES = 16
+"""Of those that came with requests."""
 END_TOKENS = 64
 """Of a prompt, looked at for what a template has begun there."""
 
@@ -45,6 +48,7 @@ class Prompts:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._pool = TemplatePool()
         self._template = ChatTemplate.from_bundle(bundle, self._pool)
+        self._given = functools.lru_cache(KEPT_TEMPLATES)(self._template_of)
         self._inline_system: dict[bool, bool] = {}
         keys = _keys(bundle)
         self._token_bytes = [] if keys is None else keys.token_bytes
@@ -54,9 +58,14 @@ class Prompts:
         """Ends the processes that render chat templates."""
         self._pool.close()
 
-    def template_reads(self, name: str) -> bool:
-        """Whether a chat template of the model reads a variable or a member `name`."""
-        return name in self._read_names
+    def check_place(self, given: str | None) -> None:
+        """Raises NeedsWorkerError for a template that comes with a request, where to read it would hold up others."""
+        if given is not None and on_event_loop():
+            raise NeedsWorkerError
+
+    def template_reads(self, name: str, given: str | None = None) -> bool:
+        """Whether a chat template of the model, or the one that is `given`, reads a variable or a member `name`."""
+        return name in (self._read_names if given is None else _names_read(given))
 
     @functools.cached_property
     def _read_names(self) -> frozenset[str]:
@@ -71,9 +80,10 @@ class Prompts:
             self._inline_system[must_show] = known
         return known
 
-    def template_takes(self, name: str) -> bool:
-        """Whether a chat template of the model goes by a variable `name`, as `chat_template_kwargs` set them."""
-        return name in self._variables
+    def template_takes(self, name: str, given: str | None = None) -> bool:
+        """Whether a chat template of the model, or the one that is `given`, goes by a variable `name`, as
+        `chat_template_kwargs` set them."""
+        return name in (self._variables if given is None else _variables_of(given))
 
     @functools.cached_property
     def _variables(self) -> frozenset[str]:
@@ -83,27 +93,44 @@ class Prompts:
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
         """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized. `namespace`:
         the prompt's; none can tell by the time what another has sent."""
-        if self._template is None:
+        given = body.get("chat_template")
+        self.check_place(given)
+        template = self._template if given is None else self._given(namespace, given)
+        if template is None:
             raise ApiError(
                 400,
                 "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
                 param="messages",
             )
-        check_messages(body.get("messages"), self.template_reads)
-        documents = body.get("documents")
-        if isinstance(documents, list) and not self.template_reads("documents"):
-            check_unknown({"documents": documents}, ())
-        return self._rendered(body, limits, "messages", namespace)
+        check_messages(body.get("messages"), functools.partial(self.template_reads, given=given))
+        if body.get("documents") and not self.template_reads("documents", given):
+            ignore("documents")
+        return self._rendered(body, limits, "messages", namespace, template)
 
-    def _rendered(self, body: Mapping[str, Any], limits: Limits | None, param: str, namespace: str | None) -> list[int]:
-        assert self._template is not None
+    def _template_of(self, _namespace: str | None, source: str) -> ChatTemplate:
+        """What came with a request. No two clients whose caches are apart have one in common."""
         try:
-            prompt = prompt_of_chat(body, self._template)
+            return ChatTemplate(source, special_tokens=self.bundle.special_tokens, pool=self._pool, inline_seconds=0)
+        except TemplateError as error:
+            raise invalid("chat_template", str(error)) from None
+
+    def _rendered(
+        self,
+        body: Mapping[str, Any],
+        limits: Limits | None,
+        param: str,
+        namespace: str | None,
+        template: ChatTemplate,
+    ) -> list[int]:
+        try:
+            prompt = prompt_of_chat(body, template)
         except PromptError as error:
             raise ApiError(400, _message(error), param=error.param) from None
         except TemplateBusyError as error:
             raise ApiError(503, f"{error}; try again later", type="server_error") from None
         except TemplateError as error:
+            if template is not self._template:
+                raise invalid("chat_template", str(error).replace("the model's chat", "the chat")) from None
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
         return self._ids(prompt, limits, param, namespace)
 
@@ -143,14 +170,16 @@ class Prompts:
     ) -> list[list[int]]:
         """The ids of queries with a document each: as messages of these roles where the chat template knows them (with
         `instruct` as the system's), else as the tokenizer joins two texts. Together at most as many as above."""
-        if self.knows_pairs:
+        if self.knows_pairs and self._template is not None:
             head = [] if instruct is None else [{"role": "system", "content": instruct}]
             chats = (
                 [*head, {"role": "query", "content": query}, {"role": "document", "content": document}]
                 for query, document in pairs
             )
             asked = ({"messages": chat, "add_generation_prompt": add_generation_prompt} for chat in chats)
-            return self._together((self._rendered(one, limits, param, namespace) for one in asked), limits, param)
+            template = self._template
+            made = (self._rendered(one, limits, param, namespace, template) for one in asked)
+            return self._together(made, limits, param)
         if instruct is not None:
             raise ApiError(400, "'instruct' needs a chat template with roles query and document", param="instruct")
         return self._together((self._joined(*pair, limits, param) for pair in pairs), limits, param)
@@ -199,6 +228,11 @@ class Prompts:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def ids_of(self, text: str) -> list[int]:
+        """Of a text within another one."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def end_of(self, ids: Sequence[int]) -> str:
         """The end of the text that ids stand for, special tokens and all."""
@@ -295,6 +329,7 @@ def _keys(bundle: TokenizerBundle) -> PrefixKeys | None:
         return None
 
 
+@functools.lru_cache(KEPT_TEMPLATES)
 def _names_read(template: str) -> set[str]:
     """The variables and members that a template reads: `name`, `x.name`, `x["name"]`, `"name" in x`, and names that
     are given to a filter or a method (`x.get("name")`, `map(attribute="name")`)."""
@@ -315,6 +350,7 @@ def _names_read(template: str) -> set[str]:
     return names
 
 
+@functools.lru_cache(KEPT_TEMPLATES)
 def _variables_of(template: str) -> set[str]:
     """The variables that a template is given; all names of one that is so long that telling them would take long."""
     if len(template) > MAX_ANALYSED_CHARS:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_runtime.models.pooling import Pooling
@@ -17,7 +18,7 @@ from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import UnknownModel
-from treeline_runtime.server.fields import NATIVE_HARMLESS, check_unknown, convert
+from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiError, encode_json, json_object
 from treeline_runtime.server.jobs import (
@@ -29,6 +30,7 @@ from treeline_runtime.server.jobs import (
     PromptSpec,
     Streaming,
     Task,
+    Told,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pooling_reader import PoolingReader
@@ -89,10 +91,13 @@ class Reader:
             "count_tokens": lambda *read: ApiReader(self, *read).count_tokens(),
             "input_tokens": lambda *read: ApiReader(self, *read).input_tokens(),
         }
+        noted = dict[str, None]()
+        IGNORED.set(noted)
         try:
-            return readers[kind](json_object(body), limits, caller)
+            task = readers[kind](json_object(body), limits, caller)
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
+        return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
 
     def check_model(self, name: object) -> None:
         """Raises UnknownModel for another model than the one served; none at all is this one."""
@@ -109,8 +114,9 @@ class Reader:
         processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
+        told = Told.checked(body.logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
         specs = [
-            PromptSpec(
+            told.of(
                 ids,
                 openai.sampling(
                     body,
@@ -119,9 +125,7 @@ class Reader:
                     constraint,
                     processor,
                 ),
-                return_logprob=body.logprobs is not None,
-                logprob_start_len=0 if body.echo else -1,
-                top_logprobs_num=body.logprobs or 0,
+                echo=bool(body.echo),
             )
             for ids in prompts
         ]
@@ -136,7 +140,7 @@ class Reader:
             hides_cache=caller.shares_cache,
             priority=body.priority or 0,
         )
-        return CompletionTask(job.check_copies(), openai.streaming(body), echoes)
+        return CompletionTask(job.check_copies(), openai.streaming(body), echoes, told)
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
@@ -211,7 +215,7 @@ class Reader:
             typed, constraint = fields
             sampling = typed.params(
                 self.defaults,
-                self.prompts.vocab_size,
+                self.prompts,
                 max_new_tokens=limits.max_new_tokens(len(ids), typed.max_new_tokens, DEFAULT_MAX_NEW_TOKENS, "text"),
                 min_new_tokens=typed.min_new_tokens,
                 seed=typed.sampling_seed,

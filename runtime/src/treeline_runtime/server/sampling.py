@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.messages import LARGEST_PRIORITY, MAX_STOP_TOKEN_IDS, CustomProcessor, SamplingParams
+from treeline_runtime.server.errors import invalid, short
 from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.http import ApiError
+from treeline_runtime.stop_regex import automaton
+
+if TYPE_CHECKING:
+    from treeline_runtime.server.prompts import Prompts
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
+MAX_STOP_REGEX = 4
 MAX_ID_DIGITS = 10
 
 Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
@@ -32,6 +41,7 @@ TopCount = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Priority = Annotated[int, Meta(ge=-LARGEST_PRIORITY, le=LARGEST_PRIORITY)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
@@ -75,6 +85,11 @@ class SamplingFields(msgspec.Struct, frozen=True):
     repetition_penalty: RepetitionPenalty | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_regex: str | Annotated[list[str], Meta(max_length=MAX_STOP_REGEX)] | None = None
+    """SGLang's."""
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGIT_BIAS)] | None = None
+    """vLLM's, as the next."""
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     no_stop_trim: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -86,7 +101,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
     def params(
         self,
         defaults: SamplingDefaults,
-        vocab_size: int,
+        prompts: Prompts,
         *,
         max_new_tokens: int,
         min_new_tokens: int | None,
@@ -114,7 +129,7 @@ class SamplingFields(msgspec.Struct, frozen=True):
                 f"{min_param!r} is {min_new_tokens}, but at most {max_new_tokens} tokens are produced",
                 param=min_param,
             )
-        top_k = _or(self.top_k, defaults.top_k)
+        top_k, vocab_size = _or(self.top_k, defaults.top_k), prompts.vocab_size
         return SamplingParams(
             max_new_tokens=max_new_tokens,
             min_new_tokens=min_new_tokens or 0,
@@ -127,6 +142,9 @@ class SamplingFields(msgspec.Struct, frozen=True):
             repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             stop=_stop_strings(self.stop, where),
             stop_token_ids=_token_ids(self.stop_token_ids, vocab_size, where + "stop_token_ids"),
+            stop_regex=_patterns(self.stop_regex, where + "stop_regex"),
+            allowed_token_ids=_token_ids(self.allowed_token_ids, vocab_size, where + "allowed_token_ids"),
+            bad_words=_bad_words(self.bad_words, prompts, where + "bad_words"),
             ignore_eos=bool(self.ignore_eos) and constraint is None,
             no_stop_trim=bool(self.no_stop_trim or self.include_stop_str_in_output),
             skip_special_tokens=_or(self.skip_special_tokens, True),
@@ -153,6 +171,31 @@ def _stop_strings(stop: str | list[str] | None, where: str) -> tuple[str, ...]:
         if not 0 < len(string) <= MAX_STOP_CHARS:
             raise ApiError(400, f"{param!r}: each string has 1 to {MAX_STOP_CHARS} characters", param=param)
     return tuple(strings)
+
+
+def _patterns(given: str | list[str] | None, param: str) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else tuple(given or ())
+    for pattern in patterns:
+        try:
+            if len(pattern) > MAX_STOP_CHARS:
+                raise GrammarError(f"has more than {MAX_STOP_CHARS} characters")
+            automaton(pattern)
+        except GrammarError as error:
+            raise invalid(param, short(error)) from None
+    return patterns
+
+
+def _bad_words(words: list[str] | None, prompts: Prompts, param: str) -> tuple[tuple[int, ...], ...]:
+    """As vLLM: each word as it is, and as one after a space where that only makes its first token another one."""
+    found = dict[tuple[int, ...], None]()
+    for word in words or ():
+        plain, spaced = (tuple(prompts.ids_of(space + word.lstrip())) for space in ("", " "))
+        if not plain:
+            raise invalid(param, "each word has a token at least")
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[spaced] = None
+    return tuple(found)
 
 
 def _token_ids(ids: list[int] | None, vocab_size: int, param: str) -> tuple[int, ...]:

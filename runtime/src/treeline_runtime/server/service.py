@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
-from treeline_runtime.messages import NO_PRIORITY, FinishReason, LoadUpdate, TextOut
+from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY
@@ -221,6 +222,7 @@ class Service:
             del parts
             task = await reading
         assert isinstance(task, type)
+        request.ignored += task.ignored
         return task
 
     async def open(
@@ -230,8 +232,9 @@ class Service:
         `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
         if job.priority and not self.uses_priority:
-            message = f"'priority' is not supported: {NO_PRIORITY}"
-            raise ApiError(400, message, param="priority", code="unsupported_parameter")
+            job = msgspec.structs.replace(job, priority=0)
+            if request is not None:
+                request.ignored += ("priority",)
         client = OURSELVES if request is None else request.client
         requests, size, pacer = job.requests(client), answer_bytes, Pacer()
         for first in requests[:: job.n]:

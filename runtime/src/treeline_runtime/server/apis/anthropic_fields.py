@@ -41,6 +41,12 @@ MESSAGES_HARMLESS: Final[Mapping[str, str]] = {
     **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
     "betas": "which additions to the API the client knows: SGLang's field",
     "cache_control": "prefixes are cached without being told",
+    "billing_policy": "says who pays; nobody does",
+    "diagnostics": "asks why a prefix was not cached; the usage says how much was",
+    **dict.fromkeys(
+        ("fallbacks", "fallback_credit_token"), "which models answer where this one declines; none declines"
+    ),
+    "speed": "there is one speed",
     "inference_geo": "says where; there is one place",
     "user_profile_id": "says who asks, for statistics",
     "workspace_id": "says who asks, for statistics",

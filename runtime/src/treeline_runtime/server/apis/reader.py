@@ -18,7 +18,7 @@ from treeline_wire.prompt import PromptError
 from treeline_runtime.server import openai
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.apis.errors import renamed, renamed_param
-from treeline_runtime.server.chat_reader import check_effort, read_chat_task
+from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import invalid, unsupported
 from treeline_runtime.server.http import ApiError, encode_json
 from treeline_runtime.server.jobs import Answered, Caller, ChatTask, MessagesTask, ResponsesTask, Streaming
@@ -78,9 +78,6 @@ class ApiReader:
         more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
         converted = self.converted(anthropic.to_chat, "messages")
         with renamed(anthropic_fields.NAMES, anthropic_fields.MEMBERS):
-            if not any(map(self.reader.prompts.template_takes, openai.EFFORT_VARIABLES)):
-                check_effort(converted)
-                converted.pop("reasoning_effort", None)  # a hint, as `budget_tokens`: Claude Code always sends one
             chat = read_chat_task(converted | more, self.reader, self.limits, self.caller)
         chat = _in_names_of(chat, anthropic_fields.NAMES, anthropic_fields.MEMBERS)
         (prompt,) = chat.job.prompts

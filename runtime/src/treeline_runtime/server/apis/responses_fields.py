@@ -11,7 +11,7 @@ from msgspec import Meta
 from treeline_runtime.server.errors import invalid, short, unsupported
 from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
 from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
+from treeline_runtime.server.openai import NAMESPACE_FIELDS, STREAM_HINTS, Rid
 from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -54,7 +54,6 @@ RESPONSES_HARMLESS: Final[Mapping[str, str]] = {
     **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
     "client_metadata": "the client's own bookkeeping: Codex's",
     "max_tool_calls": "counts calls of built-in tools, of which there are none",
-    "prompt_cache_options": "hints how to keep a prefix; the answer is the same",
 }
 NAMES: Final[Mapping[str, str]] = {
     "messages": "input",
@@ -106,7 +105,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
     if body.n not in (None, 1):
         raise ApiError(400, "'n' must be 1: a response is one answer", param="n", code="unsupported_parameter")
     if body.stream_options:
-        check_unknown(body.stream_options, (), harmless=(), where="stream_options.")
+        check_unknown(body.stream_options, (), harmless=STREAM_HINTS, where="stream_options.")
     for one in body.include or ():
         if not isinstance(one, str) or one not in _INCLUDABLE:
             raise unsupported("include", f"{short(one)!r} is not told here")
@@ -130,7 +129,7 @@ def chat_fields(body: ResponsesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
         known = {name: value for name, value in body.reasoning.items() if (name, value) not in _USUAL}
         check_unknown(known, {"effort"}, harmless={"summary", "generate_summary"}, where="reasoning.")
     if body.text:
-        check_unknown(body.text, {"format"}, harmless=(), where="text.")
+        check_unknown(body.text, {"format"}, harmless={"verbosity"}, where="text.")
         format = _response_format(body.text.get("format"))
         made |= {} if format is None else {"response_format": format}
     return made

@@ -1,0 +1,125 @@
+"""Patterns that end an output: whether a text that comes in pieces has a match, in a time that is linear in the text.
+
+A pattern is read as those of constraints are (`grammar.patterns`): nothing in it would want to go back. Glushkov's
+automaton: a position for each set of characters in the pattern, a bit for each position; a character of text takes one
+`|` for each position that it matches, and nothing where that has been seen before.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Final
+
+from treeline_runtime.grammar.backend import GrammarError
+from treeline_runtime.grammar.patterns import Chars, Choice, Node, Repeat, Sequence, within
+
+MAX_POSITIONS: Final = 256
+"""Of a pattern: characters and sets, as often as they are repeated."""
+REMEMBERED: Final = 1024
+"""Characters, and sets of positions, of which an automaton knows what comes of them."""
+
+Part = tuple[bool, int, int]
+"""Whether it may be empty, where it may begin, and where it may end."""
+
+
+class Automaton:
+    """Of one pattern; raises GrammarError. A state: where the next character may match, whether there is a match."""
+
+    def __init__(self, pattern: str) -> None:
+        node = within(pattern)
+        if _size(node) > MAX_POSITIONS:
+            raise GrammarError(f"has more than {MAX_POSITIONS} characters and sets, as often as they are repeated")
+        self._sets = list[Chars]()
+        self._next = list[int]()
+        empty, first, self._ends = self._part(node)
+        self.start: Final = first, empty
+        self._having = functools.lru_cache(REMEMBERED)(self._having_char)
+        self._after = functools.lru_cache(REMEMBERED)(self._after_all)
+
+    def feed(self, state: tuple[int, bool], text: str) -> tuple[int, bool]:
+        for char in text:
+            state = self._after(state[0] & self._having(char))
+        return state
+
+    def _having_char(self, char: str) -> int:
+        code = ord(char)
+        return sum(
+            1 << at for at, chars in enumerate(self._sets) if any(first <= code <= last for first, last in chars.ranges)
+        )
+
+    def _after_all(self, taken: int) -> tuple[int, bool]:
+        following = 0
+        for at in _bits(taken):
+            following |= self._next[at]
+        return following, bool(taken & self._ends)
+
+    def _part(self, node: Node) -> Part:
+        match node:
+            case Chars():
+                self._sets.append(node)
+                self._next.append(0)
+                here = 1 << len(self._sets) - 1
+                return False, here, here
+            case Sequence(parts):
+                return self._joined([self._part(part) for part in parts])
+            case Choice(parts):
+                empty, first, last = False, 0, 0
+                for also_empty, begins, ends in map(self._part, parts):
+                    empty, first, last = empty or also_empty, first | begins, last | ends
+                return empty, first, last
+            case Repeat(part, least, most):
+                copies = [self._part(part) for _ in range(least)]
+                for _ in range(1 if most is None else most - least):
+                    _, first, last = self._part(part)
+                    if most is None:
+                        self._follow(last, first)
+                    copies.append((True, first, last))
+                return self._joined(copies)
+        raise AssertionError(node)
+
+    def _joined(self, parts: list[Part]) -> Part:
+        empty, first, last = True, 0, 0
+        for also_empty, begins, ends in parts:
+            self._follow(last, begins)
+            first |= begins if empty else 0
+            last = ends | (last if also_empty else 0)
+            empty &= also_empty
+        return empty, first, last
+
+    def _follow(self, last: int, first: int) -> None:
+        for at in _bits(last):
+            self._next[at] |= first
+
+
+automaton = functools.lru_cache(REMEMBERED)(Automaton)
+
+
+class RegexFinder:
+    """Whether a text so far has a match of one of some patterns, as `re.search` says of all of it."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self._found = [(pattern, automaton(pattern)) for pattern in patterns]
+        self._states = [one.start for _, one in self._found]
+
+    def feed(self, text: str, *, ignore: bool = False) -> str | None:
+        """The first of the patterns that have a match now. `ignore`: what has one is looked for anew."""
+        matched = None
+        for i, (pattern, one) in enumerate(self._found):
+            self._states[i] = one.feed(self._states[i], text)
+            if self._states[i][1]:
+                matched = matched or pattern
+                self._states[i] = one.start if ignore else self._states[i]
+        return None if ignore else matched
+
+
+def _size(node: Node) -> int:
+    match node:
+        case Sequence(parts) | Choice(parts):
+            return sum(map(_size, parts))
+        case Repeat(part, least, most):
+            return _size(part) * (least + 1 if most is None else most)
+    return 1
+
+
+def _bits(mask: int) -> list[int]:
+    return [at for at in range(mask.bit_length()) if mask >> at & 1]
