@@ -7,6 +7,8 @@ import random
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
 from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.formats import FORMATS
@@ -148,3 +150,10 @@ def test_the_pattern_of_a_format_is_written_anew_as_re_reads_it(name: str) -> No
     for _ in range(300):
         text = "".join(draw.choices("2024-01-31T12:59:09Z.@a/é", k=draw.randint(1, 24)))
         assert bool(re.fullmatch(written, text)) == bool(re.search(FORMATS[name], text, re.ASCII))
+
+
+@given(st.text("ax9-.", max_size=12))
+def test_a_hostname_has_no_label_that_would_have_to_be_punycode(text: str) -> None:
+    labels = text.split(".")
+    plain = all(re.fullmatch("[a-z0-9]([a-z0-9-]*[a-z0-9])?", label) and label[2:4] != "--" for label in labels)
+    assert bool(re.fullmatch(FORMATS["hostname"], text)) == (plain and len(labels) <= 6)

@@ -1,7 +1,7 @@
 """The formats of JSON Schema that are kept, as patterns of our own: backends would differ, and take the 31st of April.
 
 From RFC 3339 (dates and times; no leap seconds, which nobody parses), RFC 5321 (email: dot-string and domain), RFC 1123
-(hostname), RFC 4291 (IPv6 without embedded IPv4), RFC 3986 (uri: ASCII, with an authority or a path), ISO 8601
+(hostname; no label has `--` in its third place, as those in Punycode do, which a pattern cannot tell to be right), RFC 4291 (IPv6 without embedded IPv4), RFC 3986 (uri: ASCII, with an authority or a path), ISO 8601
 (duration).
 """
 
@@ -15,7 +15,10 @@ _DATE = (
     rf"|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,38}[A-Za-z0-9])?"
+_LABEL = (
+    r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,2}[A-Za-z0-9]"
+    r"|[A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])[A-Za-z0-9-]{0,35}[A-Za-z0-9])?"
+)
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,5}}"  # 245 characters at most, of 253
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _DAYS = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
