@@ -66,7 +66,7 @@ http2-clients: setup ## Clients by grpc-go and tonic against the picker's HTTP/2
 h2spec: setup ## h2spec against the picker's HTTP/2: what passes, and why the rest does not (Go 1.26; ARGS="--out bench/results")
 	@PYTHONPATH=tests $(PY) -m support.h2spec $(ARGS)
 
-clients: setup ## The openai client, DSPy, lm_eval, guidellm, aiperf, inference-perf, vLLM's and SGLang's benchmarks against treeline up (ARGS="openai")
+clients: setup ## The field's clients (openai, anthropic, litellm, langchain, lm_eval, guidellm, …) against treeline up (ARGS="openai")
 	@$(PY) scripts/clients.py $(ARGS)
 
 engine-wheels: setup ## Fetch event code and parsers of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare them with ours

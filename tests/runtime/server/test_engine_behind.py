@@ -142,7 +142,7 @@ def test_token_ids_are_told_with_answers_and_with_streams(http: httpx.Client) ->
     assert len(choice["token_ids"]) == 8
     assert text_of(http, *choice["token_ids"]) == choice["message"]["content"]
     assert choice["logprobs"] is None
-    *events, _ = sse(chat_of(http, return_token_ids=True, stream=True))
+    *events, _ = sse(chat_of(http, return_token_ids=True, stream=True))  # the first chunk alone has the prompt's
     assert events[0]["prompt_token_ids"] == prompt
     assert all("prompt_token_ids" not in event for event in events[1:])
     assert [id for event in events for id in event["choices"][0].get("token_ids", [])] == choice["token_ids"]
@@ -253,6 +253,7 @@ def test_a_full_queue_is_503_and_then_works_again(http: httpx.Client, server: Se
     threads = [threading.Thread(target=ask) for _ in range(16)]
     for thread in threads:
         thread.start()
+    eventually(lambda: http.get("/load").json()["server_load"] > 4, 60, "those that run and those that wait are told")
     for thread in threads:
         thread.join()
     assert set(statuses) == {200, 503}

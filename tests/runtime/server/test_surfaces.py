@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import socket
@@ -82,11 +83,20 @@ def test_the_metrics_page_is_not_to_be_had_by_way_of_the_loads(http: httpx.Clien
     assert http.get("/v1/loads?format=json").status_code == 200
 
 
+def test_the_paths_of_other_servers_have_their_answers(http: httpx.Client) -> None:
+    assert http.get("/version").json() == {"version": importlib.metadata.version("treeline-runtime")}
+    assert http.get("/load").json() == {"server_load": 0}
+    assert http.get("/ping").status_code == 200
+
+
 EVERYTHING = [
     *ADMINISTRATION,
     *(("POST", path) for path in ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize")),
-    *(("GET", path) for path in ("/v1/models", "/v1/models/random", "/v1/loads", "/server_info")),
-    *(("GET", path) for path in ("/live", "/ready", "/health", "/health_generate", "/treeline/tokenizer", "/")),
+    *(("GET", path) for path in ("/v1/models", "/v1/models/random", "/v1/loads", "/load", "/server_info")),
+    *(
+        ("GET", path)
+        for path in ("/version", "/ping", "/live", "/ready", "/health", "/health_generate", "/treeline/tokenizer", "/")
+    ),
     *((method, "/metrics") for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS")),
 ]
 

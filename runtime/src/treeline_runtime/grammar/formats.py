@@ -1,8 +1,8 @@
 """The formats of JSON Schema that are kept, as patterns of our own: backends would differ, and take the 31st of April.
 
 From RFC 3339 (dates and times; no leap seconds, which nobody parses), RFC 5321 (email: dot-string and domain), RFC 1123
-(hostname; no label has `--` in its third place, as those in Punycode do, which a pattern cannot tell to be right), RFC 4291 (IPv6 without embedded IPv4), RFC 3986 (uri: ASCII, with an authority or a path), ISO 8601
-(duration).
+(hostname; no label has `--` in its third place, as those in Punycode do: a pattern cannot tell whether they are right),
+RFC 4291 (IPv6 without embedded IPv4), RFC 3986 (uri: ASCII, with an authority or a path), ISO 8601 (duration).
 """
 
 from __future__ import annotations

@@ -335,6 +335,14 @@ class Models(Struct):
     data: list[Model]
 
 
+class Load(Struct):
+    server_load: int
+
+
+class Version(Struct):
+    version: str
+
+
 class Status(Struct):
     status: str
     heartbeats: int | Maybe = UNSET

@@ -22,7 +22,9 @@ _NOTHING_SPECIAL: Final = SpecialTokens(())
 async def chat_completions(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "chat", ChatTask)
-    inflight = await service.open(task.job, request, answer_bytes=task.job.n * len(task.echo))
+    inflight = await service.open(
+        task.job, request, answer_bytes=task.job.n * len(task.echo) + task.told.size(task.job)
+    )
     try:
         answer = _Answer(service, task)
         if task.streaming.on:
@@ -90,12 +92,13 @@ class _Answer:
             head["usage"] = None
         last: dict[int, TextOut] = {}
         role = {"role": "assistant", "content": self._task.echo, "refusal": None}
+        first = head | {"prompt_token_ids": job.prompts[0].ids} if told.token_ids else head
 
-        def begun(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        def begun(
+            index: int, delta: dict[str, Any], finish: str | None = None, head: dict[str, Any] = head, **more: Any
+        ) -> bytes:
             """A chunk up to its `choices[0].logprobs`."""
             shown = head | {"usage": self._usage(last)} if streaming.continuous_usage and last else head
-            if delta is role and told.token_ids:
-                shown = head | {"prompt_token_ids": job.prompts[0].ids}
             choice = {"index": index, "delta": delta, "finish_reason": finish, **more}
             return b"data: " + open_object(shown, "choices") + b"[" + open_object(choice, "logprobs")
 
@@ -124,7 +127,9 @@ class _Answer:
             inflight,
             frames,
             headers_of=lambda out: token_headers(job.prompt_tokens, out.cached_tokens),
-            opening=b"".join(begun(index, role) + b"null" + _END for index in range(job.n)),
+            opening=b"".join(
+                begun(index, role, head=head if index else first) + b"null" + _END for index in range(job.n)
+            ),
             closing=closing,
         )
 

@@ -16,7 +16,8 @@ from treeline_runtime.tokenizer_manager import InflightRequest
 async def completions(service: Service, request: Request) -> Response | None:
     service.admit()
     task = await service.read(request, "completion", CompletionTask)
-    inflight = await service.open(task.job, request, answer_bytes=task.job.n * sum(map(len, task.echoes)))
+    size = task.job.n * sum(map(len, task.echoes)) + task.told.size(task.job)
+    inflight = await service.open(task.job, request, answer_bytes=size)
     try:
         choices = [_Choice(service, task, index) for index in range(task.job.generations)]
         if task.streaming.on:

@@ -132,6 +132,10 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
     """Those of the output too."""
 
 
+ID_CHARS = 8
+"""Of a token's id in JSON, with its comma."""
+
+
 class Told(msgspec.Struct, frozen=True, omit_defaults=True):
     """What of the tokens an answer tells, besides their text."""
 
@@ -156,6 +160,10 @@ class Told(msgspec.Struct, frozen=True, omit_defaults=True):
         start = 0 if (echo and self.logprobs is not None) or self.prompt_logprobs is not None else -1
         kept = self.token_ids and sampling.grammar is not None
         return PromptSpec(ids, sampling, bool(tops) or kept, start, max(tops, default=0))
+
+    def size(self, job: GenerationJob) -> int:
+        """Bytes of an answer that the prompts' ids take."""
+        return ID_CHARS * job.n * job.prompt_tokens if self.token_ids else 0
 
 
 class _Read(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -253,6 +253,8 @@ GENERATE = Operation(
 TOKENIZE = Operation(tag=NATIVE, summary="Text → ids", body=TOKENIZE_BODY, answer=answers.Tokens)
 DETOKENIZE = Operation(tag=NATIVE, summary="Ids → text", body=DETOKENIZE_BODY, answer=answers.Text)
 LOADS = Operation(tag=STATE, summary="The scheduler's load, asked now")
+LOAD = Operation(tag=STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load)
+VERSION = Operation(tag=STATE, summary="Of the server", answer=answers.Version)
 LIVE = Operation(tag=STATE, summary="503 when a restart would help", answer=answers.Status)
 READY = Operation(tag=STATE, summary="200 while new requests are taken", answer=answers.Status)
 WORKS = Operation(tag=STATE, summary="Generates a few tokens", answer=answers.Status)

@@ -181,6 +181,15 @@ class Probes:
         entry = _load_entry(load) | {"draining": self._service.state.draining}
         return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
 
+    async def load(self, _request: Request) -> Response:
+        """Requests in flight, as last reported: vLLM's."""
+        load = self._service.state.load
+        return json_response({"server_load": load.running + load.waiting})
+
+    async def version(self, _request: Request) -> Response:
+        """Ours: vLLM's and SGLang's path."""
+        return json_response({"version": self._info.version})
+
     async def metrics(self, _request: Request) -> Response:
         metrics, state = self._service.metrics, self._service.state
         metrics.on_load(state.load)
