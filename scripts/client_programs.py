@@ -68,7 +68,8 @@ def anthropic(url: str) -> None:
     import anthropic
 
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    asked: Any = {"model": "tiny", "messages": SAY, "max_tokens": 8, "temperature": 0, "system": "Be brief."}
+    asked: Any = {"model": "tiny", "messages": SAY, "max_tokens": 8, "system": "Be brief."}
+    asked |= {"extra_body": {"temperature": 0}}
     whole = client.messages.create(
         **asked, metadata={"user_id": "u"}, service_tier="auto", thinking={"type": "enabled", "budget_tokens": 1024}
     )

@@ -110,7 +110,7 @@ class _Answer:
             if (told.logprobs is not None or told.token_ids) and out.token_ids:
                 logprobs = await openai.chat_logprobs(out, told.logprobs, self._service.prompts, pacer)
                 deltas = deltas or [{}]  # tokens that say nothing, or whose text is held back
-            ids = {"token_ids": out.token_ids} if told.token_ids else {}
+            ids: dict[str, Any] = {"token_ids": out.token_ids} if told.token_ids else {}
             for delta in deltas:
                 made += [begun(index, delta, **ids), *logprobs, _END]
                 logprobs, ids = openai.NO_LOGPROBS, {}

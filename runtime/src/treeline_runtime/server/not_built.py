@@ -17,7 +17,7 @@ _EXPERTS: Final = "which experts computed a token is not told"
 _ADAPTER: Final = "there are no LoRA adapters"
 _CUT: Final = "prompts are never cut: send what is to be read"
 _OLD_CALLS: Final = "OpenAI's older form: use 'tools' and 'tool_choice'"
-_TOKENS: Final = "which tokens an answer has is told by /generate alone (output_ids), and a prompt's by /tokenize"
+_TOKENS: Final = "'return_token_ids' tells the tokens of prompt and answer"
 
 REASONS: Final[Mapping[str, str]] = {
     "add_special_tokens": "the chat template writes all special tokens of a chat",
