@@ -48,7 +48,7 @@ def openai(url: str) -> None:
     for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
         assert scored.choices[0].text[offset:].startswith(token)
     made = client.chat.completions.create(
-        model="tiny", messages=SAY, tools=[TOOL], tool_choice="required", max_tokens=64, parallel_tool_calls=False
+        model="tiny", messages=SAY, tools=[TOOL], tool_choice="required", max_tokens=200, parallel_tool_calls=False
     )
     [call] = made.choices[0].message.tool_calls
     check_call(call.function.name, json.loads(call.function.arguments))
@@ -77,11 +77,11 @@ def anthropic(url: str) -> None:
         assert stream.get_final_text() == whole.content[0].text
     tool: Any = {"name": "look_up", "input_schema": PARAMETERS}
     called = client.messages.create(
-        model="tiny", messages=SAY, max_tokens=64, tools=[tool], tool_choice={"type": "tool", "name": "look_up"}
+        model="tiny", messages=SAY, max_tokens=200, tools=[tool], tool_choice={"type": "tool", "name": "look_up"}
     )
     [call] = [block for block in called.content if block.type == "tool_use"]
     check_call(call.name, call.input)
-    read = client.messages.parse(model="tiny", messages=SAY, max_tokens=64, output_format=Place)
+    read = client.messages.parse(model="tiny", messages=SAY, max_tokens=200, output_format=Place)
     assert isinstance(read.parsed_output, Place)
     counted = client.messages.count_tokens(model="tiny", messages=SAY, system="Be brief.")
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
@@ -97,11 +97,11 @@ def litellm(url: str) -> None:
         whole = litellm.completion(**greedy)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**greedy, stream=True))
         assert text == whole.choices[0].message.content, (model, text, whole)
-        called = litellm.completion(**asked, max_tokens=64, tools=[TOOL], tool_choice="required")
+        called = litellm.completion(**asked, max_tokens=200, tools=[TOOL], tool_choice="required")
         [call] = called.choices[0].message.tool_calls
         check_call(call.function.name, json.loads(call.function.arguments))
         if not model.startswith("anthropic/"):  # there it is a tool that litellm makes up
-            read = litellm.completion(**asked, max_tokens=64, response_format=Place)
+            read = litellm.completion(**asked, max_tokens=200, response_format=Place)
             Place.model_validate_json(read.choices[0].message.content)
 
 
@@ -113,7 +113,7 @@ def langchain(url: str) -> None:
     whole = model.invoke("Hello")
     assert "".join(chunk.content for chunk in model.stream("Hello")) == whole.content
     assert whole.usage_metadata["output_tokens"] == 8
-    longer = ChatOpenAI(**asked, max_tokens=64)
+    longer = ChatOpenAI(**asked, max_tokens=200)
     [call] = longer.bind_tools([TOOL], tool_choice="required").invoke("Hello").tool_calls
     check_call(call["name"], call["args"])
     for method in ("json_schema", "function_calling"):
@@ -139,7 +139,7 @@ def pydantic_ai(url: str) -> None:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url + "/v1", api_key="none"))
-    settings: Any = {"max_tokens": 64, "openai_reasoning_effort": "low", "parallel_tool_calls": False}
+    settings: Any = {"max_tokens": 200, "openai_reasoning_effort": "low", "parallel_tool_calls": False}
     for output in (NativeOutput(Place), ToolOutput(Place)):
         agent = Agent(model, output_type=output, model_settings=settings, retries=0)
         assert isinstance(agent.run_sync("Hello").output, Place)

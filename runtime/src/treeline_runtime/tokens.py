@@ -125,7 +125,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decode = decode
         self._stop = StopFinder(stop)
-        self._patterns = RegexFinder(stop_regex)
+        self._patterns = RegexFinder(stop_regex) if stop_regex else None
         self._finds_stops = any(stop) or bool(stop_regex)
         self._no_stop_trim = no_stop_trim
         self._min_tokens = min_tokens
@@ -203,7 +203,7 @@ class IncrementalDetokenizer:
             end, stop = before + found[0], found[1]
             self._ended = True
             return Delta(self._held[: end if self._no_stop_trim else end - len(stop)], stop)
-        if (pattern := self._patterns.feed(text, ignore=early)) is not None:
+        if self._patterns is not None and (pattern := self._patterns.feed(text, ignore=early)) is not None:
             self._ended = True
             return Delta(self._held, pattern)
         cut = len(self._held) - (0 if self._ended else self._stop.begun)

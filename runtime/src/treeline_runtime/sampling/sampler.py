@@ -49,7 +49,9 @@ def needs_history(params: SamplingParams) -> bool:
 
 def adjusts(params: SamplingParams) -> bool:
     """Whether logits are changed before anything is chosen."""
-    return needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0 or params.excludes
+    return (
+        needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0 or bool(params.allowed_token_ids)
+    )
 
 
 def needs_more(params: SamplingParams) -> bool:

@@ -324,9 +324,9 @@ class Executor:
         launched = Launched(batch, sampling)
         launched.input_logprobs = input_logprobs
         free = [j for j, req in enumerate(step.reqs) if not req.delays]
-        if any(step.reqs[j].sampling.excludes for j in free):
-            step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
         if more := [j for j in free if needs_more(step.reqs[j].sampling)]:
+            if any(step.reqs[j].sampling.excludes for j in more):
+                step.allowed = torch.ones(len(step.reqs), dtype=torch.bool, device=self._device)
             self._sample(step, more)
         if len(free) < len(step.reqs):
             launched.delayed = step
