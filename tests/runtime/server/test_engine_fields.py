@@ -201,12 +201,12 @@ DISAGGREGATION = {
     "ec_transfer_params",
 }
 NOT_BUILT = DISAGGREGATION | {
-    *("use_beam_search", "watermarking", "watermark", "truncate_prompt_tokens", "prompt_logprobs", "logprob_token_ids"),
-    *("allowed_token_ids", "bad_words", "return_tokens_as_token_ids", "return_token_ids", "return_prompt_text"),
+    *("use_beam_search", "watermarking", "watermark", "truncate_prompt_tokens", "logprob_token_ids"),
+    *("return_tokens_as_token_ids", "return_prompt_text"),
     *("repetition_detection", "thinking_token_budget", "return_hidden_states", "return_routed_experts"),
     *("return_cached_tokens_details", "return_prompt_token_ids", "return_meta_info", "return_input_ids_in_sglext"),
-    *("return_output_ids_in_sglext", "return_sampling_mask", "sampling_logprobs_mode", "stop_regex", "lora_path"),
-    *("return_flat_raw_output_top_logprobs", "session_params", "input_ids", "chat_template", "prompt_embeds"),
+    *("return_output_ids_in_sglext", "return_sampling_mask", "sampling_logprobs_mode", "lora_path"),
+    *("return_flat_raw_output_top_logprobs", "session_params", "input_ids", "prompt_embeds"),
     *("best_of", "suffix", "background", "previous_response_id", "enable_response_messages"),
     "previous_input_messages",
 }
