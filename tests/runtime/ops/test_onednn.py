@@ -14,6 +14,11 @@ from treeline_runtime.ops.torch_ops import TorchOps
 TYPES = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 
 
+@pytest.fixture(autouse=True)
+def of_another_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "_is_intel", lambda: False)
+
+
 def product(dtype: torch.dtype, outputs: int = 40, inputs: int = 24) -> tuple[Packed, torch.Tensor]:
     weight = torch.randn((outputs, inputs), generator=torch.Generator().manual_seed(1)).to(dtype)
     if not onednn.can_pack(weight):
@@ -60,6 +65,12 @@ def test_kernels_are_few_whatever_lengths_come(monkeypatch: pytest.MonkeyPatch) 
         assert len(packed(torch.zeros(rows, 24), None)) == rows
         assert set(computed) <= set(onednn.ROWS)
         assert rows <= sum(computed) <= 2 * rows
+
+
+def test_float32_is_left_to_mkl_on_its_makers_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weight = product(torch.float32)
+    monkeypatch.setattr(onednn, "_is_intel", lambda: True)
+    assert onednn.can_pack(weight) is not torch.backends.mkl.is_available()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])

@@ -93,6 +93,7 @@ class KVPool:
         told = self._all.view(E4M3) if self.is_fp8 else self._all
         self.keys = [layer[0] for layer in told]
         self.values = [layer[1] for layer in told]
+        self._paged = [(layer[0], layer[1]) for layer in self._all]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -108,10 +109,12 @@ class KVPool:
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """pages (n,) → copies of keys and values (n, page_size, kv_heads, head_dim) in the model's dtype."""
-        taken = [kind.index_select(0, pages) for kind in self._all[layer]]
+        keys, values = self._paged[layer]
+        keys, values = keys.index_select(0, pages), values.index_select(0, pages)
         if self.is_fp8:
-            taken = [x.view(E4M3).to(self.dtype) * scale for x, scale in zip(taken, self._scales(layer), strict=True)]
-        return taken[0], taken[1]
+            taken = zip((keys, values), self._scales(layer), strict=True)
+            keys, values = (x.view(E4M3).to(self.dtype) * scale for x, scale in taken)
+        return keys, values
 
     def _scales(self, layer: int) -> tuple[float, float]:
         return self.key_scales[layer], self.value_scales[layer]

@@ -3,8 +3,10 @@
 torch gives products of float32 to MKL, which takes slow kernels on processors that are not Intel's, and packs the
 weights anew in every call. oneDNN takes what the processor has, and reads weights from an order of its own, into which
 they are brought once. On an EPYC with AVX-512, the products of models/tiny beside `F.linear`: float32 in half the time
-from 4 rows on, bfloat16 1.2 to 1.5 times as fast with 2 to 64 rows, both about equal with one. The operators are those
-that torch.compile puts in the place of `linear` where weights are frozen (torch/_inductor/fx_passes/mkldnn_fusion.py).
+from 4 rows on, bfloat16 1.2 to 1.5 times as fast with 2 to 64 rows, both about equal with one. On a Xeon with AVX-512,
+MKL with weights as (inputs, outputs) takes a quarter to two thirds of oneDNN's time for a row of float32, and two
+thirds for 32: on Intel's float32 is left to it. The operators are those that torch.compile puts in the place of
+`linear` where weights are frozen (torch/_inductor/fx_passes/mkldnn_fusion.py).
 
 A kernel is generated for each number of rows, which takes half a millisecond to three, and 0.6 MB or more. So there are
 few: long inputs are cut into pieces that have one, and what is left is filled up to the next number that has.
@@ -13,7 +15,9 @@ few: long inputs are cut into pieces that have one, and what is left is filled u
 from __future__ import annotations
 
 import bisect
+import functools
 import platform
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +28,20 @@ FILLED_UP = 128
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether there are kernels for it: on x86 for float32 and, from AVX-512 on, for bfloat16. Not measured on Arm."""
+    """Whether there are kernels for it, and no faster ones: on x86 for float32 where MKL has none of its own make, and
+    for bfloat16 from AVX-512 on. Not measured on Arm."""
     if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
     if not torch.backends.mkldnn.is_available():
         return False
     of_bfloat16 = weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32 or of_bfloat16
+    return of_bfloat16 or (weight.dtype == torch.float32 and not (_is_intel() and torch.backends.mkl.is_available()))
+
+
+@functools.cache
+def _is_intel() -> bool:
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and "GenuineIntel" in cpus.read_text()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

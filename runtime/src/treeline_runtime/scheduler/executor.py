@@ -234,12 +234,13 @@ class Executor:
         wants_hidden = any(req.return_hidden_states for req in batch.reqs)  # which graphs do not keep
         if batch.phase is Phase.DECODE and not wants_hidden and self._is_graph(batch):
             return self._replay(batch)
+        q_lens = batch.q_lens
         on_host = self._table.on_host([req.row for req in batch.reqs])
         rows = np.array(on_host.rows, dtype=np.int64)
         positions = [np.arange(start, end) for start, end in zip(batch.starts, batch.ends, strict=True)]
-        cells = np.stack((np.repeat(rows, batch.q_lens), np.concatenate(positions))).astype(np.int32)
+        cells = np.stack((np.repeat(rows, q_lens), np.concatenate(positions))).astype(np.int32)
         rows_there = upload(rows, self._device)
-        plan = self._attention.plan(Layout(batch.q_lens, batch.ends, self._table.page_table, rows_there, on_host))
+        plan = self._attention.plan(Layout(q_lens, batch.ends, self._table.page_table, rows_there, on_host))
         hidden, kv_finite = self._prompts.hidden(cells, plan)
         if self._model.pooler is not None:
             launched = Launched(batch, [])
