@@ -5,7 +5,8 @@
 A *shape* is a model's config.json with random weights; `tiny` is for a CPU. Prints a row of JSON for each figure:
 
 - `decode.SHAPE.bN.ctxC`: milliseconds of a step of N sequences that began with C tokens. N prompts are continued by 16
-  and by 144 tokens (greedy); the difference, divided by 128, is a step, prompts and all else subtracted.
+  and by 144 tokens (greedy); the difference, divided by 128, is a step, prompts and all else subtracted. A run before
+  that is not counted, since the first one of a size pays for what is done once.
 - `prefill.SHAPE.N`: prompt tokens a second, of one prompt of N tokens that nothing has cached, the best of five.
 - `first_token.SHAPE.N`: milliseconds from a prompt of N tokens to its first token, alone, the best of ten.
 - `offline.SHAPE`: output tokens a second of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6.
@@ -140,12 +141,16 @@ class Bench:
         return seconds
 
     def step_ms(self, batch: int, context: int, rounds: int) -> float:
-        """The median of some rounds."""
+        """The median of some rounds. Raises RuntimeError where other work of the machine took longer than the steps."""
+        self.run(batch, context, SHORT)
         steps = []
         for _ in range(rounds):
             short = self.run(batch, context, SHORT)
             steps.append((self.run(batch, context, LONG) - short) / (LONG - SHORT) * 1e3)
-        return statistics.median(steps)
+        step = statistics.median(steps)
+        if step <= 0:
+            raise RuntimeError(f"{LONG} tokens took no longer than {SHORT}: measure again, or with more --rounds")
+        return step
 
     def offline(self, count: int, most: int) -> float:
         """Output tokens a second."""

@@ -2,15 +2,17 @@
 
     python runtime/benchmarks/versus_transformers.py --model models/tiny
 
-Prints rows of JSON: `cpu.tokens_s.bN` (output tokens a second of ours, N prompts at once, greedy), the same of
-transformers as `cpu.transformers_tokens_s.bN`, and `cpu.vs_transformers.bN`, the median of the rounds' own ratios. A
-round is one run of each, in alternating order, with prompts of its own; the first one is not counted.
+Prints rows of JSON, with T threads: `cpu.tokens_s.tT.bN` (output tokens a second of ours, N prompts at once, greedy),
+the same of transformers as `cpu.transformers_tokens_s.tT.bN`, `cpu.vs_transformers.tT.bN`, the median of the rounds'
+own ratios, and `cpu.vs_transformers_cpu_s.tT.bN`, that of seconds of the processor, which a busy machine changes less.
+A round is one run of each, in alternating order, with prompts of its own; the first one is not counted.
 
 - `bN`: prompts and outputs are of one length each, the best case of transformers. It pads nothing, and both compute
   exactly as many tokens, so the ratio is that of their steps.
 - `mixed.bN`: prompts of 8 to 200 tokens, outputs of 16 to 128, as users send them. transformers pads prompts on the
   left to the longest, and computes every row until the longest answer is there; only tokens that were asked for count.
   Ours computes those alone: the ratio is that of its steps, of padding, and of batches that grow smaller.
+- `prefill.N`: one prompt of N tokens, answered with one; the prompt's tokens count.
 
 Each has a process of its own, and waits while the other computes: two threads that compute in one process have an
 OpenMP team each, more threads together than there are cores, which then sleep whenever they wait (a step of ours took
@@ -35,7 +37,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from treeline_runtime import Engine, SamplingParams
@@ -43,6 +45,7 @@ from treeline_runtime import Engine, SamplingParams
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = (1, 8, 32)
 PROMPT, OUTPUT = 128, 128
+LONG_PROMPT = 4096
 MIXED_PROMPTS = (8, 200)
 MIXED_SHORTEST = 16
 """Output; the longest is OUTPUT."""
@@ -54,6 +57,11 @@ class Work:
 
     prompts: list[list[int]]
     outputs: list[int]
+
+    @classmethod
+    def prefill(cls, rng: random.Random, count: int, output: int, vocabulary: range) -> Work:
+        """One prompt of `count` tokens."""
+        return cls([rng.choices(vocabulary, k=count)], [1])
 
     @classmethod
     def equal(cls, rng: random.Random, count: int, output: int, vocabulary: range) -> Work:
@@ -68,7 +76,21 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        return sum(self.outputs)
+        return sum(self.outputs) if max(self.outputs) > 1 else sum(map(len, self.prompts))
+
+
+class Took(NamedTuple):
+    """Seconds of a run: of the clock, and of the processor in the process that computed."""
+
+    wall: float
+    cpu: float
+
+
+def measured(compute: Callable[[], Any]) -> tuple[Took, Any]:
+    """→ what it took, and its result."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = compute()
+    return Took(time.perf_counter() - wall, time.process_time() - cpu), result
 
 
 def report(metric: str, value: float) -> None:
@@ -85,45 +107,40 @@ def without_tokenizer(model: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def ours(engine: Engine, work: Work) -> float:
-    """Seconds."""
+def ours(engine: Engine, work: Work) -> Took:
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_new_tokens=output) for output in work.outputs]
-    started = time.perf_counter()
-    outputs = engine.generate(work.prompts, params)
-    seconds = time.perf_counter() - started
+    took, outputs = measured(lambda: engine.generate(work.prompts, params))
     assert [len(each.token_ids) for each in outputs] == work.outputs
-    return seconds
+    return took
 
 
 @functools.cache
-def load(path: Path, threads: int | None) -> Any:
+def load(path: Path, threads: int) -> Any:
     from transformers import AutoModelForCausalLM
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def theirs(path: Path, threads: int | None, work: Work) -> float:
-    """Seconds. In a process of its own."""
+def theirs(path: Path, threads: int, work: Work) -> Took:
+    """In a process of its own."""
     model = load(path, threads)
     width, output = max(map(len, work.prompts)), max(work.outputs)
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in work.prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in work.prompts])
-    started = time.perf_counter()
+    lengths = {"min_new_tokens": output, "max_new_tokens": output}
     with torch.inference_mode():
-        answer = model.generate(ids, attention_mask=mask, do_sample=False, min_new_tokens=output, max_new_tokens=output)
-    seconds = time.perf_counter() - started
+        took, answer = measured(lambda: model.generate(ids, attention_mask=mask, do_sample=False, **lengths))
     assert answer.shape == (len(work.prompts), width + output)
-    return seconds
+    return took
 
 
-Timed = Callable[[Work], float]
-"""→ seconds"""
+Timed = Callable[[Work], Took]
 
 
 def compare(name: str, ours: Timed, theirs: Timed, works: Iterator[Work], rounds: int) -> None:
     rates: list[tuple[float, float]] = []
+    cpu_ratios: list[float] = []
     for round_ in range(rounds + 1):
         work = next(works)
         if round_ % 2:
@@ -132,18 +149,20 @@ def compare(name: str, ours: Timed, theirs: Timed, works: Iterator[Work], rounds
         else:
             mine = ours(work)
             other = theirs(work)
-        rates.append((work.tokens / mine, work.tokens / other))
+        rates.append((work.tokens / mine.wall, work.tokens / other.wall))
+        cpu_ratios.append(other.cpu / mine.cpu)
     counted = rates[1:]
     report(f"cpu.tokens_s.{name}", statistics.median(mine for mine, _ in counted))
     report(f"cpu.transformers_tokens_s.{name}", statistics.median(other for _, other in counted))
     report(f"cpu.vs_transformers.{name}", statistics.median(mine / other for mine, other in counted))
+    report(f"cpu.vs_transformers_cpu_s.{name}", statistics.median(cpu_ratios[1:]))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch, for both (default: torch's own)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, for both (default: 1)")
     parser.add_argument("--quick", action="store_true", help="short, one round: proves that it works")
     args = parser.parse_args()
     rounds, output, streams = (1, 8, STREAMS[:2]) if args.quick else (args.rounds, OUTPUT, STREAMS)
@@ -158,11 +177,15 @@ def main() -> int:
         def in_process(work: Work) -> float:
             return process.submit(theirs, args.model, args.threads, work).result()
 
-        kinds = [("", Work.equal, streams), ("mixed.", Work.mixed, streams[1:])]  # of one there is nothing to mix
+        kinds = [
+            ("b", Work.equal, streams),
+            ("mixed.b", Work.mixed, streams[1:]),  # of one there is nothing to mix
+            ("prefill.", Work.prefill, (LONG_PROMPT,)),
+        ]
         for kind, make, counts in kinds:
             for count in counts:
                 works = iter(functools.partial(make, rng, count, output, vocabulary), None)
-                compare(f"{kind}b{count}", functools.partial(ours, engine), in_process, works, rounds)
+                compare(f"t{args.threads}.{kind}{count}", functools.partial(ours, engine), in_process, works, rounds)
     return 0
 
 

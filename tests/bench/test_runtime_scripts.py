@@ -171,13 +171,27 @@ def test_rows_of_the_server_have_the_bounds_that_were_set(monkeypatch: pytest.Mo
         server.run(Context(Remembered(), tmp_path))
 
 
+def test_a_step_is_measured_without_what_is_done_once_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = script("engine")
+    bench = object.__new__(found.Bench)
+    seconds = iter([9.0, 1.0, 1.128])  # the first run pays for what is done once
+    monkeypatch.setattr(found.Bench, "run", lambda *_: next(seconds))
+    assert bench.step_ms(1, 512, 1) == pytest.approx(1.0)
+    seconds = iter([1.0, 3.0, 1.128])
+    with pytest.raises(RuntimeError, match="measure again"):
+        bench.step_ms(1, 512, 1)
+
+
 def test_rows_of_radix_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         radix, "SCRIPT", printing(tmp_path, **{"radix.hit_vs_optimal": 0.96, "radix.share.tiny": 0.006})
     )
     optimal, share = radix.run(Context(Remembered(), tmp_path, quick=True))
     assert (optimal.ratio, share.ratio) == (1.0, 2.0)
-    values = dict.fromkeys(versus_transformers.ALWAYS, 1.4)
+    names = [
+        f"cpu.vs_transformers.t{t}.{name}" for t in versus_transformers.THREADS for name in versus_transformers.ALWAYS
+    ]
+    values = dict.fromkeys(names, 1.4)
     monkeypatch.setattr(versus_transformers, "SCRIPT", printing(tmp_path, **values))
     rows = versus_transformers.run(Context(Remembered(), tmp_path))
     assert {(row.metric, row.value, row.unit) for row in rows} == {(name, 1.4, "×") for name in values}

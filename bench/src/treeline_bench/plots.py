@@ -373,7 +373,7 @@ def _cpu(result: Result) -> Figure:
     title = f"On a CPU {number(max(row.value for row in rows))} times as fast as transformers, at best"
     figure, (axes,) = _figure(title, 1, _size(result))
     figure.set_size_inches(6.4, 4.4)
-    labels = [row.metric.rpartition(".b")[2] + (" mixed" if ".mixed." in row.metric else " at once") for row in rows]
+    labels = [row.metric.removeprefix("cpu.vs_transformers.").replace(".", " ") for row in rows]
     _bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
     _line(axes, 1.0, "transformers.generate", bars=len(rows))
     axes.set(title="Output, the tiny model", ylabel="times as fast")
