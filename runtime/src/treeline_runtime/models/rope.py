@@ -46,7 +46,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :dim], cos, sin), x[..., dim:]), dim=-1)
-    return torch.addcmul(x * cos, x.roll(dim // 2, dims=-1), sin)
+    return (x * cos).addcmul_(x.roll(dim // 2, dims=-1), sin)
 
 
 def _plain(theta: float, dim: int) -> torch.Tensor:

@@ -29,8 +29,7 @@ class TorchOps:
     def put(self, ids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
         tokens[rows, positions] = ids
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, weight, bias)
+    linear = staticmethod(F.linear)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.dtype != torch.float32:
@@ -48,12 +47,12 @@ class TorchOps:
         eps: float,
         after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = residual + (x if after is None else self.norm(x, after, eps))
+        total = residual.add_(x if after is None else self.norm(x, after, eps))
         return total if weight is None else self.norm(total, weight, eps), total
 
     def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return x.div_(cap).tanh_().mul_(cap)
@@ -105,7 +104,7 @@ class TorchOps:
 
     def _norm_heads(self, qk: torch.Tensor, heads: Heads, weight: torch.Tensor) -> torch.Tensor:
         if not heads.norm_over_heads:
-            return (torch.rms_norm(qk.to(weight.dtype), (heads.dim,), eps=heads.eps) * weight).to(qk.dtype)
+            return torch.rms_norm(qk.to(weight.dtype), (heads.dim,), eps=heads.eps).mul_(weight).to(qk.dtype)
         parts = zip(*(x.split((heads.query, heads.kv), dim=-2) for x in (qk, weight)), strict=True)
         normed = [self.norm(x.flatten(1), w.flatten(), heads.eps).view_as(x) for x, w in parts]
         return torch.cat(normed, dim=1)
