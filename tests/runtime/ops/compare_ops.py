@@ -74,7 +74,7 @@ def norm(dtype: torch.dtype) -> None:
         after = noise(size)  # as 1 + weight is: float32
         close(FUSED.norm(x, after, 1e-5), REFERENCE.norm(x, after, 1e-5), dtype)
         for before, then in ((weight, None), (after, after), (None, weight)):
-            expected = REFERENCE.add_norm(x, residual, before, 1e-5, then)
+            expected = REFERENCE.add_norm(x, residual.clone(), before, 1e-5, then)
             found = FUSED.add_norm(x, residual.clone(), before, 1e-5, then)
             close(found[0], expected[0], dtype)
             close(found[1], expected[1], dtype)
