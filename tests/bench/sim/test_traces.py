@@ -18,6 +18,10 @@ SHAPES = {  # prompts at least, at most; output at least, at most; hit rate of a
     "bursts": (2148, 16_684, 64, 256, 0.85, 0.94),
     "zipf": (600, 8600, 100, 300, 0.25, 0.95),
     "mooncake-like": (1024, 120_000, 50, 1200, 0.1, 0.7),
+    "shuffled-documents": (2000, 12_500, 50, 300, 0.1, 0.6),
+    "jumping": (1050, 12_400, 100, 300, 0.3, 0.95),
+    "unequal-pods": (600, 9000, 100, 400, 0.3, 0.95),
+    "tool-branches": (1200, 20_000, 30, 300, 0.6, 0.98),
     "multi-turn": (230, 11_000, 50, 400, 0.5, 0.9),
     "code-agent": (3200, 100_000, 50, 800, 0.6, 0.95),
 }
@@ -41,7 +45,11 @@ def test_it_is_of_the_shape_that_it_claims(name: str) -> None:
         assert request.whole.blocks[: len(request.prompt.blocks)] == request.prompt.blocks
     assert low <= endless_hit_rate(requests, 64) <= high
     rate = len(requests) / requests[-1].at
-    assert 0.4 <= rate / TRACES[name].rate <= 1.6 or name in ("multi-turn", "code-agent")  # those climb at first
+    assert 0.4 <= rate / TRACES[name].rate <= 1.6 or name in (
+        "multi-turn",
+        "code-agent",
+        "tool-branches",
+    )  # those climb at first
 
 
 @pytest.mark.parametrize("name", TRACES)

@@ -50,8 +50,9 @@ class Plan:
     @property
     def fleet(self) -> FleetConfig:
         """Raises ValueError for one that cannot be."""
+        slower = self.trace.slower if isinstance(self.trace, Trace) else (1.0,)
         return FleetConfig(
-            self.engine, self.endpoints, self.pickers, seed=self.seed, news_s=self.news_s, faults=self.faults
+            self.engine, self.endpoints, self.pickers, self.seed, news_s=self.news_s, faults=self.faults, slower=slower
         )
 
     @property

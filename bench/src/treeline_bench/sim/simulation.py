@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -45,7 +45,7 @@ NO_FAULTS = Faults()
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Engines, all alike, and the ways between them and the routers. Times in seconds."""
+    """Engines, and the ways between them and the routers. Times in seconds. `slower`: see `Trace`."""
 
     engine: EngineConfig
     endpoints: int = 8
@@ -54,6 +54,7 @@ class FleetConfig:
     hop_s: float = 0.0005
     news_s: float = 0.002
     faults: Faults = NO_FAULTS
+    slower: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         faults = self.faults
@@ -114,7 +115,7 @@ class Simulation:
         self._make = make_router
         self._rng = random.Random(f"fleet {config.seed}")
         self._epoch = 0
-        self.engines: list[Engine | None] = [self._new_engine() for _ in range(config.endpoints)]
+        self.engines: list[Engine | None] = [self._new_engine(endpoint) for endpoint in range(config.endpoints)]
         self.outcome = Outcome()
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = count()
@@ -328,9 +329,11 @@ class Simulation:
 
     # What breaks
 
-    def _new_engine(self) -> Engine:
+    def _new_engine(self, endpoint: int) -> Engine:
         self._epoch += 1
-        return Engine(self.config.engine, self._epoch)
+        like, slower = self.config.engine, self.config.slower[endpoint % len(self.config.slower)]
+        own = replace(like, speed=like.speed.slower(slower), kv_tokens=int(like.kv_tokens / slower))
+        return Engine(own, self._epoch)
 
     def _count_up(self, engine: Engine) -> None:
         outcome = self.outcome
@@ -354,7 +357,7 @@ class Simulation:
         self.routers[number].on_connected(endpoint, False, self.now)
 
     def _start(self, endpoint: int) -> None:
-        self.engines[endpoint] = self._new_engine()
+        self.engines[endpoint] = self._new_engine(endpoint)
         self._reported_at[endpoint] = float("-inf")
         for number in range(self.config.routers):
             self.at(self.now + NOTICED_S, self._connect, number, endpoint)

@@ -10,7 +10,7 @@ counts. *Pairs* are those of a token of a prompt with one before it, two for one
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Speed:
             raise ValueError("times of a step are finite and not negative")
         if self.fixed_s + self.weights_s <= 0:
             raise ValueError("a step without work must take time, or simulated time would stand still")
+
+    def slower(self, factor: float) -> Speed:
+        """All of it takes so many times as long."""
+        return Speed(*(factor * seconds for seconds in astuple(self)))
 
     def prefill_s(self, tokens: int, before: int = 0) -> float:
         """A step that computes `tokens` of one prompt after `before` others, alone."""

@@ -67,6 +67,10 @@ class Text:
         """This text and so many random tokens after it. O(bytes) at memory speed, and a hash for each new block."""
         return Text(self.block_size, self._raw + random_tokens(tokens, rng), self.blocks)
 
+    def joined(self, other: Text) -> Text:
+        """This text and another after it."""
+        return Text(self.block_size, self._raw + other._raw, self.blocks)
+
     def ids(self, first: int, last: int, block_size: int) -> list[int]:
         """The token ids of some of its blocks."""
         width = 2 * block_size

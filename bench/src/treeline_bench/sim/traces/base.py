@@ -55,7 +55,8 @@ class Draw:
 class Trace:
     """A kind of load. `rate` are requests a second that eight endpoints of the default speed bear, `requests` how many
     make a run. `working_set_tokens` and `pressure`: what comes back, and the share of all memory that it takes up
-    where the source says so; without, endpoints have the memory of their preset."""
+    where the source says so; without, endpoints have the memory of their preset. `slower`: each endpoint, in turn,
+    takes so many times as long, and has so much less memory."""
 
     name: str
     summary: str
@@ -64,6 +65,7 @@ class Trace:
     generate: Callable[[Draw], Iterator[TraceRequest]]
     working_set_tokens: int = 0
     pressure: float = 0.0
+    slower: tuple[float, ...] = (1.0,)
 
 
 def merged(sessions: Iterable[tuple[float, Iterator[TraceRequest]]]) -> Iterator[TraceRequest]:

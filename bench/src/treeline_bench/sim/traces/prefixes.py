@@ -93,6 +93,44 @@ def mooncake_like(draw: Draw) -> Iterator[TraceRequest]:
         yield request
 
 
+def shuffled_documents(draw: Draw) -> Iterator[TraceRequest]:
+    """Retrieval that ranks anew for each question: 300 documents of 500 to 3,000 tokens, popular by Zipf's law; after a
+    system prompt of 400 come four of them in any order, and a question of 20 to 100; 50 to 300 out. Two prompts with
+    the same documents share those before the first that differs. Our own."""
+    system, documents = draw.text(400), [draw.text(draw.log_between(500, 3000)) for _ in range(300)]
+    weights = list(accumulate(1 / rank for rank in range(1, len(documents) + 1)))
+    for at in draw.arrivals():
+        prompt, chosen = system, set[int]()
+        while len(chosen) < 4:
+            number = draw.rng.choices(range(len(documents)), cum_weights=weights)[0]
+            if number not in chosen:
+                chosen.add(number)
+                prompt = prompt.joined(documents[number])
+        yield draw.request(at, prompt.extended(draw.between(20, 100), draw.rng), draw.between(50, 300))
+
+
+def jumping_popularity(draw: Draw) -> Iterator[TraceRequest]:
+    """What everybody asks about changes at once: of 200 texts of 1,000 to 12,000 tokens one has a third of all requests
+    for 5 to 30 s, then another; the others come evenly. 50 to 400 tokens of the user's, 100 to 300 out. Our own."""
+    texts = [draw.text(draw.log_between(1000, 12_000)) for _ in range(200)]
+    popular, until = texts[0], 0.0
+    for at in draw.arrivals():
+        if at >= until:
+            popular, until = draw.rng.choice(texts), at + draw.rng.uniform(5.0, 30.0)
+        text = popular if draw.rng.random() < 1 / 3 else draw.rng.choice(texts)
+        yield draw.request(at, text.extended(draw.between(50, 400), draw.rng), draw.between(100, 300))
+
+
+def unequal_pods(draw: Draw) -> Iterator[TraceRequest]:
+    """A pool that grew over the years: 100 system prompts of 500 to 8,000 tokens, evenly; 100 to 1,000 tokens of the
+    user's, 100 to 400 out. Every second pod takes 2.5 times as long and has 1 / 2.5 of the memory, as an A100 beside an
+    H200. Our own."""
+    systems = [draw.text(draw.log_between(500, 8000)) for _ in range(100)]
+    for at in draw.arrivals():
+        system = draw.rng.choice(systems)
+        yield draw.request(at, system.extended(draw.between(100, 1000), draw.rng), draw.between(100, 400))
+
+
 TRACES = (
     Trace(
         "generated-shared-prefix",
@@ -122,4 +160,20 @@ TRACES = (
     Trace("bursts", "16 siblings at once, each time of a new prefix", rate=60.0, requests=8000, generate=bursts),
     Trace("zipf", "500 system prompts, few of them popular", rate=120.0, requests=8000, generate=zipf_systems),
     Trace("mooncake-like", "long prompts that grow, in waves", rate=16.0, requests=4000, generate=mooncake_like),
+    Trace("shuffled-documents", "four of 300 documents in any order", 48.0, 6000, shuffled_documents),
+    Trace(
+        "jumping",
+        "one of 200 texts has a third of all requests, and each 5 to 30 s another",
+        120.0,
+        8000,
+        jumping_popularity,
+    ),
+    Trace(
+        "unequal-pods",
+        "100 system prompts, every second pod 2.5 times as slow",
+        90.0,
+        8000,
+        unequal_pods,
+        slower=(1.0, 2.5),
+    ),
 )

@@ -50,7 +50,31 @@ def code_agent(draw: Draw) -> Iterator[TraceRequest]:
     return merged((at, task(at)) for at in draw.arrivals(draw.rate / 10.5))
 
 
+def tool_branches(draw: Draw) -> Iterator[TraceRequest]:
+    """Agents that try several ways at once: one of 30 sets of tools (1,000 to 6,000 tokens), a task of 100 to 2,000;
+    then 2 to 6 rounds, in each of which 2 to 5 branches go on from the same text within 20 ms, each with 100 to 1,500
+    tokens that a tool has said, 30 to 300 out. The next round goes on from one of them; tools take some 2 s
+    (exponential). Our own, in the shape of tree search over tools."""
+    kinds = [draw.text(draw.log_between(1000, 6000)) for _ in range(30)]
+
+    def task(at: float) -> Iterator[TraceRequest]:
+        text = draw.rng.choice(kinds).extended(draw.log_between(100, 2000), draw.rng)
+        for _ in range(draw.between(2, 6)):
+            branches = []
+            for offset in sorted(draw.rng.uniform(0.0, 0.02) for _ in range(draw.between(2, 5))):
+                prompt = text.extended(draw.log_between(100, 1500), draw.rng)
+                branches.append(draw.request(at + offset, prompt, draw.log_between(30, 300)))
+            yield from branches
+            chosen = draw.rng.choice(branches)
+            text, at = chosen.whole, chosen.at + TOKEN_S * chosen.output_tokens + draw.rng.expovariate(1 / 2.0) + 0.02
+
+    return merged((at, task(at)) for at in draw.arrivals(draw.rate / 14))
+
+
 TRACES = (
     Trace("multi-turn", "chats of 3 to 10 turns, 15 s of thought between", 160.0, 16_000, multi_turn),
     Trace("code-agent", "3k to 100k tokens, 2 to 20 turns", 16.0, 4000, code_agent),
+    Trace(
+        "tool-branches", "rounds of 2 to 5 branches of one text, each with what a tool said", 90.0, 8000, tool_branches
+    ),
 )
