@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from treeline_epp.endpoints.load import EndpointLoad
+from treeline_epp.endpoints.reservations import arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import Candidates, Policy, create_policy
 from treeline_epp.picking.request import PickRequest
@@ -61,6 +62,33 @@ def test_queue_and_prefill_are_tokens_over_rate() -> None:
     assert result.terms["prefill_s"] == 0.5
     assert result.ttft_s == 3.5
     assert result.terms["others_s"] == 0.5 * DELAYED_REQUESTS
+
+
+def test_others_pay_for_a_prefill_as_many_as_come_before_it_is_done() -> None:
+    load = reported(waiting_uncached_tokens=3000)
+    for n in range(300):
+        load.reservations.close(load.reservations.open(0, n / 10, 0.0))
+    per_s = arrivals_per_s(load.reservations.arrivals, load.reservations.arrived_at, 30.0)
+    assert per_s == pytest.approx(10, rel=0.1), "ten a second came"
+    load.on_load(TreelineLoad(waiting_uncached_tokens=3000), now=30.0)
+    terms = score(candidate(load=load, uncached=500), now=30.0).terms
+    assert terms["others_s"] == pytest.approx(0.5 * (DELAYED_REQUESTS + per_s * (3.0 + 0.25)))
+    quiet = arrivals_per_s(load.reservations.arrivals, load.reservations.arrived_at, 33.0)
+    assert quiet == pytest.approx(per_s / 2, rel=0.1), "and none in the last seconds"
+
+
+@pytest.mark.parametrize(("running", "step_ms", "stays"), [(60, 9.0, True), (200, 20.0, False)])
+def test_a_warm_prefix_is_left_for_outputs_that_are_much_slower_there_and_not_a_little(
+    running: int, step_ms: float, stays: bool
+) -> None:
+    """2,048 tokens of a prefix on engines that do 52,000 a second."""
+    hot, cool = reported(running=1, decode_step_ms=4.0), reported(running=1, decode_step_ms=4.0)
+    hot.on_load(TreelineLoad(running=running, decode_step_ms=step_ms), now=0.0)
+    cool.on_load(TreelineLoad(running=20, decode_step_ms=5.5), now=0.0)
+    warm = score(candidate("warm", load=hot, cached=2048, uncached=128, rate=52_000.0), now=0.0)
+    cold = score(candidate("cold", load=cool, uncached=2176, rate=52_000.0), now=0.0)
+    policy = create_policy("predicted_ttft", random.Random(0))
+    assert (ranked(policy, [cold, warm])[0] is warm) == stays
 
 
 def test_full_slots_cost_the_time_until_enough_are_free() -> None:

@@ -10,11 +10,19 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Number = TypeVar("Number", float, npt.NDArray[np.float64])
 
 EXPIRY_FACTOR = 3.0
 """A reservation lives this many times the predicted prefill …"""
 MIN_LIFETIME_S = 2.0
 """… but never less than this, in seconds: predictions for short prompts are noise."""
+ARRIVALS_S = 3.0
+"""How often picks come is measured over about so long: what few requests share comes and goes in seconds."""
 _ALPHA = 0.2
 """Weight of a new pick in the moving average."""
 
@@ -50,6 +58,9 @@ class Reservations:
     tokens: int = 0
     typical_tokens: float = 0.0
     """Of the picks so far, a moving average; 0 before the first."""
+    arrivals: float = 0.0
+    """The picks so far, as they counted at the last one, `arrived_at`."""
+    arrived_at: float = float("-inf")
     _open: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
@@ -63,6 +74,8 @@ class Reservations:
             self.typical_tokens += (tokens - self.typical_tokens) * (_ALPHA if self.typical_tokens else 1.0)
         self._open[id(reservation)] = reservation
         self.tokens += tokens
+        self.arrivals = ARRIVALS_S * arrivals_per_s(self.arrivals, self.arrived_at, now) + 1.0
+        self.arrived_at = now
         return reservation
 
     def close(self, reservation: Reservation) -> bool:
@@ -111,3 +124,9 @@ class Reservations:
         assert all(held.open for held in self._open.values())
         opened = [held.opened_at for held in self._open.values()]
         assert opened == sorted(opened)
+
+
+def arrivals_per_s(arrivals: Number, arrived_at: Number, now: float) -> Number:
+    """How often picks come, that counted so much at `arrived_at`: of age `ARRIVALS_S` they count half. Elementwise for
+    arrays."""
+    return arrivals / (ARRIVALS_S + (now - arrived_at))

@@ -9,12 +9,15 @@ The cost of a candidate is a sum of named terms. The first four are its predicte
 
 The others are what it costs later, itself and those who come after:
 
-    decode_s   its output ÷ the endpoint's decode speed, beyond what the endpoint needs when it is nearly idle, half of
-               it (`DECODE_WEIGHT`). Without this term requests that share a prefix and have short prompts but long
-               outputs would all run on one endpoint, whose prefill queue is always empty
-    others_s   its own prefill again: while it is computed, the next request waits. Without this term a burst on one new
-               prefix would compute it on every endpoint, each a little sooner than waiting for the first. Where it
-               says how many requests like it will follow (`fork`): until the last of them has a running slot, too
+    decode_s   its output ÷ the endpoint's decode speed, beyond what the endpoint needs when it is nearly idle, a
+               quarter of it (`DECODE_WEIGHT`). Without this term requests that share a prefix and have short prompts
+               but long outputs would all run on one endpoint, whose prefill queue is always empty
+    others_s   what its prefill costs those who come before it is done: each of them waits for it, those who come while
+               it waits for all of it, those who come while it is computed for half of it, on average. How many come is
+               measured at each endpoint (`reservations.arrivals_per_s`); one more, the next, is assumed: a burst on one
+               new prefix would else compute it on every endpoint, each a little sooner than waiting for the first.
+               Where it says how many requests like it will follow (`fork`): until the last of them has a running slot,
+               too
     evict_s    if pages are nearly full: work that must be done again for what it would evict
 
 What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
@@ -29,9 +32,12 @@ import numpy as np
 from msgspec import Struct
 
 from treeline_epp.endpoints.load import EndpointLoad, Report
+from treeline_epp.endpoints.reservations import arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.table import (
+    ARRIVALS,
+    ARRIVED_AT,
     EXCESS,
     FREE_TOKENS,
     FULL_UNTIL,
@@ -44,14 +50,16 @@ from treeline_epp.picking.table import (
 )
 
 DELAYED_REQUESTS = 1.0
-"""How many later requests the work of this one is assumed to delay."""
+"""How many later requests the work of this one is assumed to delay, beside those that the arrival rate tells of."""
 ASSUMED_OUTPUT_TOKENS = 64
 """Output tokens that a request is assumed to have before it, for want of knowledge: a running one, and a new one that
 does not allow fewer."""
-DECODE_WEIGHT = 0.5
-"""Of a second by which its output takes longer, beside one until its first token. The more, the sooner requests leave
-their prefix to spread decodes, and compute it again; the less, the longer outputs gather where they are slow. In
-`treeline sim run` hit rates reach 0.98 of the oracle's with a half where most of each prompt is shared."""
+DECODE_WEIGHT = 0.25
+"""Of a second by which its output takes longer, beside one until its first token. First tokens alone would make it 3
+steps of 64: it waits for half a step and is computed in one; and those who come while its output is written are, by
+Little's law, as many as run there, so that it delays their first tokens by as much in all. The rest is for outputs. The
+more, the sooner requests leave their prefix to spread decodes, and compute it again, which delays the outputs that run
+there; the less, the longer outputs gather where they are slow."""
 TAIL_VALUE = 0.5
 """The oldest cached tokens are worth less than the average ones: this share."""
 
@@ -120,7 +128,8 @@ def score(candidate: Candidate, now: float) -> Scored:
     decode_s = _decode_s(candidate, report) if report is not None else 0.0
     evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
     full_s = max(0.0, load.overloaded_until - now)
-    others_s = DELAYED_REQUESTS * prefill_s
+    per_s = arrivals_per_s(load.reservations.arrivals, load.reservations.arrived_at, now)
+    others_s = prefill_s * (DELAYED_REQUESTS + per_s * (queue_s + 0.5 * prefill_s))
     if candidate.fork and report is not None:
         others_s += max(0.0, _slots_s(report, queued_requests + candidate.fork - 1) - slots_s)
     ttft_s = queue_s + prefill_s + slots_s + full_s
@@ -170,6 +179,8 @@ def waits_and_costs(
     prefill_s = uncached_tokens / rates
     wait_s = columns[QUEUED_TOKENS] / rates
     cost_s = wait_s + prefill_s
+    per_s = arrivals_per_s(columns[ARRIVALS], columns[ARRIVED_AT], now)
+    others_s = prefill_s * (DELAYED_REQUESTS + per_s * (wait_s + 0.5 * prefill_s))
     slots_s = _waits_for_slots(columns, 1)
     if slots_s is not None:
         wait_s += slots_s
@@ -180,7 +191,6 @@ def waits_and_costs(
         wait_s[at] += full_s[at]
         cost_s[at] += full_s[at]
     cost_s += DECODE_WEIGHT * output_tokens * columns[SLOWER_S]
-    others_s = DELAYED_REQUESTS * prefill_s
     if fork and (last_s := _waits_for_slots(columns, fork)) is not None:
         others_s = others_s + np.maximum(0.0, last_s - (0.0 if slots_s is None else slots_s))
     cost_s += others_s

@@ -36,15 +36,17 @@ Mask = npt.NDArray[np.bool_]
     RATE_SAMPLES,
     MEASURED_AT,
     IDENTITY,
+    ARRIVALS,
+    ARRIVED_AT,
     ELIGIBLE,
     HEALTHY,
     EDGE,
-) = range(18)
+) = range(20)
 """The columns. What a report says is in them while it is fresh, and then what is known without one. QUEUED_TOKENS:
 before a new request. REQUESTS: reported, running or not, or sent there since; IN_FLIGHT: those, and others that the
 endpoint has; UNANSWERED are ours alone. EXCESS: of REQUESTS over MAX_RUNNING, -inf where that is not known. SLOWER_S:
 of STEP_S beyond a step of a small batch. FREE_TOKENS: of its cache, once what waits is in it; inf where not known."""
-_COLUMNS = 18
+_COLUMNS = 20
 _NEVER, _UNKNOWN = float("-inf"), float("inf")
 _MOST_ASKED = 256
 """Pools and models for which it is remembered who serves them: engines that take any name may be asked for many."""
@@ -251,4 +253,6 @@ def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
         load.rate_samples,
         load.measured_at,
         endpoint.identity,
+        reserved.arrivals,
+        reserved.arrived_at,
     )

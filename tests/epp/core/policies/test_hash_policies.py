@@ -124,6 +124,7 @@ def test_a_key_is_a_header_the_client_or_the_prompt() -> None:
     assert home("key=client", by_address) == heaviest(weights(key_of(b"::1"), candidates(names).identity), 1)[0]
     prompts = [PickRequest("id", key=b"a" * 1024 + tail) for tail in (b"x", b"y")]
     assert home("key=prompt", prompts[0]) == home("key=prompt", prompts[1])
+    assert home("key=header", prompts[0]) == home("key=client", prompts[1]) == home("key=prompt", prompts[0])
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])

@@ -26,7 +26,8 @@ PROMPT_BYTES = 1024
 
 
 class ConsistentHashingParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """`key` says what chooses: a request header, the client (its API key's name, else its address), or the prompt."""
+    """`key` says what chooses: a request header, the client (its API key's name, else its address), or the prompt; this
+    also where there is no such header or client."""
 
     key: Literal["header", "client", "prompt"] = "header"
     header: HeaderName = "x-smg-routing-key"
@@ -34,7 +35,7 @@ class ConsistentHashingParameters(Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class ConsistentHashing(Policy):
-    """Requests that have no key go to the lightest."""
+    """Requests that have no key, and no prompt that can be read, go to the lightest."""
 
     name = "consistent_hashing"
     parameters = ConsistentHashingParameters
@@ -58,11 +59,9 @@ class ConsistentHashing(Policy):
         return led_by(first, heaviest(weight, count), count)
 
     def _key(self, request: PickRequest) -> bytes:
-        if self._set.key == "prompt":
-            return (request.key or b"")[:PROMPT_BYTES]
-        headers = request.headers or {}
+        headers, text = request.headers or {}, ""
         if self._set.key == "client":
             text = headers.get(names.CLIENT) or headers.get(names.FORWARDED_FOR, "").partition(",")[0]
-        else:
+        elif self._set.key == "header":
             text = headers.get(self._set.header, "")
-        return text.encode("utf-8", "surrogatepass")
+        return text.encode("utf-8", "surrogatepass") or (request.key or b"")[:PROMPT_BYTES]
