@@ -13,8 +13,8 @@ hit rate which nobody would want at its price. Times are compared with the best 
 
 Bias. Latencies of networks and proxies are next to nothing here, texts are random (nothing is shared but what the trace
 says), and lengths of outputs are told to the picker as `max_tokens`. A seed makes the trace and all else; other seeds
-move the ratios by about a hundredth, and more where one request in sixteen computes its prefix (the 90th percentile is
-that of few).
+move most ratios by some hundredths, and by tenths where the 90th percentile is that of few requests: where about one in
+sixteen computes its prefix, or one prefix has most of the load.
 """
 
 from __future__ import annotations
