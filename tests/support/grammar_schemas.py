@@ -11,6 +11,7 @@ import random
 import re
 import string
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from jsonschema import Draft202012Validator, FormatChecker, ValidationError, validators
@@ -202,8 +203,16 @@ class Generator:
 
 
 def judge(schema: Any) -> Any:
-    """A validator, with formats. What is a multiple is decided in decimals: 19.99 is one of 0.01."""
-    return _Validator(schema, format_checker=CHECKER)
+    """A validator of the draft that the schema names, with formats. What is a multiple is decided in decimals: 19.99 is
+    one of 0.01. OpenAPI's `nullable` is known."""
+    draft = validators.validator_for(schema, default=Draft202012Validator)
+    rules = {"multipleOf": _multiple_of, "type": partial(_type, draft.VALIDATORS["type"])}
+    validator: Any = validators.extend(draft, rules)
+    return validator(schema, format_checker=CHECKER)
+
+
+def _type(rule: Any, validator: Any, types: Any, value: Any, schema: Any) -> Any:
+    return () if value is None and schema.get("nullable") is True else rule(validator, types, value, schema)
 
 
 def _multiple_of(_validator: Any, unit: float, value: Any, _schema: Any) -> Iterator[ValidationError]:
@@ -212,9 +221,6 @@ def _multiple_of(_validator: Any, unit: float, value: Any, _schema: Any) -> Iter
     )
     if number and fractions.Fraction(repr(value)) % fractions.Fraction(repr(unit)):
         yield ValidationError(f"{value} is not a multiple of {unit}")
-
-
-_Validator: Any = validators.extend(Draft202012Validator, {"multipleOf": _multiple_of})
 
 
 def parse(text: str) -> Any:

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.deep
 COUNT = int(os.environ.get("TREELINE_SCHEMAS", "1000"))
 VOCABULARIES = {"synthetic": lambda: synthetic_vocabulary(700), "tiny": tiny_vocabulary}
 REASONS = [
-    r"'(not|if|dependentRequired|uniqueItems|contains|propertyNames|oneOf)' at .+ is not supported",
-    r"'format' at .+ is '(regex|json-pointer|zip)'; supported are",
+    r"'(not|if|uniqueItems|contains|propertyNames|oneOf)' at .+ is not supported",
+    r"'enum' at .+ has an integer beyond 2\^53",
     r"'minProperties' at .+ above 1 is not supported where keys are free",
     r"'unevaluatedProperties' at .+ is not supported",
     r"'exclusiveM(in|ax)imum' at .+ within 1 of the other bound is not supported",

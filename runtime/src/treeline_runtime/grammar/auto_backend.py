@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher, NotHereError
+from treeline_runtime.grammar.backend import Compiled, GrammarBackend, GrammarError, Matcher, NotHereError
 from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend, LLGuidanceMatcher
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
@@ -46,7 +46,7 @@ class AutoBackend:
         except NotHereError as unsupported:
             try:
                 return _XGRAMMAR + self._xgrammar.compile(grammar)
-            except NotHereError:
+            except GrammarError:
                 raise unsupported from None
 
     def compile_otherwise(self, grammar: Grammar) -> bytes:

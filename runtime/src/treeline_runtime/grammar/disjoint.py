@@ -7,12 +7,9 @@ from typing import Any
 Schema = dict[str, Any]
 
 
-def disjoint(options: list[Any]) -> bool:
-    """Whether no value is of two of these schemas, by types, values, or values of one property that both require."""
-    return all(_apart(a, b) for i, a in enumerate(options) for b in options[:i])
-
-
-def _apart(a: Any, b: Any) -> bool:
+def apart(a: Any, b: Any) -> bool:
+    """Whether no value is of both schemas: by types, values, values of one property that both require, or one property
+    that one requires and the other has not."""
     if a is False or b is False:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict):
@@ -25,8 +22,16 @@ def _apart(a: Any, b: Any) -> bool:
         return True
     if a.get("type") != "object" or b.get("type") != "object":
         return False
+    if _lacks(a, b) or _lacks(b, a):
+        return True
     tags = set(a.get("required", ())) & set(b.get("required", ()))
     return any(_apart_at(tag, a.get("properties", {}), b.get("properties", {})) for tag in tags)
+
+
+def _lacks(a: Schema, b: Schema) -> bool:
+    if a.get("additionalProperties") is not False or "patternProperties" in a:
+        return False
+    return not set(b.get("required", ())) <= a.get("properties", {}).keys()
 
 
 def _apart_at(tag: str, a: Schema, b: Schema) -> bool:

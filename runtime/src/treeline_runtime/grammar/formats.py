@@ -2,7 +2,9 @@
 
 From RFC 3339 (dates and times; no leap seconds, which nobody parses), RFC 5321 (email: dot-string and domain), RFC 1123
 (hostname; no label has `--` in its third place, as those in Punycode do: a pattern cannot tell whether they are right),
-RFC 4291 (IPv6 without embedded IPv4), RFC 3986 (uri: ASCII, with an authority or a path), ISO 8601 (duration).
+RFC 4291 (IPv6 without embedded IPv4), RFC 3986 and 3987 (uri, iri and references: with a host's name or a path), RFC
+6570 (uri-template), RFC 6901 (json-pointer), ISO 8601 (duration). `regex` has what every dialect reads alike:
+characters, simple sets, repetitions, groups that are not in one another. Names of hosts are ASCII's.
 """
 
 from __future__ import annotations
@@ -25,7 +27,24 @@ _DAYS = r"(?:\d+Y(?:\d+M(?:\d+D)?)?|\d+M(?:\d+D)?|\d+D)"
 _HOURS = r"(?:\d+H(?:\d+M(?:\d+S)?)?|\d+M(?:\d+S)?|\d+S)"
 _BYTE = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _H16 = r"[0-9A-Fa-f]{1,4}"
-_URI_CHAR = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+_BEYOND_ASCII = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef"
+_POINTER = "(?:/(?:[^/~]|~[01])*)*"
+_VARIABLE = r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*(?::[1-9]\d{0,3}|\*)?"
+_ATOM_OF_REGEX = r"(?:[A-Za-z0-9 _,:;=@#%&~'<>/!.-]|\\[dDwWsS.\\/()*+?|^$]|\[\^?[A-Za-z0-9_]+\])[*+?]?"
+
+
+def _reference(more: str = "") -> tuple[str, str]:
+    """→ those with a scheme, those without. more: characters beyond ASCII."""
+    name = rf"(?:[A-Za-z0-9._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})"
+    char = rf"(?:{name}|[:@])"
+    host = rf"//(?:(?:(?:{name}|:)*@)?{name}+(?::\d{{1,5}})?(?:/{char}*)*|(?:/{char}*)+)"
+    rest = rf"(?:\?(?:{char}|[/?])*)?(?:#(?:{char}|[/?])*)?"
+    with_scheme = rf"[A-Za-z][A-Za-z0-9+.-]*:(?:{host}|/?{char}+(?:/{char}*)*){rest}"
+    return with_scheme, rf"(?:{host}|/(?:{char}+(?:/{char}*)*)?|(?:{name}|@)+(?:/{char}*)*)?{rest}"
+
+
+_URI, _RELATIVE_URI = _reference()
+_IRI, _RELATIVE_IRI = _reference(_BEYOND_ASCII)
 
 
 def _ipv6() -> str:
@@ -42,13 +61,37 @@ FORMATS: dict[str, str] = {
         "time": _TIME,
         "date-time": rf"{_DATE}T{_TIME}",
         "duration": rf"P(?:\d+W|{_DAYS}(?:T{_HOURS})?|T{_HOURS})",
-        "email": rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}",
-        "hostname": _HOST,
+        **dict.fromkeys(("email", "idn-email"), rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}"),
+        **dict.fromkeys(("hostname", "idn-hostname"), _HOST),
+        "emoji": "[\U0001f600-\U0001f64f]+",
         "ipv4": rf"(?:{_BYTE}\.){{3}}{_BYTE}",
         "ipv6": _ipv6(),
         "uuid": r"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
-        "uri": rf"[A-Za-z][A-Za-z0-9+.-]*:(?://)?{_URI_CHAR}+(?:/{_URI_CHAR}*)*"
-        rf"(?:\?(?:{_URI_CHAR}|[/?])*)?(?:#(?:{_URI_CHAR}|[/?])*)?",
+        "uri": _URI,
+        "uri-reference": f"{_URI}|{_RELATIVE_URI}",
+        "iri": _IRI,
+        "iri-reference": f"{_IRI}|{_RELATIVE_IRI}",
+        "uri-template": rf"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#-]|%[0-9A-Fa-f]{{2}}"
+        rf"|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*",
+        "json-pointer": _POINTER,
+        "relative-json-pointer": rf"(?:0|[1-9]\d*)(?:#|{_POINTER})",
+        "regex": rf"\^?(?:{_ATOM_OF_REGEX}|\((?:\?:)?(?:{_ATOM_OF_REGEX})+(?:\|(?:{_ATOM_OF_REGEX})+)*\)[*+?]?)*\$?",
     }.items()
 }
 """By name; a text has the format when the pattern matches it."""
+
+REDUNDANT = {
+    "duration": (
+        r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,"
+        r"]\d+)?S)?)?)$"
+    ),
+    "hostname": (
+        r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?(?:\.[a-zA-Z0-9](?"
+        r":[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$"
+    ),
+    "emoji": (
+        r"^(?=[\s\S]*[\p{Extended_Pictographic}\p{Regional_Indicator}\u20E3])[\p{Extended_"
+        r"Pictographic}\p{Emoji_Component}]+$"
+    ),
+}
+"""Patterns that zod 4 writes beside formats, by their names: what they look around for is in the format anyway."""

@@ -1,9 +1,10 @@
 """What a JSON Schema says, in fewer words: the same for every backend (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Annotations are dropped, keywords that say nothing too; a schema
-gets the type that its keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are
-written anew from what `re` reads in them; values of `enum` and `const` that are not of the type are left out; a `oneOf`
-whose members share no value is an `anyOf`. What contradicts itself in one place is refused here.
+`simplify` rewrites each schema that the root leads to. Words of older drafts are today's (`older_words`), what says
+what a value is not says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets
+the type that its keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are written
+anew from what `re` reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts
+itself in one place is refused here, and the words that no library has.
 
 Texts of the new schema are texts of the old one, not the other way round: where keywords of one type stand without
 `type`, values of others would be allowed.
@@ -11,111 +12,71 @@ Texts of the new schema are texts of the old one, not the other way round: where
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.disjoint import disjoint, same, types_of
-from treeline_runtime.grammar.formats import FORMATS
-from treeline_runtime.grammar.patterns import as_regex, within
-from treeline_runtime.grammar.schema_document import (
-    Schema,
-    UnsupportedError,
-    resolve,
-    resolved,
-    unsatisfiable,
-    within_schema,
+from treeline_runtime.grammar.disjoint import same, types_of
+from treeline_runtime.grammar.exclusion import in_plain_words
+from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
+from treeline_runtime.grammar.older_words import in_todays_words
+from treeline_runtime.grammar.patterns import as_regex, texts, within
+from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
+from treeline_runtime.grammar.schema_words import (
+    APPLIED,
+    ARRAY,
+    BOUNDS,
+    DEFINITIONS,
+    DYNAMIC,
+    KNOWN,
+    NOBODYS,
+    NUMBER,
+    OBJECT,
+    STRING,
+    UNEVALUATED,
+    VALUES,
 )
-
-IGNORED = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "examples",
-        "example",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$schema",
-        "$anchor",
-        "$vocabulary",
-        "contentMediaType",
-        "contentEncoding",
-        "contentSchema",
-        "discriminator",
-        "externalDocs",
-        "xml",
-    ]
-)
-"""Annotations, of OpenAPI too. `x-…` as well."""
-DEFINITIONS = frozenset(["$defs", "definitions"])
-STRING = frozenset(["pattern", "format", "minLength", "maxLength"])
-NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
-ARRAY = frozenset(
-    ["items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains"]
-)
-OBJECT = frozenset(
-    [
-        "properties",
-        "required",
-        "additionalProperties",
-        "patternProperties",
-        "propertyNames",
-        "minProperties",
-        "maxProperties",
-        "dependentRequired",
-        "dependentSchemas",
-    ]
-)
-APPLIED = frozenset(["$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"])
-VALUES = frozenset(["const", "enum"])
-_UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
-KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | {"type", *_UNEVALUATED}
 
 _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
+_MOST_TEXTS = 32
 
 
-def simplify(root: Schema | bool) -> list[tuple[str, Schema]]:
-    """Rewrites `root` in place. Returns each schema that it leads to, with its path. Raises GrammarError."""
-    found: list[tuple[str, Schema]] = []
-    seen = set[int]()
-    stack: list[tuple[str, Schema | bool]] = [("", root)]
-    while stack:
-        path, schema = stack.pop()
-        if isinstance(schema, bool) or id(schema) in seen:
-            continue
-        seen.add(id(schema))
+def simplify(document: Document) -> None:
+    """Rewrites the schemas of the document in place. Raises GrammarError."""
+    for path, schema in document.schemas:
+        _check_type(schema, path)
+        in_todays_words(schema, path, document.is_draft_4)
         _check_keywords(schema, path)
+        _drop_what_says_nothing(schema)
+        _apart_from_format(schema)
+        _list_texts(schema)
         _take_unevaluated(schema, path)
-        found.append((path, schema))
-        if "$ref" in schema:
-            stack.append(resolve(root, schema["$ref"], path))
-        stack += within_schema(schema, path)
-    for _path, schema in found:  # before any of them gets a type, which allows less
-        options = [resolved(option, root) for option in schema.get("oneOf", ())]
-        if options and "anyOf" not in schema and disjoint(options):
-            schema["anyOf"] = schema.pop("oneOf")
-    for path, schema in found:
+    in_plain_words(document)  # before any of them gets a type, which allows less
+    document.find()
+    for path, schema in document.schemas:
+        for key in schema:
+            if key in NOBODYS:
+                raise UnsupportedError(key, path)
+    for path, schema in document.schemas:
         _simplify_one(schema, path)
-    _check_cycles(found, root)
-    return found
+    _check_cycles(document)
 
 
-def _check_cycles(schemas: list[tuple[str, Schema]], root: Schema | bool) -> None:
+def _check_cycles(document: Document) -> None:
     """A value would be of a schema if it is of this schema: says nothing, and is looked up for ever."""
     inner = dict[int, set[int]]()
-    for path, schema in schemas:
+    for _path, schema in document.schemas:
         same_value = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("oneOf", ())]
         if "$ref" in schema:
-            same_value.append(resolve(root, schema["$ref"], path)[1])
+            same_value.append(document.target(schema))
         inner[id(schema)] = {id(other) for other in same_value if isinstance(other, dict)}
-    waiting = schemas
+    waiting = document.schemas
     while waiting:
         still = [(path, schema) for path, schema in waiting if inner[id(schema)] & inner.keys()]
         if len(still) == len(waiting):
@@ -128,8 +89,8 @@ def _check_cycles(schemas: list[tuple[str, Schema]], root: Schema | bool) -> Non
 
 
 def _simplify_one(schema: Schema, path: str) -> None:
-    _drop_what_says_nothing(schema)
-    _type(schema, path)
+    _format(schema)
+    _type(schema)
     _limits(schema, path)
     _strings(schema, path)
     _numbers(schema, path)
@@ -137,12 +98,21 @@ def _simplify_one(schema: Schema, path: str) -> None:
     _properties(schema, path)
 
 
+def _check_type(schema: Schema, path: str) -> None:
+    types = schema.get("type", "null")
+    types = types if isinstance(types, list) else [types]
+    if not types or not all(isinstance(name, str) and name in TYPES for name in types):
+        raise GrammarError(f"'type' at {path or '/'} is one of {', '.join(sorted(TYPES))}, or a list of them")
+
+
 def _check_keywords(schema: Schema, path: str) -> None:
     for key in list(schema):
-        if key in IGNORED or key.startswith("x-") or (key == "$id" and not path):
-            del schema[key]
-        elif key not in KNOWN and key not in DEFINITIONS:
+        if key in DEFINITIONS:
+            continue
+        if key in DYNAMIC:
             raise UnsupportedError(key, path)
+        if key not in KNOWN:
+            del schema[key]
         elif (shape := _SHAPES.get(key)) and not shape(schema[key]):
             raise GrammarError(f"{key!r} at {path or '/'} has not the form that it must have")
 
@@ -165,6 +135,7 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], _is_number),
     "multipleOf": lambda value: _is_number(value) and value > 0,
     **dict.fromkeys(["properties", "patternProperties", "dependentSchemas"], lambda value: isinstance(value, dict)),
+    "dependentRequired": lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
     **dict.fromkeys(["anyOf", "oneOf", "allOf", "enum"], lambda value: isinstance(value, list) and bool(value)),
     "prefixItems": lambda value: isinstance(value, list),
     **dict.fromkeys(["pattern", "format"], lambda value: isinstance(value, str)),
@@ -193,9 +164,29 @@ def _drop_what_says_nothing(schema: Schema) -> None:
             schema.pop(key, None)
 
 
+def _apart_from_format(schema: Schema) -> None:
+    """A pattern beside a format is a schema of its own."""
+    name = schema.get("format")
+    if "pattern" in schema and name in FORMATS:
+        pattern = schema.pop("pattern")
+        if pattern != REDUNDANT.get(name):
+            schema["allOf"] = [*schema.get("allOf", ()), {"type": "string", "pattern": pattern}]
+
+
+def _list_texts(schema: Schema) -> None:
+    """A pattern of a few texts is a list of them, which can be told from others."""
+    if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
+        return
+    with contextlib.suppress(GrammarError):  # said with its path, when patterns are read
+        listed = texts(within(schema["pattern"]), _MOST_TEXTS)
+        if listed:
+            schema["enum"] = listed
+            del schema["pattern"]
+
+
 def _take_unevaluated(schema: Schema, path: str) -> None:
     """Without other schemas for the same value, what is not evaluated is what is additional."""
-    for key, plain in _UNEVALUATED.items():
+    for key, plain in UNEVALUATED.items():
         if key in schema:
             if APPLIED & set(schema) or "contains" in schema:
                 raise UnsupportedError(key, path)
@@ -203,7 +194,7 @@ def _take_unevaluated(schema: Schema, path: str) -> None:
             schema.pop(key, None)
 
 
-def _type(schema: Schema, path: str) -> None:
+def _type(schema: Schema) -> None:
     if "type" not in schema:
         families = [name for name, keywords in _FAMILIES.items() if keywords & set(schema)]
         if families and not VALUES & set(schema):
@@ -211,8 +202,6 @@ def _type(schema: Schema, path: str) -> None:
     if "type" not in schema:
         return
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    if not types or not all(isinstance(name, str) and name in TYPES for name in types):
-        raise GrammarError(f"'type' at {path or '/'} is one of {', '.join(sorted(TYPES))}, or a list of them")
     types = [name for name in dict.fromkeys(types) if name != "integer" or "number" not in types]
     schema["type"] = types[0] if len(types) == 1 else types
 
@@ -232,20 +221,30 @@ def _limits(schema: Schema, path: str) -> None:
             raise unsatisfiable(path, f"'min{what}' is more than 'max{what}'")
 
 
+def _format(schema: Schema) -> None:
+    """Those of numbers are bounds; one that is not known is an annotation."""
+    name = schema.get("format")
+    types = schema.get("type", ())
+    if name in BOUNDS and "integer" in types and "number" not in types:
+        for key, bound, tighter in zip(("minimum", "maximum"), BOUNDS[name], (max, min), strict=True):
+            schema[key] = tighter(bound, schema.get(key, bound))
+    if name not in FORMATS:
+        schema.pop("format", None)
+
+
 def _strings(schema: Schema, path: str) -> None:
-    if "format" in schema:
-        name = schema.pop("format")
-        if name not in FORMATS:
-            raise UnsupportedError("format", path, f"is {name!r}; supported are {', '.join(FORMATS)}")
-        if "pattern" in schema:
-            schema.setdefault("allOf", []).append({"type": "string", "pattern": _canonical(FORMATS[name], path)})
-        else:
-            schema["pattern"] = FORMATS[name]
     if "pattern" in schema:
         schema["pattern"] = _canonical(schema["pattern"], f"{path}/pattern")
+    if "format" in schema:
+        schema["pattern"] = _of_format(schema.pop("format"))
     if "patternProperties" in schema:
         patterns = schema["patternProperties"]
         schema["patternProperties"] = {_canonical(p, f"{path}/patternProperties"): patterns[p] for p in patterns}
+
+
+@cache
+def _of_format(name: str) -> str:
+    return _canonical(FORMATS[name], "")
 
 
 def _canonical(pattern: str, path: str) -> str:
@@ -253,6 +252,21 @@ def _canonical(pattern: str, path: str) -> str:
         return f"^(?:{as_regex(within(pattern))})$"
     except GrammarError as error:
         raise GrammarError(f"{error}: at {path}") from None
+
+
+def _clamp(schema: Schema) -> None:
+    """Bounds that are farther out than libraries count, as those of a machine's numbers are, come nearer."""
+    types = schema.get("type", ())
+    whole = "integer" in types and "number" not in types
+    low, high = BOUNDS["int64"] if whole else (-_LARGEST, _LARGEST)
+    for plain, bound, beyond in (
+        ("inimum", low, lambda value: value < low),
+        ("aximum", high, lambda value: value > high),
+    ):
+        for key in (f"m{plain}", f"exclusiveM{plain}"):
+            if key in schema and beyond(schema[key]):
+                del schema[key]
+                schema[f"m{plain}"] = schema.get(f"m{plain}", bound)
 
 
 def _numbers(schema: Schema, path: str) -> None:
@@ -263,8 +277,9 @@ def _numbers(schema: Schema, path: str) -> None:
         for key, rounded in (("maximum", math.floor), ("exclusiveMaximum", math.ceil)):
             if key in schema:
                 schema[key] = rounded(schema[key])
+    _clamp(schema)
     for key in NUMBER & set(schema):
-        if isinstance(schema[key], int) and abs(schema[key]) > _LARGEST:
+        if isinstance(schema[key], int) and abs(schema[key]) > _LARGEST and schema[key] not in BOUNDS["int64"]:
             raise UnsupportedError(key, path, "is more than 2^53")
         if isinstance(schema[key], float) and schema[key].is_integer() and abs(schema[key]) <= _LARGEST:
             schema[key] = int(schema[key])
@@ -302,7 +317,7 @@ def _values(schema: Schema, path: str) -> None:
 def _is_large(value: Any) -> bool:
     if isinstance(value, list | dict):
         return any(_is_large(inner) for inner in (value.values() if isinstance(value, dict) else value))
-    return isinstance(value, int) and abs(value) > _LARGEST
+    return isinstance(value, int | float) and value == int(value) and abs(value) > _LARGEST
 
 
 def _properties(schema: Schema, path: str) -> None:

@@ -44,7 +44,14 @@ _LIMITS = {
     "max_grammar_size": 500_000,
 }
 """Of work for one grammar or one step, in steps of the library: some 14,000 to 50,000 a millisecond."""
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+"""Without `\\u`, in which the name of a property would be another text, to which what is said of the property is not
+applied."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks have all tokens that may come, also where the next text is certain: not one token of one tokenisation."""
 _TRIED_STEPS = 3

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
+import re
 import urllib.parse
+from collections.abc import Iterator
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError, NotHereError
+from treeline_runtime.grammar.schema_words import VALUES, inner
 
 Schema = dict[str, Any]
 
@@ -15,13 +20,18 @@ MAX_DEPTH = 100
 """Of brackets in brackets."""
 _INDEX_DIGITS = 10
 """Fewer has a place in a list."""
+_PLAIN_POINTER = re.compile(r"#[\w/$.-]*", re.ASCII)
 
 
-class UnsupportedError(NotHereError):
-    """A keyword that a backend would ignore, or take for something else."""
+class UnsupportedError(GrammarError):
+    """A keyword that every backend would ignore, or take for something else."""
 
     def __init__(self, keyword: str, path: str, why: str = "is not supported") -> None:
         super().__init__(f"{keyword!r} at {path or '/'} {why}")
+
+
+class UnsupportedHereError(UnsupportedError, NotHereError):
+    """The same of one backend."""
 
 
 def unsatisfiable(path: str, why: str) -> GrammarError:
@@ -29,8 +39,162 @@ def unsatisfiable(path: str, why: str) -> GrammarError:
     return GrammarError(f"can never be satisfied: {why} at {path or '/'}")
 
 
-def read(source: str) -> Schema | bool:
-    """Raises GrammarError for what is not a schema, or is nested too deeply."""
+class Document:
+    """A schema with all that it leads to. Its schemas may be rewritten; what they refer to is known nevertheless."""
+
+    def __init__(self, source: str) -> None:
+        """Raises GrammarError for what is not a schema, is nested too deeply, or refers to what is not there."""
+        self.root = _read(source)
+        self.schemas: list[tuple[str, Schema]] = []
+        """Each with its path."""
+        self._targets: dict[int, tuple[str, Any, Any]] = {}
+        """Of schemas with a `$ref`: what it means, as `_resolve` has it."""
+        self._paths: dict[int, str] = {}
+        """Where schemas were at first."""
+        self._kept: list[Any] = []
+        """Those that are rewritten away, so that no other one gets their `id`."""
+        draft = str(self.root.get("$schema")) if isinstance(self.root, dict) else ""
+        if re.search("draft-0[0-3]", draft):
+            raise UnsupportedError("$schema", "", "names a draft before the fourth, which is not supported")
+        self.is_draft_4 = "draft-04" in draft
+        self._identifier = "id" if self.is_draft_4 else "$id"
+        self.find()
+
+    def target(self, schema: Schema) -> Schema | bool:
+        """What its `$ref` means."""
+        target: Schema | bool = self._targets[id(schema)][1]
+        return target
+
+    def resolved(self, option: Any) -> Any:
+        """What an option refers to."""
+        for _ in range(8):
+            if not isinstance(option, dict) or "$ref" not in option:
+                break
+            option = self.target(option)
+        return option
+
+    def written(self) -> str:
+        """As JSON, with the references as pointers from the root."""
+        if not isinstance(self.root, dict):
+            return json.dumps(self.root)
+        places = {id(found): place for place, found in _containers("#", self.root)}
+        for _path, schema in self.schemas:
+            if "$ref" not in schema:
+                continue
+            target = self.target(schema)
+            place = places.get(id(target), "")
+            if isinstance(target, bool) or not _PLAIN_POINTER.fullmatch(place):
+                definitions = self.root.setdefault("$defs", {})
+                name = next(name for i in itertools.count() if (name := f"r{i}") not in definitions)
+                definitions[name], place = target, f"#/$defs/{name}"
+                places |= {id(found): there for there, found in _containers(place, target)}
+            schema["$ref"] = place
+        return json.dumps(self.root)
+
+    def find(self) -> None:
+        """The schemas that the root leads to, once more where they were rewritten."""
+        self._kept.append(self.schemas)
+        self.schemas, seen = [], set[int]()
+        stack: list[tuple[str, Any, Any]] = [("", self.root, self.root)]
+        while stack:
+            path, schema, resource = stack.pop()
+            if not isinstance(schema, dict | bool):
+                raise GrammarError(f"a schema is an object, or true or false: at {path}")
+            if isinstance(schema, bool) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            path = self._paths.setdefault(id(schema), path)
+            self.schemas.append((path, schema))
+            resource = schema if self._uri(schema) else resource
+            if "$ref" in schema:
+                if id(schema) not in self._targets:
+                    self._targets[id(schema)] = self._resolve(resource, schema["$ref"], path)
+                stack.append(self._targets[id(schema)])
+            stack += [(f"{path}/{place}", found, resource) for place, found in inner(schema)]
+
+    def _uri(self, schema: Any) -> str:
+        """Where a schema is a document of its own, as it says; "" where it is not one."""
+        uri = schema.get(self._identifier) if isinstance(schema, dict) else None
+        return uri if isinstance(uri, str) and not uri.startswith("#") else ""
+
+    def _resolve(self, resource: Any, reference: Any, path: str) -> tuple[str, Any, Any]:
+        """The path and the schema that a `$ref` at `path` means, and the document that it is in."""
+        if not isinstance(reference, str):
+            raise GrammarError(f"'$ref' at {path or '/'} is a text")
+        uri, _, fragment = reference.partition("#")
+        if uri:
+            resource = self._document(resource, uri)
+            if resource is None:
+                raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
+        found = resource
+        if fragment and not fragment.startswith("/"):
+            found = next((one for _, one in _containers("", resource) if self._is_named(one, fragment)), None)
+        for part in urllib.parse.unquote(fragment).split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and key in found:
+                found = found[key]
+            elif isinstance(found, list) and key.isdecimal() and len(key) < _INDEX_DIGITS and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                found = None
+            resource = found if self._uri(found) else resource
+        if found is None:
+            raise GrammarError(f"'$ref' at {path or '/'}: there is no {reference!r}")
+        if not isinstance(found, dict | bool):
+            raise GrammarError(f"'$ref' at {path or '/'}: {reference!r} is not a schema")
+        return fragment, found, resource
+
+    def _is_named(self, schema: Any, name: str) -> bool:
+        return isinstance(schema, dict) and (
+            schema.get("$anchor") == name or schema.get(self._identifier) == f"#{name}"
+        )
+
+    def _document(self, resource: Any, uri: str) -> Any:
+        """The one within this schema that has the address, as it is meant in `resource`."""
+        bases = self._bases
+        wanted = _address(urllib.parse.urljoin(bases[id(resource)][0], uri))
+        return next((schema for base, schema in bases.values() if _address(base) == wanted), None)
+
+    @functools.cached_property
+    def _bases(self) -> dict[int, tuple[str, Any]]:
+        """The address of each document within, and itself."""
+        found = {id(self.root): ("", self.root)}
+        waiting: list[tuple[Any, str]] = [(self.root, "")]
+        while waiting:
+            value, base = waiting.pop()
+            if uri := self._uri(value):
+                base = urllib.parse.urljoin(base, uri)
+                found[id(value)] = (base, value)
+            waiting += [(one, base) for _, one in _members("", value)]
+        return found
+
+
+def _address(uri: str) -> str:
+    return uri.partition("#")[0]
+
+
+def _containers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Objects and lists of a document, with pointers to them."""
+    waiting = [(place, value)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, dict | list):
+            yield place, value
+            waiting += _members(place, value)
+
+
+def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Without values, in which nothing is a schema."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if key not in VALUES or (isinstance(one, dict) and key != "const"):
+                yield f"{place}/{key.replace('~', '~0').replace('/', '~1')}", one
+    elif isinstance(value, list):
+        for i, one in enumerate(value):
+            yield f"{place}/{i}", one
+
+
+def _read(source: str) -> Schema | bool:
     try:
         schema = json.loads(source, parse_constant=_refuse_constant)
         source.encode()
@@ -51,19 +215,19 @@ def _refuse_constant(constant: str) -> None:
 def _check_values(schema: Any) -> None:
     level = [schema]
     for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
+        below: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                inner += value.values()
+                below += value.values()
             elif isinstance(value, list):
-                inner += value
+                below += value
             elif isinstance(value, float) and not math.isfinite(value):
                 raise GrammarError("the schema has a number that is too large")
             elif isinstance(value, str):
                 _check_text(value)
-        if not inner:
+        if not below:
             return
-        level = inner
+        level = below
     raise GrammarError(f"the schema is nested more than {MAX_DEPTH} deep")
 
 
@@ -72,46 +236,3 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise GrammarError("the schema has half a surrogate pair in a string") from None
-
-
-def resolve(root: Schema | bool, reference: Any, path: str) -> tuple[str, Any]:
-    """The path and the schema that a `$ref` at `path` means. Raises GrammarError."""
-    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise UnsupportedError("$ref", path, "may only be '#' or '#/…'")
-    found: Any = root
-    for part in urllib.parse.unquote(reference).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-        elif isinstance(found, list) and key.isdecimal() and len(key) < _INDEX_DIGITS and int(key) < len(found):
-            found = found[int(key)]
-        else:
-            raise GrammarError(f"'$ref' at {path or '/'}: there is no {reference!r}")
-    if not isinstance(found, dict | bool):
-        raise GrammarError(f"'$ref' at {path or '/'}: {reference!r} is not a schema")
-    return reference[1:], found
-
-
-def resolved(option: Any, root: Schema | bool) -> Any:
-    """What an option refers to."""
-    for _ in range(8):
-        if not isinstance(option, dict) or "$ref" not in option:
-            break
-        option = resolve(root, option["$ref"], "")[1]
-    return option
-
-
-def within_schema(schema: Schema, path: str) -> list[tuple[str, Schema | bool]]:
-    """The schemas directly inside, with their paths; not those behind a reference."""
-    found: list[tuple[str, Any]] = []
-    for key in ("properties", "patternProperties", "dependentSchemas"):
-        found += [(f"{path}/{key}/{name}", inner) for name, inner in schema.get(key, {}).items()]
-    for key in ("prefixItems", "anyOf", "oneOf", "allOf"):
-        found += [(f"{path}/{key}/{i}", inner) for i, inner in enumerate(schema.get(key, []))]
-    for key in ("items", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else"):
-        if key in schema:
-            found.append((f"{path}/{key}", schema[key]))
-    for place, inner in found:
-        if not isinstance(inner, dict | bool):
-            raise GrammarError(f"a schema is an object, or true or false: at {place}")
-    return found

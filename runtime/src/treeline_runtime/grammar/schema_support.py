@@ -4,8 +4,8 @@
 raise `UnsupportedError`. Both are for the versions that are pinned: their outputs are validated over thousands of
 schemas by tests/runtime/grammar.
 
-Neither has `not`, `if`, `dependentRequired`, `dependentSchemas`, `contains`, `uniqueItems`, a `oneOf` whose members are
-not provably disjoint, nor `minProperties` of 2 and more where keys are free (an output could say one key twice).
+Neither has `minProperties` of 2 and more where keys are free (an output could say one key twice), nor what
+`json_schema.simplify` refuses.
 
 xgrammar looks at one of `$ref`, `enum`, `anyOf`, `allOf` and `type`, in this order, and at no keyword beside it; of a
 string at either its pattern or its length. llguidance intersects. It has no `propertyNames`.
@@ -17,13 +17,19 @@ compiles.
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
-from treeline_runtime.grammar.json_schema import DEFINITIONS, STRING, simplify
+from treeline_runtime.grammar.json_schema import simplify
 from treeline_runtime.grammar.patterns import EmptyError, as_regex, but, whole
-from treeline_runtime.grammar.schema_document import Schema, UnsupportedError, read, resolve, unsatisfiable
+from treeline_runtime.grammar.schema_document import (
+    Document,
+    Schema,
+    UnsupportedError,
+    UnsupportedHereError,
+    unsatisfiable,
+)
+from treeline_runtime.grammar.schema_words import DEFINITIONS, STRING
 
 _AS_RULES = "(?:\u00e9){0}"
 """Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,
@@ -37,49 +43,27 @@ _MOST_RANGE = 10_000
 
 def for_xgrammar(source: str) -> str:
     """The same schema as JSON. Raises GrammarError."""
-    root = read(source)
-    for path, schema in simplify(root):
-        _refuse(schema, path, _NOBODY)
+    document = Document(source)
+    simplify(document)
+    for path, schema in document.schemas:
         _check_xgrammar(schema, path)
         _close(schema, path)
-    return json.dumps(root)
+    return document.written()
 
 
 def for_llguidance(source: str) -> str:
     """The same schema as JSON. Raises GrammarError."""
-    root = read(source)
-    schemas = simplify(root)
-    for path, schema in schemas:
-        _refuse(schema, path, _NOBODY | {"propertyNames"})
+    document = Document(source)
+    simplify(document)
+    for path, schema in document.schemas:
+        if "propertyNames" in schema:
+            raise UnsupportedHereError("propertyNames", path)
         _check_free_keys(schema, path)
         _check_near_bounds(schema, path)
         if len(schema.get("properties", ())) > _MOST_PROPERTIES:
-            raise UnsupportedError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
-    _check_finite(root, schemas)
-    return json.dumps(root)
-
-
-_NOBODY = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentRequired",
-        "dependentSchemas",
-        "contains",
-        "uniqueItems",
-        "oneOf",
-        "minContains",
-        "maxContains",
-    ]
-)
-
-
-def _refuse(schema: Schema, path: str, keywords: frozenset[str]) -> None:
-    for key in schema:
-        if key in keywords:
-            raise UnsupportedError(key, path)
+            raise UnsupportedHereError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
+    _check_finite(document)
+    return document.written()
 
 
 def _check_free_keys(schema: Schema, path: str) -> None:
@@ -95,7 +79,7 @@ def _check_near_bounds(schema: Schema, path: str) -> None:
     high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=math.inf)
     for key, bound in (("exclusiveMinimum", low), ("exclusiveMaximum", high)):
         if schema.get(key) == bound == round(bound) and high - low < 1:
-            raise UnsupportedError(key, path, "within 1 of the other bound is not supported")
+            raise UnsupportedHereError(key, path, "within 1 of the other bound is not supported")
 
 
 def _types(schema: Schema) -> list[str]:
@@ -108,8 +92,6 @@ def _check_xgrammar(schema: Schema, path: str) -> None:
     for key in schema:
         if key != leading and leading != "type" and key not in DEFINITIONS:
             raise UnsupportedError(key, path, f"is not supported beside {leading!r}")
-    if leading == "$ref" and any(character in schema["$ref"] for character in "%~"):
-        raise UnsupportedError("$ref", path, "with escapes is not supported")
     if len(schema.get("allOf", ())) > 1:
         raise UnsupportedError("allOf", path)
     types = _types(schema)
@@ -200,12 +182,12 @@ def _close(schema: Schema, path: str) -> None:
         schema["additionalProperties"] = {}
 
 
-def _check_finite(root: Schema | bool, schemas: list[tuple[str, Schema]]) -> None:
+def _check_finite(document: Document) -> None:
     """Raises GrammarError for a schema whose values would have to hold such a value again, for ever."""
     finite = set[int]()
-    waiting = schemas
+    waiting = document.schemas
     while True:
-        still = [(path, schema) for path, schema in waiting if not _is_finite(schema, root, finite)]
+        still = [(path, schema) for path, schema in waiting if not _is_finite(schema, document, finite)]
         if not still:
             return
         if len(still) == len(waiting):
@@ -216,7 +198,7 @@ def _check_finite(root: Schema | bool, schemas: list[tuple[str, Schema]]) -> Non
         waiting = still
 
 
-def _is_finite(schema: Schema, root: Schema | bool, finite: set[int]) -> bool:
+def _is_finite(schema: Schema, document: Document, finite: set[int]) -> bool:
     """Whether it has a value, as far as is known of those within."""
 
     def known(inner: Any) -> bool:
@@ -224,7 +206,7 @@ def _is_finite(schema: Schema, root: Schema | bool, finite: set[int]) -> bool:
 
     if "enum" in schema:
         return True
-    if "$ref" in schema and not known(resolve(root, schema["$ref"], "")[1]):
+    if "$ref" in schema and not known(document.target(schema)):
         return False
     if not all(known(inner) for inner in schema.get("allOf", ())):
         return False

@@ -1,0 +1,108 @@
+"""The words of JSON Schema: of draft 2020-12, of older drafts, of OpenAPI 3.0; and which of a schema say nothing.
+
+The standard has it that words and formats which are not known are annotations. They are, and `ignored` names them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from treeline_runtime.grammar.formats import FORMATS
+
+ANNOTATIONS = frozenset(
+    [
+        *("title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+        *("$comment", "$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary"),
+        *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml"),
+    ]
+)
+"""Of OpenAPI too. `x-…` as well."""
+DEFINITIONS = frozenset(["$defs", "definitions"])
+STRING = frozenset(["pattern", "format", "minLength", "maxLength"])
+NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
+ARRAY = frozenset(
+    ["items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains"]
+)
+OBJECT = frozenset(
+    [
+        *("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
+        *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+    ]
+)
+APPLIED = frozenset(["$ref", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"])
+VALUES = frozenset(["const", "enum"])
+UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+DYNAMIC = frozenset(["$dynamicRef", "$recursiveRef"])
+NOBODYS = frozenset(
+    [
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "oneOf"),
+        *("contains", "minContains", "maxContains", "uniqueItems"),
+    ]
+)
+"""No library has these; some are said in others before (`exclusion`)."""
+OLDER = frozenset(["additionalItems", "dependencies", "nullable"])
+"""Of older drafts and of OpenAPI 3.0; `older_words` says them in others."""
+KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | UNEVALUATED.keys() | DYNAMIC | OLDER | {"type"}
+
+BOUNDS = {"int32": (-(1 << 31), (1 << 31) - 1), "int64": (-(1 << 63) + 1024, (1 << 63) - 1)}
+"""Of formats of integers. The least one of 64 bits is more than llguidance 1.9.1 reads."""
+_SILENT = frozenset([*BOUNDS, "float", "double"])
+
+MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
+LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+SINGLE = ("items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else")
+"""Words with schemas in them: by name, in a list, and one. `items` is a list in older drafts."""
+
+
+def inner(schema: dict[str, Any], *more: str) -> Iterator[tuple[str, Any]]:
+    """What stands where a schema should directly inside of this one, with its place. more: other words with schemas by
+    name."""
+    for key in (*MAPS, *more):
+        if isinstance(found := schema.get(key), dict):
+            yield from ((f"{key}/{name}", one) for name, one in found.items() if not isinstance(one, list))
+    for key in LISTS:
+        if isinstance(found := schema.get(key), list):
+            yield from ((f"{key}/{i}", one) for i, one in enumerate(found))
+    for key in SINGLE:
+        if key in schema and not isinstance(schema[key], list):
+            yield key, schema[key]
+
+
+def is_annotation(word: str) -> bool:
+    return word in ANNOTATIONS or word.startswith("x-")
+
+
+def ignored(schema: Any) -> list[str]:
+    """Words and formats of a schema that say nothing here and may be meant to, each once, as a person reads it."""
+    found: dict[str, None] = {}
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict):
+            continue
+        for word in one:
+            if word not in KNOWN and word not in DEFINITIONS and not is_annotation(word):
+                found[word] = None
+        name = one.get("format")
+        if isinstance(name, str) and name not in FORMATS and name not in _SILENT:
+            found[f"format.{name}"] = None
+        waiting += reversed([below for _, below in inner(one, *DEFINITIONS)])
+    return list(found)
+
+
+def meant(word: str) -> str:
+    """The word that this one may be a misspelling of; "" where none is near."""
+    if len(word) > _LONGEST:
+        return ""
+    near = difflib.get_close_matches(_plain(word), _PLAIN, 1, 0.85)
+    return _PLAIN[near[0]] if near and _PLAIN[near[0]] != word else ""
+
+
+def _plain(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "").removeprefix("$")
+
+
+_PLAIN = {_plain(word): word for word in [*sorted(KNOWN), *(f"format.{name}" for name in FORMATS)]}
+_LONGEST = 40

@@ -1,0 +1,236 @@
+"""Schemas as people and libraries write them: older drafts, OpenAPI, words of their own, and what says what a value is
+not. What is taken is held; the rest is refused by name."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import ipaddress
+import json
+import pathlib
+import typing
+import uuid
+from typing import Annotated, Any
+
+import pydantic
+import pytest
+from pydantic import BaseModel, Field
+from support.grammar_schemas import judge
+from support.grammar_walks import synthetic_vocabulary
+from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
+from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.schema_words import ignored, meant
+from treeline_runtime.messages import Grammar
+
+VOCABULARY = synthetic_vocabulary(700)
+END = VOCABULARY.stop_ids[0]
+DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
+ZOD = pathlib.Path(__file__).with_name("zod.json")
+"""What zod 4.6's `toJSONSchema` makes of its types, for OpenAPI 3.0 and for each draft where that differs."""
+
+
+@pytest.fixture(scope="module")
+def backend() -> GrammarBackend:
+    return load_backend("auto")(VOCABULARY)
+
+
+def _takes(backend: GrammarBackend, schema: Any, text: str) -> bool:
+    matcher = backend.load(backend.compile(Grammar("json", json.dumps(schema)))).matcher([END])
+    return all(matcher.accept(VOCABULARY.texts.index(bytes([b]))) for b in text.encode()) and matcher.completed
+
+
+def _of(schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema, "b": {"type": "string"}}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "others"),
+    [
+        ({"$schema": DRAFT_4, "type": "integer", "minimum": 3, "exclusiveMinimum": True}, ["4"], ["3"]),
+        ({"$schema": DRAFT_4, "type": "integer", "maximum": 3, "exclusiveMaximum": False}, ["3"], ["4"]),
+        (
+            {"$schema": DRAFT_7, "type": "array", "items": [{"type": "integer"}], "additionalItems": False},
+            ["[1]", "[]"],
+            ["[1, 2]", '["a"]'],
+        ),
+        (
+            {"$schema": DRAFT_7, "type": "array", "items": [{"const": 1}], "additionalItems": {"const": 2}},
+            ["[1, 2]"],
+            ["[1, 1]"],
+        ),
+        ({"type": "array", "items": {"const": 1}, "additionalItems": False}, ["[1, 1]"], ["[2]"]),
+        ({"type": "string", "nullable": True, "maxLength": 1}, ['"a"', "null"], ['"ab"', "1"]),
+        ({"type": "string", "nullable": True, "enum": ["a"]}, ['"a"'], ["null"]),
+        ({"type": "integer", "format": "int32"}, ["2147483647", "-2147483648"], ["2147483648", "-2147483649"]),
+        ({"type": "integer", "format": "int64"}, ["9223372036854775807"], ["9223372036854775808", "1.5"]),
+        ({"type": ["integer", "null"], "format": "int64", "maximum": 7}, ["7", "null"], ["8"]),
+        ({"type": "number", "format": "double", "minimum": -1.7976931348623157e308}, ["1.5"], ['"a"']),
+        (
+            _of(True) | {"$schema": DRAFT_7, "dependencies": {"a": ["b"]}},
+            ["{}", '{"b": "x"}', '{"a": 1, "b": "x"}'],
+            ['{"a": 1}'],
+        ),
+        (_of(True) | {"dependentRequired": {"a": ["b"]}}, ["{}", '{"a": 1, "b": "x"}'], ['{"a": 1}']),
+        (
+            _of(True) | {"$schema": DRAFT_7, "dependencies": {"a": {"properties": {"b": {"const": "x"}}}}},
+            ['{"b": "y"}', '{"a": 1, "b": "x"}'],
+            ['{"a": 1, "b": "y"}'],
+        ),
+        (_of(True) | {"minProperties": 1}, ['{"a": 1}', '{"b": "x"}', '{"a": 1, "b": "x"}'], ["{}"]),
+        ({"required": ["a", "b"], "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xy": 1}'], ['{"a": 1}', '{"\\u0061": 1}']),
+        ({"type": "object", "propertyNames": {"enum": ["a"]}}, ['{"a": 1}', "{}"], ['{"b": 1}']),
+        ({"type": "object", "propertyNames": {"type": "string"}}, ['{"b": 1}'], ["1"]),
+        ({"properties": {"a": {"not": {}}}}, ["{}", '{"b": 1}'], ['{"a": 1}']),
+        ({"type": "string", "not": {"enum": ["", "ab"]}}, ['"a"', '"abc"', '"b"'], ['""', '"ab"']),
+        ({"type": "integer", "not": {"enum": [1, 5]}}, ["0", "2", "4", "6"], ["1", "5"]),
+        ({"not": {"type": ["object", "array"]}}, ["1", '"a"', "null"], ["{}", "[]"]),
+        (_of(True) | {"not": {"required": ["a", "b"]}}, ["{}", '{"a": 1}', '{"b": "x"}'], ['{"a": 1, "b": "x"}']),
+        (
+            _of({"enum": ["x", "y"]}) | {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}},
+            ['{"a": "x", "b": "z"}', '{"a": "y"}', '{"b": "z"}'],
+            ['{"a": "x"}', "{}"],
+        ),
+        (
+            _of(True) | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"a": 1}', '{"b": "x"}'],
+            ["{}", '{"a": 1, "b": "x"}'],
+        ),
+        ({"oneOf": [{"type": "string"}, {"enum": ["a", 1]}]}, ["1", '"b"'], ['"a"', "2"]),
+        (
+            {"oneOf": [{"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^(b|c)$"}]},
+            ['"a"', '"c"'],
+            ['"d"'],
+        ),
+        ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, ['["a", "b"]', "[]"], ['["a", "a"]']),
+        ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1, 1]"]),
+        ({"type": "string", "format": "utc-millisec", "faker": "x", "additonalProperties": 1}, ['"a"'], ["1"]),
+        (
+            {
+                "$schema": DRAFT_4,
+                "id": "http://x/y",
+                "allOf": [{"$ref": "http://x/y#/definitions/a"}],
+                "definitions": {"a": {"enum": [1]}},
+            },
+            ["1"],
+            ["2"],
+        ),
+        ({"$ref": "#n", "$defs": {"a": {"$anchor": "n", "enum": [1]}}}, ["1"], ["2"]),
+        ({"$schema": DRAFT_4, "$ref": "#n", "definitions": {"a": {"id": "#n", "enum": [1]}}}, ["1"], ["2"]),
+        ({"$ref": "b#/$defs/c", "$defs": {"a": {"$id": "b", "$defs": {"c": {"enum": [1]}}}}}, ["1"], ["2"]),
+        (
+            {"$ref": "#/components/a%20b", "components": {"a b": {"items": {"$ref": "#"}, "type": "array"}}},
+            ["[[]]"],
+            ["1"],
+        ),
+        ({"type": "string", "format": "date", "pattern": "^2"}, ['"2024-01-02"'], ['"1999-01-02"', '"2"']),
+    ],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken: list[str], others: list[str]) -> None:
+    assert [text for text in taken if not _takes(backend, schema, text)] == []
+    assert [text for text in others if _takes(backend, schema, text)] == []
+    if not (schema.get("format") in ("int32", "int64", "double") or "nullable" in schema):
+        assert [text for text in taken if not judge(schema).is_valid(json.loads(text))] == []
+        assert [text for text in others if judge(schema).is_valid(json.loads(text))] in ([], ["{}"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "name"),
+    [
+        ({"contains": {"type": "string"}}, "'contains' at /"),
+        ({"anyOf": [True], "unevaluatedProperties": False}, "'unevaluatedProperties' at /"),
+        ({"allOf": [True], "unevaluatedItems": False}, "'unevaluatedItems' at /"),
+        ({"$ref": "http://example.com/a.json#/b"}, r"'\$ref' at / to another document \(http://example.com/a.json#/b\)"),
+        ({"$dynamicRef": "#a"}, r"'\$dynamicRef' at /"),
+        ({"uniqueItems": True}, "'uniqueItems' at /"),
+        ({"not": {"pattern": "a"}}, "'not' at /"),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'oneOf' at /"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, r"'\$schema' at / names a draft before the fourth"),
+        ({"$schema": DRAFT_4, "oneOf": [{"const": 1}, {"const": 2}]}, "'const' at /oneOf/1 is no word of draft 4"),
+        ({"prefixItems": [True], "items": [True]}, "'items' at / is a list beside"),
+        ({"properties": {"a": True}, "oneOf": [{"required": [f"p{i}"]} for i in range(70)]}, "'oneOf' at / with more"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_held_is_refused_by_name(backend: GrammarBackend, schema: Any, name: str) -> None:
+    with pytest.raises(GrammarError, match=name):
+        backend.compile(Grammar("json", json.dumps(schema)))
+
+
+def test_a_property_cannot_be_said_in_other_letters(backend: GrammarBackend) -> None:
+    schema = {"properties": {"a": {"type": "integer"}}, "patternProperties": {"^b": {"type": "integer"}}}
+    for text in ('{"\\u0061": "x"}', '{"\\u0062": "x"}', '{"a": "x"}', '{"b": "x"}'):
+        assert not _takes(backend, schema, text)
+
+
+def test_words_that_say_nothing_are_named_once_and_what_they_may_mean() -> None:
+    inner = {"additonalProperties": False, "x-note": 1, "properties": {"faker": {"format": "datetime", "faker": 1}}}
+    assert ignored({"$defs": {"a": inner}, "title": "t", "items": [inner], "id": "x", "nullable": True}) == [
+        "additonalProperties",
+        "faker",
+        "format.datetime",
+    ]
+    assert [meant(word) for word in ("additonalProperties", "min_length", "format.datetime", "faker", "x" * 99)] == [
+        "additionalProperties",
+        "minLength",
+        "format.date-time",
+        "",
+        "",
+    ]
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(BaseModel):
+    kind: typing.Literal["cat"]
+    lives: int = 9
+
+
+class Dog(BaseModel):
+    kind: typing.Literal["dog"]
+    friend: Dog | None = None
+
+
+class Everything(BaseModel):
+    """Of each type that has a schema, but for sets of what is no short list: no grammar tells their items apart."""
+
+    a: str
+    b: int
+    c: float
+    d: bool
+    e: bytes
+    f: None
+    g: Any
+    h: decimal.Decimal
+    i: Annotated[decimal.Decimal, Field(max_digits=5, decimal_places=2)]
+    j: datetime.datetime | datetime.date | datetime.time | datetime.timedelta
+    k: uuid.UUID | pathlib.Path | ipaddress.IPv4Address | ipaddress.IPv6Network
+    m: list[int] | tuple[int, str] | tuple[int, ...]
+    n: set[Colour] | frozenset[bool]
+    o: dict[str, int] | dict[int, str] | dict[Colour, int] | dict[uuid.UUID, int]
+    p: Annotated[Cat | Dog, Field(discriminator="kind")]
+    q: typing.Literal["a", 1, True, None]
+    r: Annotated[int, Field(gt=0, lt=10, multiple_of=2)]
+    s: Annotated[str, Field(min_length=1, max_length=3, pattern="^a")]
+    t: pydantic.Json[int] | pydantic.SecretStr | pydantic.Base64Bytes | pydantic.ByteSize | pydantic.AwareDatetime
+    u: pydantic.AnyUrl | pydantic.HttpUrl | pydantic.FilePath | pydantic.IPvAnyAddress | pydantic.UUID4
+    v: pydantic.JsonValue
+
+
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_the_types_of_pydantics_fields_are_taken(backend: GrammarBackend, mode: Any) -> None:
+    backend.compile(Grammar("json", json.dumps(Everything.model_json_schema(mode=mode))))
+
+
+def test_zods_types_are_taken(backend: GrammarBackend) -> None:
+    refused = {}
+    for name, schema in json.loads(ZOD.read_text()).items():
+        try:
+            backend.compile(Grammar("json", json.dumps(schema)))
+        except GrammarError as error:
+            refused[name] = str(error)
+    assert refused == {}
