@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -238,6 +239,42 @@ def test_a_prompt_is_that_of_the_chat_and_counted_so(reader: Reader) -> None:
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+LOOSE = {**SCHEMA, "additonalProperties": False, "x-note": 1, "properties": {"x": {"type": "string", "format": "zip"}}}
+
+
+def _asked(strict: bool) -> dict[str, Any]:
+    """By each of the ways in which a schema is asked for."""
+    wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOSE, "strict": strict}}
+    function = {"type": "function", "function": {"name": "f", "parameters": LOOSE, "strict": strict}}
+    called = {"tools": [function], "tool_choice": "required"}
+    return {"response_format.json_schema.schema": {"response_format": wrapped}, "tools.f": called}
+
+
+@pytest.mark.parametrize("where", ["response_format.json_schema.schema", "tools.f"])
+def test_words_of_a_schema_that_say_nothing_are_named(
+    reader: Reader, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = {strict: {"messages": SAY["messages"], **_asked(strict)[where]} for strict in (True, False)}
+    minding = dataclasses.replace(reader, formats=msgspec.structs.replace(reader.formats, strict_schemas=True))
+    with caplog.at_level("INFO"):
+        told = [read(one, "chat", asked[strict]).ignored for one, strict in ((reader, True), (minding, False))]
+    assert told == [(f"{where}/additonalProperties", f"{where}/format.zip")] * 2
+    assert "'additonalProperties' (did you mean 'additionalProperties'?), 'format.zip'" in caplog.text
+    with pytest.raises(ApiError, match=r"did you mean 'additionalProperties'\?") as refused:
+        read(minding, "chat", asked[True])
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        {"structures": [{"begin": "<f>", "schema": LOOSE, "end": "</f>"}], "triggers": ["<f"]},
+        {"format": {"type": "or", "elements": [{"type": "json_schema", "json_schema": LOOSE}]}},
+    ],
+)
+def test_words_of_a_schema_in_a_structural_tag_are_named_too(reader: Reader, tag: dict[str, Any]) -> None:
+    told = read(reader, "chat", {"messages": SAY["messages"], "structural_tag": tag}).ignored
+    assert [name.rpartition("/")[2] for name in told] == ["additonalProperties", "format.zip"]
 
 
 def test_formats_of_outputs_are_a_chats_grammars(reader: Reader) -> None:

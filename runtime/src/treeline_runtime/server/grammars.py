@@ -9,15 +9,18 @@ can be compiled is found out where it is (`treeline_runtime.grammar`).
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Container, Mapping
+from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from treeline_runtime.grammar.schema_words import ignored, meant
 from treeline_runtime.messages import Grammar
 from treeline_runtime.server.errors import invalid, short
-from treeline_runtime.server.fields import check_unknown
+from treeline_runtime.server.fields import check_unknown, ignore
 from treeline_runtime.server.http import ApiError, encode_json, why_not_json
 
 MAX_SOURCE_BYTES: Final = 1 << 20
@@ -27,6 +30,11 @@ MAX_CHOICES: Final = 4096
 
 ANY_OBJECT: Final = Grammar("json", '{"type":"object"}')
 
+STRICT: Final = ContextVar("strict", default=False)
+"""Whether schemas with `strict: true` are refused where they have words that say nothing: `Reader.read` sets it."""
+_MOST_SHOWN: Final = 8
+
+logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder().decode
 _ROOT: Final = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
 
@@ -56,6 +64,20 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
     return found
 
 
+def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
+    """Has the answer's header and the log name the words of a schema that say nothing. Raises ApiError 400 for them
+    where the schema is strict and the server is told to mind."""
+    shown = list[str]()
+    for word in ignored(schema):
+        ignore(f"{param}/{word}")
+        hint = meant(word) if len(shown) < _MOST_SHOWN else ""
+        shown.append(f"{short(word)!r}" + (f" (did you mean {hint!r}?)" if hint else ""))
+    if shown and strict and STRICT.get():
+        raise invalid(param, f"with 'strict', a schema has no words that say nothing: {', '.join(shown[:_MOST_SHOWN])}")
+    if shown:
+        logger.info("words of a schema say nothing: %s", ", ".join(shown[:_MOST_SHOWN]))
+
+
 def as_format(grammar: Grammar) -> dict[str, Any]:
     """The same as a format of xgrammar's structural tags, to be put together with others."""
     match grammar.kind:
@@ -78,12 +100,14 @@ def structural_tag(format: Mapping[str, Any], param: str) -> Grammar:
     return Grammar("structural_tag", _source({"type": "structural_tag", "format": format}, param, 4 * MAX_SOURCE_BYTES))
 
 
-def _json(value: Any, param: str) -> Constraint:
+def _json(value: Any, param: str, *, strict: bool = False) -> Constraint:
     """A JSON Schema, as an object or as its text."""
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict):
         raise invalid(param, "a JSON Schema is an object ({} permits any value)")
-    return Constraint(param, Grammar("json", _source(schema, param)))
+    source = _source(schema, param)
+    note_words(schema, param, strict=strict)
+    return Constraint(param, Grammar("json", source))
 
 
 def _json_object(value: Any, param: str) -> Constraint | None:
@@ -128,7 +152,14 @@ def _structural_tag(value: Any, param: str) -> Constraint:
     format = tag.get("format")
     if not isinstance(format, dict) or not isinstance(format.get("type"), str):
         raise invalid(f"{param}.format", "expected an object with a 'type'")
-    return Constraint(param, structural_tag(format, param))
+    made = Constraint(param, structural_tag(format, param))
+    waiting: list[Any] = [format]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            note_words(part.get("json_schema"), param)
+        waiting += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return made
 
 
 def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
@@ -151,6 +182,7 @@ def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
             raise invalid(f"{where}.begin", "begins with none of the triggers")
         if not isinstance(schema, dict | None):
             raise invalid(f"{where}.schema", "a JSON Schema is an object ({} permits any value)")
+        note_words(schema, f"{where}.schema")
         tags.append({"begin": begin, "content": {"type": "json_schema", "json_schema": schema or {}}, "end": end})
     at_least_one = tag.get("at_least_one") or False
     if not isinstance(at_least_one, bool):
@@ -190,7 +222,8 @@ def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
     if wrapped.get("schema") is None:
         where = f"{where}.schema"
         raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
-    return Constraint(param, _json(wrapped["schema"], f"{where}.schema").grammar)
+    schema = _json(wrapped["schema"], f"{where}.schema", strict=wrapped.get("strict") is True)
+    return Constraint(param, schema.grammar)
 
 
 _OUTPUTS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
