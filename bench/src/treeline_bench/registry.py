@@ -8,6 +8,7 @@ from treeline_bench import (
     bodies,
     chaos,
     chat,
+    corpus,
     engine,
     fleet,
     http,
@@ -60,9 +61,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     )
 }
 
-ELSEWHERE = ("e2e", "programs", *(f"serving-{name}" for name in DATASETS))
+ELSEWHERE = ("e2e", "programs", corpus.NAME, *(f"serving-{name}" for name in DATASETS))
 """Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`),
-`treeline bench programs`, and `treeline bench serving --results DIR`."""
+`treeline bench programs`, `treeline bench structured --corpus DIR`, and `treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:
