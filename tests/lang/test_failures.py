@@ -67,6 +67,56 @@ def requests_running(server: ServerProcess) -> int:
     return int(float(found[1]))
 
 
+@function
+def fails_and_returns(s: Any) -> int:
+    s += "a" + gen("answer")
+    return 42
+
+
+@function
+def calls_one_that_fails(s: Any) -> int:
+    called = fails_and_returns()
+    assert str(called.error()).endswith("no answer")
+    return int(called.ret_value)
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "ret_value": lambda state: state.ret_value,
+    "variable": lambda state: state["answer"],
+    "variables": lambda state: state.variables,
+    "meta": lambda state: state.get_meta_info("answer"),
+    "text": lambda state: state.text(),
+    "messages": lambda state: state.messages(),
+    "stream": lambda state: list(state.text_iter()),
+    "stream of a variable": lambda state: list(state.text_iter("answer")),
+}
+RUNS: dict[str, Callable[[FakeBackend], Any]] = {
+    "run": lambda backend: fails_and_returns.run(backend=backend),
+    "stream": lambda backend: fails_and_returns.run(backend=backend, stream=True),
+    "not parallel": lambda backend: fails_and_returns.run(backend=backend, parallel=False),
+    "batch": lambda backend: fails_and_returns.run_batch([{}], backend=backend)[0],
+    "compiled": lambda backend: fails_and_returns.compile(strict=True).run(backend=backend),
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_whoever_reads_a_program_whose_call_failed_is_told_why(run: Callable[..., Any], read: Any) -> None:
+    backend = FakeBackend()
+    backend.fails = lambda _: Refused("no answer")
+    state = run(backend)
+    with pytest.raises(Refused, match="no answer"):
+        read(state)
+    assert str(state.error()).endswith("no answer")
+
+
+def test_a_program_called_within_another_returns_nothing_where_its_call_failed() -> None:
+    backend = FakeBackend()
+    backend.fails = lambda _: Refused("no answer")
+    with pytest.raises(Refused, match="no answer"):
+        calls_one_that_fails.run(backend=backend)
+
+
 # ---- a server that dies -----------------------------------------------------------------------------------------
 
 

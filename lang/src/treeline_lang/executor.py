@@ -210,6 +210,17 @@ class StreamExecutor:
         self._loop.call_soon_threadsafe(self._put, Mark(done.set))
         done.wait()
 
+    def settle(self) -> None:
+        """`sync`. Raises why the program ended early, if it did: the one answer of all that tell of a whole program."""
+        self.sync()
+        if self.failure is not None:
+            raise self.failure.again()
+
+    def result(self) -> Any:
+        """What the body has returned. Waits, and raises, as `settle`."""
+        self.settle()
+        return self.returned
+
     def close(self, failure: ProgramError | None = None) -> None:
         """The body has ended: no more steps come. failure: why, where it did not end well."""
         closing = [self]

@@ -50,11 +50,10 @@ class ProgramState:
 
     @property
     def ret_value(self) -> Any:
-        """What the program's function returned. Raises what ended it."""
-        self._await_body()
-        if self._stream.ended_by is not None:
-            raise self._stream.ended_by.again()
-        return self._stream.returned
+        """What the program's function returned, once all that was submitted is done. Raises what ended it."""
+        with self._or_cancel():
+            self._await_body()
+            return self._stream.result()
 
     # ---- appending ----------------------------------------------------------------------------------------------
 
@@ -160,9 +159,9 @@ class ProgramState:
             self._ended.wait()
 
     def _settle(self) -> None:
-        self.sync()
-        if self._stream.failure is not None:
-            raise self._stream.failure.again()
+        with self._or_cancel():
+            self._await_body()
+            self._stream.settle()
 
     def sync(self) -> None:
         """Wait until all that was submitted is done, or was given up (`error`); of a program that runs beside, until

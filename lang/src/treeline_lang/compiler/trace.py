@@ -156,7 +156,6 @@ class Recorded:
 class Recorder:
     """In place of a StreamExecutor: keeps what is submitted."""
 
-    failure = ended_by = None
     returned: Any = None
 
     def __init__(self, tracing: Tracing, variables: Mapping[str, Recorded], sampling: Sampling) -> None:
@@ -228,6 +227,11 @@ class Recorder:
 
     def sync(self) -> None:
         self.tracing.refuse_state("the text, the messages and the error of a state")
+
+    settle = sync
+
+    def result(self) -> Any:
+        return self.returned
 
     @property
     def growing(self) -> Never:
