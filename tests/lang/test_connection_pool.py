@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
 from support.lang_backend import PATIENCE_S
 from treeline_lang import RuntimeEndpoint, function, gen
 from treeline_lang.backends import connections as connections_module
-from treeline_lang.backends.connections import Connections
+from treeline_lang.backends.connections import BrokeOff, Connections
 from treeline_lang.backends.http import HttpClient
 
 ANSWER = b'{"text": " fine", "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 1}}'
@@ -90,8 +89,9 @@ def test_a_process_that_may_have_few_files_has_few_connections(monkeypatch: pyte
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))  # half of it may be connections
 
     async def main(server: Counting) -> None:
-        async with httpx.AsyncClient(transport=Connections(server.url), timeout=PATIENCE_S) as client:
-            await asyncio.gather(*(client.post(server.url + "/generate") for _ in range(40)))
+        connections = Connections(server.url, {}, PATIENCE_S)
+        await asyncio.gather(*(ask(connections) for _ in range(40)))
+        await connections.close()
 
     with counting() as server:
         asyncio.run(main(server))
@@ -99,47 +99,49 @@ def test_a_process_that_may_have_few_files_has_few_connections(monkeypatch: pyte
         assert len(server.connections) <= 2
 
 
+async def ask(connections: Connections, path: str = "/generate") -> bytes:
+    async with connections.request("POST", path, {}, b"{}") as response:
+        return b"".join([part async for part in response.parts()])
+
+
 @pytest.mark.parametrize("how", ["broken", "left", "cancelled", "read"])
 def test_a_connection_is_given_back_however_a_request_ends(how: str) -> None:
     async def main(server: Counting) -> None:
-        connections = Connections(server.url)
+        connections = Connections(server.url, {}, PATIENCE_S)
         connections._slots = asyncio.Semaphore(1)
-        async with httpx.AsyncClient(transport=connections, timeout=PATIENCE_S) as client:
-            for _ in range(5):
-                if how == "broken":
-                    with pytest.raises(httpx.RemoteProtocolError):
-                        await client.post(server.url + "/break")
-                elif how == "left":
-                    async with client.stream("POST", server.url + "/generate"):
-                        pass
-                elif how == "cancelled":
-                    request = asyncio.ensure_future(client.post(server.url + "/generate"))
-                    await asyncio.sleep(0)
-                    request.cancel()
-                    await asyncio.wait([request])
-                else:
-                    response = await client.post(server.url + "/generate")
-                    await response.aclose()
-            assert (await client.post(server.url + "/generate")).content == ANSWER
-            assert not connections._slots.locked()
+        for _ in range(5):
+            if how == "broken":
+                with pytest.raises(BrokeOff):
+                    await ask(connections, "/break")
+            elif how == "left":
+                async with connections.request("POST", "/generate", {}, b"{}"):
+                    pass
+            elif how == "cancelled":
+                request = asyncio.ensure_future(ask(connections))
+                await asyncio.sleep(0)
+                request.cancel()
+                await asyncio.wait([request])
+            else:
+                await ask(connections)
+        assert await ask(connections) == ANSWER
+        assert not connections._slots.locked()
+        await connections.close()
 
     with counting() as server:
         asyncio.run(asyncio.wait_for(main(server), PATIENCE_S))
+        assert how != "read" or len(server.connections) == 1
 
 
 def test_connections_that_are_idle_for_long_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "_KEPT_S", 0.05)
 
     async def main(server: Counting) -> None:
-        connections = Connections(server.url)
-        async with httpx.AsyncClient(transport=connections, timeout=60) as client:
-            for _ in range(2):  # they are opened again, and closed again
-                await asyncio.gather(*(client.post(server.url + "/generate") for _ in range(20)))
-                assert connections._all
-                assert connections._closing is not None
-                await connections._closing
-                assert not connections._all
-                assert not connections._free
+        connections = Connections(server.url, {}, PATIENCE_S)
+        for _ in range(2):  # they are opened again, and closed again
+            await asyncio.gather(*(ask(connections) for _ in range(20)))
+            for _ in iter(lambda: bool(connections.all), False):
+                await asyncio.sleep(0.01)
+            assert not connections.idle
 
     with counting() as server:
         asyncio.run(asyncio.wait_for(main(server), PATIENCE_S))
@@ -173,4 +175,4 @@ def test_a_server_behind_a_proxy_is_asked_through_it(monkeypatch: pytest.MonkeyP
         client = HttpClient("http://model.example")
         assert asyncio.run(client.post("/generate", {}))["text"] == " fine"
         monkeypatch.setenv("no_proxy", "model.example")
-        assert Connections("http://model.example")._proxy is None
+        assert Connections("http://model.example", {}, PATIENCE_S)._proxy is None

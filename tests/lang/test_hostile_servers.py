@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 from collections import deque
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -178,7 +180,7 @@ def test_a_password_in_a_url_is_sent_and_not_told() -> None:
         background.call(client.get("/x"))
     background.call(client.close())
     assert SECRET not in str(caught.value)
-    assert client._auth == ("user", SECRET)
+    assert base64.b64decode(client._headers["authorization"].removeprefix("Basic ")) == f"user:{SECRET}".encode()
     for wrong in (
         f"ftp://u:{SECRET}@h",
         f"http://u:{SECRET}@h:99999",
@@ -198,10 +200,10 @@ def test_a_timeout_is_a_time(timeout_s: float) -> None:
 
 def test_proxies_of_the_environment_may_leave_their_scheme_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "proxy.invalid:3128")
-    assert Connections("http://example.invalid")._proxy == "http://proxy.invalid:3128"
+    assert Connections("http://example.invalid", {}, 1.0)._proxy == urlsplit("http://proxy.invalid:3128")
     monkeypatch.setenv("http_proxy", "smoke://u:sk-secret@proxy.invalid")
     client = HttpClient("http://example.invalid")
-    client._open()._transport._slots._value = 1
+    client._open()._slots._value = 1
     for _ in range(3):  # a request that gets no connection takes none
         with pytest.raises(ProgramError, match="proxy cannot be used") as caught:
             background.call(client.get("/x"))

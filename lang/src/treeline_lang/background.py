@@ -7,15 +7,20 @@ so that a thousand branches cost no threads.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import threading
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
+_posted: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
+_woken = False
+"""It has been told of what was posted, and has not yet come to it."""
 
 
 def loop() -> asyncio.AbstractEventLoop:
@@ -25,6 +30,24 @@ def loop() -> asyncio.AbstractEventLoop:
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_loop.run_forever, name="treeline-programs", daemon=True).start()
         return _loop
+
+
+def post(function: Callable[..., object], *args: Any) -> None:
+    """Calls it there, in the order of posting. A body submits many steps in a row, and to wake the other thread costs
+    more than a step: that is done once for all that come before it runs."""
+    global _woken
+    _posted.append((contextvars.copy_context(), function, args))
+    if not _woken:
+        _woken = True
+        loop().call_soon_threadsafe(_take_posted)
+
+
+def _take_posted() -> None:
+    global _woken
+    _woken = False  # before the last look: what is posted from here on wakes it anew
+    while _posted:
+        context, function, args = _posted.popleft()
+        asyncio.get_running_loop().call_soon(function, *args, context=context)
 
 
 def call(work: Coroutine[Any, Any, T]) -> T:
@@ -39,8 +62,9 @@ def call(work: Coroutine[Any, Any, T]) -> T:
 
 def _forget() -> None:
     """A forked process has no copy of the thread."""
-    global _loop, _lock
-    _loop, _lock = None, threading.Lock()
+    global _loop, _lock, _woken
+    _loop, _lock, _woken = None, threading.Lock(), False
+    _posted.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

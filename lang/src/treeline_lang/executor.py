@@ -146,7 +146,6 @@ class StreamExecutor:
         """Where the first model call goes out with those of others."""
         self.ahead = Ahead()
         """What is known of the text to come."""
-        self._loop = background.loop()
         self._children: list[StreamExecutor] = []
         self.owner: int | None = threading.get_ident()
         """The thread that submits (None: yet to begin): what it reads before it has submitted the step that sets it
@@ -172,13 +171,13 @@ class StreamExecutor:
             if late and (self._is_branch or not step.do_late()):
                 reason = "nothing can be appended any more: the program has ended, or the branch was joined"
                 refusal = ProgramError(reason, where=step.where, step=step.name)
-                self._loop.call_soon_threadsafe(step.abandon, refusal)  # nobody waits for what it would have begun
+                background.post(step.abandon, refusal)  # nobody waits for what it would have begun
                 raise refusal.again()
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()
         if late:
             return
-        self._loop.call_soon_threadsafe(self._put, step)
+        background.post(self._put, step)
         if not self.run.parallel:
             self.sync()
 
@@ -207,7 +206,7 @@ class StreamExecutor:
     def sync(self) -> None:
         """Wait until everything submitted so far is done or given up."""
         done = threading.Event()
-        self._loop.call_soon_threadsafe(self._put, Mark(done.set))
+        background.post(self._put, Mark(done.set))
         done.wait()
 
     def settle(self) -> None:
@@ -235,10 +234,10 @@ class StreamExecutor:
         with self._declared:
             self._open, self.ended_by = False, failure
             self._declared.notify_all()
-        self._loop.call_soon_threadsafe(self._put, Mark(lambda: self._end(failure)))
+        background.post(self._put, Mark(lambda: self._end(failure)))
 
     def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(self._cancel)
+        background.post(self._cancel)
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
@@ -294,7 +293,7 @@ class StreamExecutor:
 
     def _go_on(self) -> None:
         if self._task is None and not self._waits and self._inbox:
-            self._task = self._loop.create_task(self._drain())
+            self._task = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         while self._inbox:

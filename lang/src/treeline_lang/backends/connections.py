@@ -1,127 +1,295 @@
-"""Connections to one server, each used by a request at a time.
+"""HTTP/1.1 to one server, over connections that are used again, each by a request at a time.
 
-httpx's own pool looks at all its requests and connections whenever one comes or goes: with some hundreds in flight, as
-programs have, that takes most of a core. Here a request costs the same however many there are.
+A general client spends more on a request than all the rest of a program's step costs: here it is one write, llhttp
+(httptools) reads the answer, and that costs the same however many requests are in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import resource
 import ssl
 import urllib.request
+import zlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from typing import Final, cast
-from urllib.parse import urlsplit
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Final, Self
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
-import httpx
+import httptools
 
 _KEPT_S: Final = 4.0
 """For so long idle connections are kept: shorter than servers do (many: 5 s), so that none closes one just when it is
 used again."""
 _MOST: Final = 1024
+_MOST_CONNECT_S: Final = 10.0
+_HELD_BYTES: Final = 1 << 20
+"""Of a body that nobody has read yet; then the server waits. And of all that is no body: headers without an end."""
 
 
-class Connections(httpx.AsyncBaseTransport):
-    """A transport for httpx. Those above the limit wait for one to be free."""
+class CannotConnect(Exception):
+    pass
 
-    def __init__(self, url: str) -> None:
-        """url: of the server; whether it is reached through a proxy says the environment, as usual."""
-        scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
-        self._proxy = None if urllib.request.proxy_bypass(host) else _proxy_for(scheme)
-        plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # for none, each connection would make one of its own
-        self._ssl = httpx.create_ssl_context() if scheme == "https" else plain
-        self._free: deque[tuple[httpx.AsyncHTTPTransport, float]] = deque()
-        """With the time since when. The last used is used next, so that the others grow old and are closed."""
-        self._all: set[httpx.AsyncHTTPTransport] = set()
-        self._closing: asyncio.Task[None] | None = None
-        """Of idle ones, while there are any."""
+
+class BrokeOff(Exception):
+    """The server closed the connection, or what it says is no HTTP."""
+
+
+class Response(asyncio.Protocol):
+    """A connection, and its answer to the request that it was given last."""
+
+    status = 0
+    """0: the headers have not all come."""
+
+    def __init__(self, owner: Connections) -> None:
+        self._owner = owner
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport = asyncio.Transport()
+        self._woken: asyncio.Future[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._broken: str | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.status, self.reason = 0, ""
+        self.headers: dict[str, str] = {}
+        """By their names in small letters."""
+        self.heard = self._complete = self._stays = False
+        self._parts: deque[bytes] = deque()
+        self._held = self._no_body = 0
+
+    async def send(self, request: bytes) -> Self:
+        """Returns when the headers of the answer are there. Raises BrokeOff, TimeoutError."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        self._begin()
+        self._transport.write(request)
+        try:
+            while not self.status:
+                await self._wait()
+        except BaseException:
+            self.abort()
+            raise
+        return self
+
+    async def parts(self) -> AsyncGenerator[bytes]:
+        """The body, unpacked, in pieces of at most a MiB or as they come. Raises BrokeOff, TimeoutError."""
+        packing = self.headers.get("content-encoding", "identity").lower()
+        if packing not in ("identity", "gzip", "x-gzip", "deflate"):
+            raise BrokeOff(f"its answer is packed as {packing!r}, which nobody asked for")
+        unpacks = None if packing == "identity" else zlib.decompressobj(wbits=47)
+        while True:
+            while self._parts:
+                part = self._parts.popleft()
+                self._held -= len(part)
+                while part:
+                    try:
+                        piece = part if unpacks is None else unpacks.decompress(part, _HELD_BYTES)
+                    except zlib.error as error:
+                        raise BrokeOff(f"its answer is not packed as it says: {error}") from None
+                    yield piece
+                    part = b"" if unpacks is None else unpacks.unconsumed_tail
+            if self._complete:
+                return
+            self._transport.resume_reading()
+            await self._wait()
+
+    def give_back(self) -> None:
+        """The request is over, read to its end or not."""
+        if not self._complete or not self._stays or self._broken is not None:
+            self.abort()
+            return
+        self._transport.resume_reading()
+        self._expiry = asyncio.get_running_loop().call_later(_KEPT_S, self.abort)
+        self._owner.idle.append(self)
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    async def secure(self, inner: Response, tls: ssl.SSLContext, host: str | None) -> asyncio.BaseTransport:
+        """What is behind this proxy, for another's use: this is none any more."""
+        self._owner.all.discard(self)
+        made = await asyncio.get_running_loop().start_tls(self._transport, inner, tls, server_hostname=host)
+        assert made is not None
+        return made
+
+    async def _wait(self) -> None:
+        if self._broken is not None:
+            raise BrokeOff(self._broken)
+        self._woken = asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(self._owner.timeout_s):
+            await self._woken
+
+    def _wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        self.abort()
+        self._wake()
+
+    # ---- what comes -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._owner.all.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        self._no_body += len(data)
+        try:
+            if self._expiry is not None:
+                raise httptools.HttpParserError("it answers what nobody asked")
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._break(f"what it says is no HTTP: {error}")
+        if self._no_body > _HELD_BYTES:
+            self._break("its headers have no end")
+        if self._held > _HELD_BYTES:
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._owner.all.discard(self)
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._owner.idle.remove(self)
+        measured = "content-length" in self.headers or "transfer-encoding" in self.headers
+        if self.status and error is None and self._broken is None and not measured:
+            self._complete = True  # it ends with the connection
+        self._break(str(error or "the connection was closed"))
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason = reason.decode("latin-1")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200:  # another follows
+            self.headers.clear()
+        else:
+            self.status = status
+
+    def on_body(self, part: bytes) -> None:
+        self._parts.append(part)
+        self._held += len(part)
+        self._no_body = 0
+
+    def on_message_complete(self) -> None:
+        self._complete = self.status >= 200
+        self._stays = self._parser.should_keep_alive()
+
+
+class Connections:
+    """Those above the limit wait for one to be free."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
+        """url: of the server; whether it is reached through a proxy says the environment, as usual. headers: of all
+        requests. timeout_s: a server that says nothing for so long is given up."""
+        self._server = urlsplit(url)
+        self._proxy = _proxy_for(self._server)
+        self._tls = _tls_for(self._server)
+        self.timeout_s = timeout_s
+        self.idle: list[Response] = []
+        """The last used is used next, so that the others grow old and are closed."""
+        self.all: set[Response] = set()
+        authority = self._server.netloc.rpartition("@")[2].encode("idna").decode()
+        self._target = quote(self._server.path, safe="/%:@!$&'()*+,;=~")
+        fixed = {"host": authority, "user-agent": "treeline-lang", "accept": "*/*", **headers}
+        if self._proxy is not None and self._tls is None:
+            self._target = f"http://{authority}{self._target}"
+            fixed |= authorization("proxy-authorization", self._proxy)
+        self._fixed = _lines(fixed)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._slots = asyncio.Semaphore(_MOST if files < 0 else max(min(_MOST, files // 2), 1))
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        await self._slots.acquire()
-        used_before = bool(self._free)
-        try:
-            connection = self._free.pop()[0] if used_before else self._new()
-        except BaseException:
-            self._slots.release()
-            raise
-        try:
+    @asynccontextmanager
+    async def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes
+    ) -> AsyncGenerator[Response]:
+        """The answer, within. Leaving early ends the request. Raises CannotConnect, BrokeOff, TimeoutError."""
+        lines = f"{self._fixed}{_lines(headers)}content-length: {len(body)}"
+        head = f"{method} {self._target}{path} HTTP/1.1\r\n{lines}\r\n\r\n"
+        async with self._slots:
+            response = await self._ask(head.encode("latin-1") + body)
             try:
-                response = await connection.handle_async_request(request)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if not used_before:
+                yield response
+            finally:
+                response.give_back()
+
+    async def close(self) -> None:
+        for response in list(self.all):
+            response.abort()
+        await asyncio.sleep(0)  # then their sockets are closed
+
+    async def _ask(self, request: bytes) -> Response:
+        if self.idle:
+            used_before = self.idle.pop()
+            try:
+                return await used_before.send(request)
+            except BrokeOff:
+                if used_before.heard:
                     raise
-                response = await connection.handle_async_request(request)  # the idle connection was closed: a new one
-        except BaseException:
-            self._give_back(connection)
-            raise
-        stream = cast(httpx.AsyncByteStream, response.stream)
-        response.stream = _Stream(stream, lambda: self._give_back(connection))
-        return response
+            # it was closed while it was idle: a new one
+        return await (await self._connect()).send(request)
 
-    async def aclose(self) -> None:
-        if self._closing is not None:
-            self._closing.cancel()
-        while self._all:
-            await self._all.pop().aclose()
-
-    def _new(self) -> httpx.AsyncHTTPTransport:
-        one = httpx.Limits(max_connections=1, keepalive_expiry=_KEPT_S)
+    async def _connect(self) -> Response:
+        loop, server, proxy = asyncio.get_running_loop(), self._server, self._proxy
+        to, tls = (server, self._tls) if proxy is None else (proxy, _tls_for(proxy))
         try:
-            connection = httpx.AsyncHTTPTransport(verify=self._ssl, limits=one, proxy=self._proxy)
-        except (ValueError, ImportError) as error:  # of a kind that httpx does not know
-            raise httpx.ProxyError(f"the environment's proxy cannot be used: {error}") from error
-        self._all.add(connection)
-        return connection
-
-    def _give_back(self, connection: httpx.AsyncHTTPTransport) -> None:
-        self._free.append((connection, asyncio.get_running_loop().time()))
-        self._slots.release()
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close_idle())
-
-    async def _close_idle(self) -> None:
-        """Servers close them, too, but until this side has done so they are open files."""
-        while self._free:
-            connection, since = self._free[0]
-            left_s = since + _KEPT_S - asyncio.get_running_loop().time()
-            if left_s > 0:
-                await asyncio.sleep(left_s)
-                continue
-            self._free.popleft()
-            self._all.discard(connection)
-            with suppress(Exception):  # whatever it says: it is not used again
-                await connection.aclose()
-        self._closing = None
+            async with asyncio.timeout(min(self.timeout_s, _MOST_CONNECT_S)):
+                _, made = await loop.create_connection(
+                    lambda: Response(self), to.hostname or "", _port(to), ssl=tls, happy_eyeballs_delay=0.25
+                )
+                if proxy is None or self._tls is None:
+                    return made
+                where = f"{server.hostname}:{_port(server)}"
+                lines = {"host": where, **authorization("proxy-authorization", proxy)}
+                await made.send(f"CONNECT {where} HTTP/1.1\r\n{_lines(lines)}\r\n".encode("latin-1"))
+                if made.status != 200:
+                    made.abort()
+                    raise CannotConnect(f"the environment's proxy answered {made.status}")
+                secured = Response(self)
+                secured.connection_made(await made.secure(secured, self._tls, server.hostname))
+                return secured
+        except TimeoutError:
+            raise CannotConnect("no answer") from None
+        except (OSError, UnicodeError, BrokeOff) as error:
+            raise CannotConnect(str(error)) from error
 
 
-def _proxy_for(scheme: str) -> str | None:
-    """What the environment says, where many leave the scheme of the proxy out."""
-    proxies = urllib.request.getproxies()
-    found = proxies.get(scheme) or proxies.get("all")
-    return found if found is None or "://" in found else f"http://{found}"
+def authorization(name: str, url: SplitResult) -> dict[str, str]:
+    """The header for the user and the password in a URL, if they are there."""
+    if url.username is None:
+        return {}
+    pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
+    return {name: f"Basic {base64.b64encode(pair.encode()).decode()}"}
 
 
-class _Stream(httpx.AsyncByteStream):
-    """An answer's body; `over` is called once, when it is closed."""
+def _proxy_for(server: SplitResult) -> SplitResult | None:
+    """What the environment says, where many leave the scheme of the proxy out. Raises CannotConnect."""
+    proxies = {} if urllib.request.proxy_bypass(server.hostname or "") else urllib.request.getproxies()
+    found = proxies.get(server.scheme) or proxies.get("all")
+    return None if found is None else urlsplit(found if "://" in found else f"http://{found}")
 
-    def __init__(self, stream: httpx.AsyncByteStream, over: Callable[[], None]) -> None:
-        self._stream, self._over = stream, over
-        self._closed = False
 
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._stream:
-            yield part
+def _tls_for(url: SplitResult) -> ssl.SSLContext | None:
+    """Raises CannotConnect for a proxy of a kind that there is not."""
+    if url.scheme not in ("http", "https"):
+        raise CannotConnect(f"the environment's proxy cannot be used: it begins with {url.scheme}://")
+    return ssl.create_default_context() if url.scheme == "https" else None
 
-    async def aclose(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            await self._stream.aclose()
-        finally:
-            self._over()
+
+def _port(url: SplitResult) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items())

@@ -9,12 +9,10 @@ import os
 import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-import httpx
-
-from treeline_lang.backends.connections import Connections
+from treeline_lang.backends.connections import BrokeOff, CannotConnect, Connections, Response, authorization
 from treeline_lang.backends.sse import EventStream
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
@@ -46,7 +44,7 @@ class HttpClient:
         """timeout_s: a server that says nothing for so long is given up. busy_s: for so long a request is tried again
         with a server that says it is busy. Raises ValueError for a URL that is none, a header that no request can have,
         and a timeout that is no time."""
-        self._auth = _user_of(url)
+        user = _user_of(url)
         self.url = _USER.sub("//", url.rstrip("/"))
         """For requests and errors: without the name and the password that may be in it."""
         for name, value in (headers or {}).items():
@@ -54,26 +52,23 @@ class HttpClient:
                 raise ValueError(f"the key for the header {name} is not one line of visible ASCII characters")
         if not timeout_s > 0:
             raise ValueError(f"a timeout is above 0 seconds, not {timeout_s!r}")
-        self._headers = dict(headers or {})
-        self._timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, 10.0))
+        self._headers = {**(headers or {}), **user}
+        self._timeout_s = timeout_s
         self._busy_s = busy_s
-        self._client: httpx.AsyncClient | None = None
+        self._connections: Connections | None = None
         self._pid = 0
         """Of the process whose connections these are."""
 
-    def _open(self) -> httpx.AsyncClient:
-        if self._client is None or self._pid != os.getpid():  # a forked process must not write to its parent's sockets
-            connections = Connections(self.url)
-            self._client = httpx.AsyncClient(
-                headers=self._headers, timeout=self._timeout, transport=connections, auth=self._auth
-            )
+    def _open(self) -> Connections:
+        if self._connections is None or self._pid != os.getpid():  # a fork must not write to its parent's sockets
+            self._connections = Connections(self.url, self._headers, self._timeout_s)
             self._pid = os.getpid()
-        return self._client
+        return self._connections
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None and self._pid == os.getpid():
-            await client.aclose()
+        connections, self._connections = self._connections, None
+        if connections is not None and self._pid == os.getpid():
+            await connections.close()
 
     async def get(self, path: str) -> Any:
         return _json((await self._send("GET", path, None, {})).body, self.url + path)
@@ -94,16 +89,16 @@ class HttpClient:
         while True:
             try:
                 async with self._request("POST", path, body, headers or {}) as response:
-                    if response.status_code in _BUSY and (pause := pauses.after(response)) is not None:
+                    if response.status in _BUSY and (pause := pauses.after(response)) is not None:
                         await asyncio.sleep(pause)
                         continue
-                    if response.status_code != 200:
+                    if response.status != 200:
                         raise _refused(await _whole(response, self.url + path), self.url + path)
                     async with aclosing(_events(response)) as events:
                         async for event in events:
                             yield event
                     return
-            except httpx.HTTPError as error:
+            except _FAILURES as error:
                 raise _unreachable(error, self.url) from error
 
     async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> _Answer:
@@ -112,7 +107,7 @@ class HttpClient:
             try:
                 async with self._request(method, path, body, headers) as response:
                     answer = await _whole(response, self.url + path)
-            except httpx.HTTPError as error:
+            except _FAILURES as error:
                 raise _unreachable(error, self.url) from error
             if answer.status in _BUSY and (pause := pauses.after(response)) is not None:
                 await asyncio.sleep(pause)
@@ -123,41 +118,39 @@ class HttpClient:
 
     def _request(
         self, method: str, path: str, body: Any, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[httpx.Response]:
-        content = None if body is None else json.dumps(body)
-        return self._open().stream(method, self.url + path, content=content, headers=_typed(headers, body))
+    ) -> AbstractAsyncContextManager[Response]:
+        if body is None:
+            return self._open().request(method, path, headers, b"")
+        typed = {"content-type": "application/json", **headers}
+        return self._open().request(method, path, typed, json.dumps(body).encode())
 
 
 _USER: Final = re.compile(r"//[^/?#]*@")
 _HEADER: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
-def _user_of(url: str) -> tuple[str, str] | None:
-    """(name, password), where the URL has them. Raises ValueError for what is no server's URL."""
+def _user_of(url: str) -> dict[str, str]:
+    """The header for the name and the password, where the URL has them. Raises ValueError for what is no server's."""
     shown = _USER.sub("//", url)
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"a server's URL begins with http:// or https://, not {shown!r}")
     try:
-        parts, parsed = urlsplit(url), httpx.URL(url)
-        has_host = bool(parts.hostname) and parts.port != 0
-    except (ValueError, httpx.InvalidURL) as error:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
+    except ValueError as error:
         raise ValueError(f"{shown!r} is no URL of a server: {_USER.sub('//', str(error))}") from None
     if not has_host:
         raise ValueError(f"{shown!r} is no URL of a server: it names none")
-    return (parsed.username, parsed.password) if parsed.userinfo else None
+    return authorization("authorization", parts)
 
 
-async def _whole(response: httpx.Response, url: str) -> _Answer:
+async def _whole(response: Response, url: str) -> _Answer:
     body = bytearray()
-    async for part in response.aiter_bytes():
+    async for part in response.parts():
         body += part
         if len(body) > MAX_ANSWER_BYTES:
             raise BackendError(f"{url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
-    return _Answer(response.status_code, response.reason_phrase, bytes(body))
-
-
-def _typed(headers: Mapping[str, str], body: Any) -> dict[str, str]:
-    return dict(headers) if body is None else {"content-type": "application/json", **headers}
+    return _Answer(response.status, response.reason, bytes(body))
 
 
 class _Pauses:
@@ -167,7 +160,7 @@ class _Pauses:
         self._left_s = patience_s
         self._next_s = 0.5
 
-    def after(self, response: httpx.Response) -> float | None:
+    def after(self, response: Response) -> float | None:
         try:
             pause = float(response.headers.get("retry-after", self._next_s))
         except ValueError:
@@ -180,9 +173,9 @@ class _Pauses:
         return pause if self._left_s >= 0 else None
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, Any]]:
+async def _events(response: Response) -> AsyncGenerator[tuple[str, Any]]:
     stream = EventStream(MAX_ANSWER_BYTES)
-    async with aclosing(cast(AsyncGenerator[bytes], response.aiter_bytes())) as chunks:
+    async with aclosing(response.parts()) as chunks:
         async for chunk in chunks:
             for name, data in _taken(stream, chunk):
                 if data == "[DONE]":
@@ -215,12 +208,15 @@ def _json(body: bytes, url: str) -> Any:
         raise BackendError(f"{url} answered with something that is not JSON: {shown!r}") from None
 
 
-def _unreachable(error: httpx.HTTPError, url: str) -> BackendError:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return Unreachable(f"the server at {url} cannot be reached: {error or 'no answer'}")
-    if isinstance(error, httpx.TimeoutException):
+_FAILURES: Final = (CannotConnect, BrokeOff, TimeoutError)
+
+
+def _unreachable(error: Exception, url: str) -> BackendError:
+    if isinstance(error, CannotConnect):
+        return Unreachable(f"the server at {url} cannot be reached: {error}")
+    if isinstance(error, TimeoutError):
         return Unreachable(f"the server at {url} has said nothing for too long")
-    return Unreachable(f"the server at {url} broke off: {error or type(error).__name__}")
+    return Unreachable(f"the server at {url} broke off: {error}")
 
 
 def _refused(answer: _Answer, url: str) -> BackendError:
