@@ -112,9 +112,10 @@ SGLANG_FRONTEND = (
     "lang/interpreter.py",
     "lang/ir.py",
     "lang/tracer.py",
+    "test/test_programs.py",
     "utils.py",
 )
-"""Its frontend language, with the backend for servers."""
+"""Its frontend language, with the backend for servers, and the programs by which it is tested there."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ FRONTEND = Release(
     "sglang",
     "0.5.23",
     SGLANG_FRONTEND,
-    "b27cad6755841cf87e6b06250c805ad9c95acc399c26e59d9ca828144b16bfc9",
+    "860454d9092783cebf9e051f58c3647fe10dd29d6399b9a5f8dcac402d0f7a3a",
     "frontend",
 )
 

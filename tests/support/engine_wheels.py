@@ -67,6 +67,10 @@ needs_engine_frontend = pytest.mark.skipif(
 )
 
 
+def frontend_folder() -> Path:
+    return Path(_FETCHED.FRONTEND.folder)
+
+
 @contextlib.contextmanager
 def frontend() -> Iterator[ModuleType]:
     """SGLang's frontend language as one imports it, with `RuntimeEndpoint` and the choices methods in it. It imports

@@ -14,11 +14,13 @@
 """
 
 from treeline_lang.backends.anthropic import Anthropic
-from treeline_lang.backends.base import Backend, flush_cache, get_server_info, set_default_backend
+from treeline_lang.backends.base import Backend, flush_cache, get_server_info, global_config, set_default_backend
 from treeline_lang.backends.engine import EngineBackend
+from treeline_lang.backends.local import Runtime
 from treeline_lang.backends.openai import OpenAI
 from treeline_lang.backends.runtime import RuntimeEndpoint
 from treeline_lang.choices import (
+    ChoicesDecision,
     greedy_token_selection,
     token_length_normalized,
     unconditional_likelihood_normalized,
@@ -60,13 +62,19 @@ from treeline_lang.expressions import (
     video,
 )
 from treeline_lang.program import Compiled, Function, function
+from treeline_lang.sampling import REGEX_BOOL, REGEX_FLOAT, REGEX_INT, REGEX_STR
 from treeline_lang.state import ProgramState, ProgramStateGroup
 
 __all__ = [
+    "REGEX_BOOL",
+    "REGEX_FLOAT",
+    "REGEX_INT",
+    "REGEX_STR",
     "Anthropic",
     "Backend",
     "BackendError",
     "Cancelled",
+    "ChoicesDecision",
     "Compiled",
     "EngineBackend",
     "Expr",
@@ -79,6 +87,7 @@ __all__ = [
     "ProgramStateGroup",
     "Refused",
     "RoleError",
+    "Runtime",
     "RuntimeEndpoint",
     "TemplateError",
     "TraceError",
@@ -97,6 +106,7 @@ __all__ = [
     "gen_int",
     "gen_string",
     "get_server_info",
+    "global_config",
     "greedy_token_selection",
     "image",
     "select",

@@ -6,7 +6,7 @@ The three methods are those of SGLang's language (`sglang/lang/choices.py`), wri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
 Logprobs = Sequence[float]
@@ -21,6 +21,33 @@ class Decision:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class ChoicesDecision:
+    """What a method of SGLang's form returns."""
+
+    decision: str
+    meta_info: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    logprob: float | None
+    """None: the first token of a text has none."""
+    id: int | None
+    """None: the API does not tell."""
+    text: str | None
+
+
+Tokens = Sequence[TokenLogprob]
+LOWEST: Final = -9999.0
+"""What an impossible token counts: two of -inf could not be compared."""
+
+
+def _logprobs(tokens: Tokens) -> list[float]:
+    """A first token has none: it counts 0."""
+    return [0.0 if token.logprob is None else max(token.logprob, LOWEST) for token in tokens]
+
+
 Decide = Callable[[Sequence[Logprobs], Sequence[Logprobs]], Decision]
 
 
@@ -33,6 +60,43 @@ class ChoicesMethod:
     """(the logprobs of each choice after the prompt, and without one) → which."""
     unconditional: bool = False
     """It reads the second."""
+    custom: Callable[..., Any] | None = None
+    """One of a program's own, in SGLang's form, in place of `decide`."""
+
+    @classmethod
+    def of(cls, custom: Callable[..., Any]) -> ChoicesMethod:
+        name = getattr(custom, "__name__", type(custom).__name__)
+        return cls(name, _by_mean, bool(getattr(custom, "requires_unconditional_logprobs", False)), custom)
+
+    def by_tokens(self, choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
+        """`decide`, by the tokens of each choice. Raises ValueError for what `custom` decides that is no choice."""
+        means = [_mean(_logprobs(one)) for one in given]
+        meta = {"normalized_prompt_logprobs": means, "input_token_logprobs": [list(map(astuple, one)) for one in given]}
+        if self.custom is None:
+            made = self.decide(list(map(_logprobs, given)), list(map(_logprobs, alone)))
+            return replace(made, meta=made.meta | meta)
+        unconditional = {"unconditional_token_logprobs": [list(map(astuple, one)) for one in alone] or None}
+        said = self.custom(choices=list(choices), **meta, output_token_logprobs=[[] for _ in choices], **unconditional)
+        if said.decision not in choices:
+            raise ValueError(f"{self.name} chose {said.decision!r}, which is none of the choices")
+        index = list(choices).index(said.decision)
+        return Decision(index, [float(i == index) for i in range(len(choices))], {**meta, **(said.meta_info or {})})
+
+    def __call__(
+        self,
+        *,
+        choices: Sequence[str],
+        input_token_logprobs: Sequence[Sequence[Any]],
+        unconditional_token_logprobs: Sequence[Sequence[Any]] | None = None,
+        **_: Any,
+    ) -> ChoicesDecision:
+        """As SGLang's methods are called, by others of a program's own."""
+        given, alone = (
+            [[TokenLogprob(*token) for token in one] for one in tokens or ()]
+            for tokens in (input_token_logprobs, unconditional_token_logprobs)
+        )
+        made = self.by_tokens(choices, given, alone)
+        return ChoicesDecision(choices[made.index], made.meta)
 
 
 def _mean(logprobs: Logprobs) -> float:
@@ -86,15 +150,6 @@ CHOICES_METHODS: Final = {
     method.name: method
     for method in (token_length_normalized, greedy_token_selection, unconditional_likelihood_normalized)
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    logprob: float | None
-    """None: the first token of a text has none."""
-    id: int | None
-    """None: the API does not tell."""
-    text: str | None
 
 
 def tokens_of_choice(tokens: Sequence[TokenLogprob], choice: str, before: int) -> Sequence[TokenLogprob]:

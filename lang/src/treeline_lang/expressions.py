@@ -7,7 +7,7 @@ but a sum knows the line of the program that made it (`where`, which equality ig
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Never
 
@@ -218,7 +218,7 @@ def gen(
     return_text_in_logprobs: bool | None = None,
     dtype: type | str | None = None,
     choices: Sequence[str | Expr] | None = None,
-    choices_method: ChoicesMethod | str | None = None,
+    choices_method: ChoicesMethod | Callable[..., Any] | str | None = None,
     regex: str | None = None,
     json_schema: Any = None,
 ) -> Expr:
@@ -256,7 +256,7 @@ def select(
     name: str | None = None,
     choices: Sequence[str | Expr] | None = None,
     temperature: float = 0.0,
-    choices_method: ChoicesMethod | str | None = None,
+    choices_method: ChoicesMethod | Callable[..., Any] | str | None = None,
 ) -> Expr:
     """The likeliest of several texts, by `choices_method` (`treeline_lang.choices`)."""
     if name is not None:
@@ -272,11 +272,13 @@ def select(
     return Select(name, plain, method_named(choices_method))
 
 
-def method_named(method: ChoicesMethod | str | None) -> ChoicesMethod:
+def method_named(method: ChoicesMethod | Callable[..., Any] | str | None) -> ChoicesMethod:
     if method is None:
         return token_length_normalized
     if isinstance(method, ChoicesMethod):
         return method
+    if callable(method):
+        return ChoicesMethod.of(method)
     if method not in CHOICES_METHODS:
         raise ValueError(f"choices_method is one of {', '.join(CHOICES_METHODS)}, not {method!r}")
     return CHOICES_METHODS[method]

@@ -56,6 +56,11 @@ class Function:
         functools.update_wrapper(self, body, updated=())
         self.__name__ = name_of(body)
 
+    @property
+    def func(self) -> Callable[..., Any]:
+        """The body, by SGLang's name."""
+        return self.body
+
     def __reduce__(self) -> Any:
         """Pickled by its name, as functions are: for another process, which imports its module."""
         if self.bound:

@@ -12,12 +12,11 @@ from typing import Any, Final
 MAX_NEW_TOKENS: Final = 128
 """Where neither says."""
 
-_PATTERNS: Final[dict[type, str]] = {
-    int: r"[-+]?[0-9]+[ \n]*",
-    float: r"[-+]?[0-9]*\.?[0-9]+[ \n]*",
-    bool: r"(True|False)",
-    str: r'"[\w\d\s]*"',
-}
+REGEX_INT: Final = r"[-+]?[0-9]+[ \n]*"
+REGEX_FLOAT: Final = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
+REGEX_BOOL: Final = r"(True|False)"
+REGEX_STR: Final = r'"[\w\d\s]*"'
+_PATTERNS: Final[dict[type, str]] = {int: REGEX_INT, float: REGEX_FLOAT, bool: REGEX_BOOL, str: REGEX_STR}
 """As in SGLang's language."""
 _STOPS: Final[dict[type, tuple[str, ...]]] = {int: (" ", "\n"), float: (" ", "\n")}
 Dtype = type[int] | type[float] | type[bool] | type[str]

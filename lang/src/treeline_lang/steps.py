@@ -253,6 +253,9 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
     run = stream.run
     variable = next(variables) if node.name is not None else Variable("")
     sampling = node.sampling.over(run.defaults)
+    looks = sampling.limit == 0 and bool(sampling.top_logprobs_num)  # at what would come: as SGLang, by one token
+    if looks:
+        sampling, streams = replace(sampling, max_tokens=1), False
     prompt = stream.transcript.prompt()
     count = sampling.n or 1
     if stream.transcript.role is not None:
@@ -267,7 +270,7 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         completions = [last]
     else:
         completions = await speculative.generate(stream, prompt, sampling)
-    texts = [completion.text for completion in completions]
+    texts = ["" if looks else completion.text for completion in completions]
     stream.transcript.append(texts[0])
     metas = [completion.meta for completion in completions]
     if count == 1:

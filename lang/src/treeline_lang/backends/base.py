@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -100,23 +99,26 @@ class Backend(ABC):
         raise Unsupported(f"{type(self).__name__} has no server that tells about itself")
 
 
-_default: Backend | None = None
-_default_lock = threading.Lock()
+class GlobalConfig:
+    """As SGLang's: programs may set what else it has, and nothing reads that."""
+
+    default_backend: Backend | None = None
+
+
+global_config = GlobalConfig()
 
 
 def set_default_backend(backend: Backend | None) -> None:
     """Which backend runs programs that name none."""
-    global _default
-    with _default_lock:
-        _default = backend
+    global_config.default_backend = backend
 
 
 def default_backend() -> Backend:
-    if _default is None:
+    if global_config.default_backend is None:
         raise Unsupported(
             "no backend: give run() one, as backend=RuntimeEndpoint('http://127.0.0.1:30000'), or set_default_backend()"
         )
-    return _default
+    return global_config.default_backend
 
 
 def flush_cache(backend: Backend | None = None) -> None:

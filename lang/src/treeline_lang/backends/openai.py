@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from treeline_lang.backends import openai_format as form
@@ -23,6 +23,23 @@ from treeline_lang.templates import TEMPLATES, ChatTemplate, named
 from treeline_lang.transcript import Prompt
 
 URL: Final = "https://api.openai.com/v1"
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """Of all requests of a backend, as the server tells."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def reset(self) -> None:
+        self.prompt_tokens = self.completion_tokens = 0
+
+    def add(self, told: Any) -> None:
+        """told: a mapping that may have the two."""
+        for name in ("prompt_tokens", "completion_tokens"):
+            count = told.get(name) if isinstance(told, Mapping) else None
+            setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
 
 class OpenAI(Backend):
@@ -62,6 +79,7 @@ class OpenAI(Backend):
         is_openai = self._http.url.startswith("https://api.openai.com/")
         self._known = DIALECTS["openai"] if dialect is None and is_openai else DIALECTS.get(dialect or "")
         self._tokenize = tokenize
+        self.token_usage = TokenUsage()
 
     async def template(self) -> ChatTemplate:
         return self._template
@@ -83,7 +101,7 @@ class OpenAI(Backend):
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         if sampling.stop_regex:
             return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
-        answer = await self._http.post(self._path, await self._body(prompt, sampling))
+        answer = await self._ask(self._path, await self._body(prompt, sampling))
         return form.completions_of(answer, sampling.n or 1, chat=self.chats)
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
@@ -98,6 +116,7 @@ class OpenAI(Backend):
         async with aclosing(self._http.events(self._path, body)) as events:
             async for _, event in events:
                 yield growing.take(event)
+        self.token_usage.add(growing.meta)
         if growing.finish is None:
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
@@ -145,7 +164,12 @@ class OpenAI(Backend):
         return form.completions_of(answer, 1, chat=False)[0].text
 
     async def _complete(self, **body: Any) -> Any:
-        return await self._http.post("/completions", {"model": self._model, **body})
+        return await self._ask("/completions", {"model": self._model, **body})
+
+    async def _ask(self, path: str, body: Any) -> Any:
+        answer = await self._http.post(path, body)
+        self.token_usage.add(answer.get("usage") if isinstance(answer, dict) else None)
+        return answer
 
     async def aclose(self) -> None:
         await self._http.close()

@@ -187,6 +187,9 @@ class RuntimeEndpoint(Backend):
     def get_server_info(self) -> dict[str, Any]:
         return background.call(self._told("/get_server_info"))
 
+    def get_model_name(self) -> str:
+        return str(self.get_model_info()["model_path"])
+
     def get_model_info(self) -> dict[str, Any]:
         return background.call(self._told("/get_model_info"))
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob, tokens_of_choice
 from treeline_lang.errors import BackendError
-
-LOWEST: Final = -9999.0
-"""What an impossible token counts: two of -inf could not be compared."""
 
 
 class Scorer(Protocol):
@@ -33,13 +29,11 @@ async def select_by_logprobs(scorer: Scorer, text: str, choices: Sequence[str], 
     tokens = [tokens_of_choice(one, choice, before) for one, choice in zip(scored, choices, strict=True)]
     if not all(tokens):
         raise BackendError("the server told no logprobs of the choices")
-    alone: list[list[float]] = []
+    alone: list[list[TokenLogprob]] = []
     if method.unconditional:
         ids = [[token.id for token in one if token.id is not None] for one in tokens]
-        alone = [_logprobs(one) for one in _checked(await scorer.score_ids(ids), len(choices))]
-    decision = method.decide([_logprobs(one) for one in tokens], alone)
-    listed = [[(token.logprob, token.id, token.text) for token in one] for one in tokens]
-    return replace(decision, meta={**decision.meta, "input_token_logprobs": listed})
+        alone = _checked(await scorer.score_ids(ids), len(choices))
+    return method.by_tokens(choices, tokens, alone)
 
 
 def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLogprob]]:
@@ -61,8 +55,3 @@ def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLog
 def _is_logprob(value: Any) -> bool:
     """Not above 0, but for rounding; -inf is one, NaN is not."""
     return type(value) in (int, float) and value <= 1
-
-
-def _logprobs(tokens: Sequence[TokenLogprob]) -> list[float]:
-    """A first token has none: it counts 0."""
-    return [0.0 if token.logprob is None else max(token.logprob, LOWEST) for token in tokens]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Never
 
 from treeline_lang import images
-from treeline_lang.choices import CHOICES_METHODS
+from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod
 from treeline_lang.compiler import growth
 from treeline_lang.compiler.graph import Graph, Parameter, Stream
 from treeline_lang.compiler.nodes import (
@@ -287,8 +287,16 @@ def _load_choice(choice: Any, at: str) -> str | Expr:
 
 
 _CHOICE = _Codec(lambda choice: choice if isinstance(choice, str) else _CHOICE_PARTS.dump(choice), _load_choice)
+
+
+def _dump_method(method: ChoicesMethod) -> str:
+    if method.custom is not None:
+        raise ProgramFileError(f"the choices method {method.name} is the program's own, which no file holds")
+    return method.name
+
+
 _METHOD = _Codec(
-    lambda method: method.name,
+    _dump_method,
     lambda name, at: (
         CHOICES_METHODS[name]
         if isinstance(name, str) and name in CHOICES_METHODS
