@@ -168,6 +168,21 @@ METRICS: dict[str, Metric] = {
         headline=False,
     ),
     "http.cpu_us": Metric("µs", "what its HTTP process computes for one of them", "lower", headline=False),
+    **{
+        f"lang.vs_sglang.{name}": Metric(
+            "ratio",
+            f"CPU time of the language's client for {what}, by that of SGLang's",
+            "lower",
+            1.0,
+            "SGLang's, same run",
+        )
+        for name, what in (("call", "a program of one call"), ("fork4", "a fork of four calls"))
+    },
+    **{
+        f"lang.cpu_ms.{side}.{name}": Metric("ms", "CPU time of the client", "lower", headline=False)
+        for side in ("ours", "theirs")
+        for name in ("call", "fork4")
+    },
     "sampling.equal": Metric(
         "share",
         "seeded answers that are the same alone and among others, to the last token",

@@ -244,6 +244,18 @@ def _scrape(result: Result) -> Figure:
     return figure
 
 
+def _lang_client(result: Result) -> Figure:
+    names = {"call": "one call", "fork4": "a fork of four"}
+    ratios = [result.value(f"lang.vs_sglang.{name}") for name in names]
+    title = f"A program costs its client {number(min(ratios))} to {number(max(ratios))} of SGLang's CPU time"
+    figure, axes = _figure(title, 2, _size(result))
+    for axis, (name, what) in zip(axes, names.items(), strict=True):
+        values = [result.value(f"lang.cpu_ms.{side}.{name}") for side in ("ours", "theirs")]
+        _bars(axis, ["Treeline", "SGLang"], values, [OURS, OTHER])
+        axis.set(title=what, ylabel="ms of a CPU")
+    return figure
+
+
 def _operator(result: Result) -> Figure:
     quantiles = ("p50", "p95")
     apply_s = [result.value(f"operator.apply_s.{quantile}") for quantile in quantiles]
@@ -493,6 +505,7 @@ PLOTS: dict[str, Callable[[Result], Figure]] = {
     "chaos": _chaos,
     "fleet": _fleet,
     "scrape": _scrape,
+    "lang-client": _lang_client,
     "operator": _operator,
     "one-gateway": _one_gateway,
     "operator-throttled": _throttled,

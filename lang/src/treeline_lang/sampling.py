@@ -53,12 +53,12 @@ class Sampling:
     def over(self, defaults: Sampling) -> Sampling:
         """Where this says nothing, the defaults; stops of both count."""
         said: dict[str, Any] = {}
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(defaults, field.name)
-            if field.name in ("stop", "stop_token_ids", "stop_regex"):
-                said[field.name] = tuple(dict.fromkeys((*mine, *theirs)))
+        for name in _FIELDS:
+            mine, theirs = getattr(self, name), getattr(defaults, name)
+            if name in ("stop", "stop_token_ids", "stop_regex"):
+                said[name] = tuple(dict.fromkeys((*mine, *theirs)))
             else:
-                said[field.name] = theirs if mine is None else mine
+                said[name] = theirs if mine is None else mine
         return Sampling(**said)
 
     @property
@@ -81,6 +81,9 @@ class Sampling:
         return text if self.dtype is None else self.dtype(text)
 
 
+_FIELDS: Final = tuple(field.name for field in fields(Sampling))
+
+
 def check_sampling(**given: Any) -> Sampling:
     """A Sampling of a user's arguments. Raises TypeError for wrong types and names, ValueError for wrong values.
 
@@ -92,10 +95,10 @@ def check_sampling(**given: Any) -> Sampling:
         if most is not None and given.get("max_tokens") is not None:
             raise TypeError("max_tokens and max_new_tokens are one thing: give one of them")
         given["max_tokens"] = given.get("max_tokens") if most is None else most
-    names = {field.name for field in fields(Sampling)}
-    unknown = sorted(given.keys() - names)
+    unknown = sorted(given.keys() - set(_FIELDS))
     if unknown:
-        raise TypeError(f"there is no parameter {unknown[0]!r}; the sampling parameters are {', '.join(sorted(names))}")
+        names = ", ".join(sorted(_FIELDS))
+        raise TypeError(f"there is no parameter {unknown[0]!r}; the sampling parameters are {names}")
     for name in ("stop", "stop_token_ids", "stop_regex"):
         given[name] = _several(name, given.get(name))
     for pattern in (*given["stop_regex"], given.get("regex")):
