@@ -18,6 +18,7 @@ from support.engine_wheels import frontend_folder, needs_engine_frontend
 from support.lang_backend import FakeBackend
 from support.runtime_server import ServerProcess, running
 from transformers import AutoTokenizer
+from treeline_lang import sampling
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 IMPORTS = {
@@ -80,7 +81,8 @@ def test_every_program_of_theirs_is_run_or_in_the_table() -> None:
 @pytest.mark.integration
 @pytest.mark.deep
 @pytest.mark.parametrize("name", [*PLAIN, *CLEVER])
-def test_a_program_of_theirs_runs(endpoint: sgl.RuntimeEndpoint, name: str) -> None:
+def test_a_program_of_theirs_runs(endpoint: sgl.RuntimeEndpoint, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "MAX_NEW_TOKENS", 24)  # a busy machine takes minutes for what a small model rambles
     arguments = {"check_answer": False} if name == "test_select" else {}
     endpoint.endpoint = endpoint  # type: ignore[attr-defined]  # as a Runtime has
     knowledge = (AssertionError, ValueError, SyntaxError, sgl.UnknownVariable) if name in CLEVER else ()

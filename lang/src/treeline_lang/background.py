@@ -39,7 +39,12 @@ def post(function: Callable[..., object], *args: Any) -> None:
     _posted.append((contextvars.copy_context(), function, args))
     if not _woken:
         _woken = True
-        loop().call_soon_threadsafe(_take_posted)
+        wake()
+
+
+def wake() -> None:
+    """After a Ctrl-C, which may have come between the two lines above."""
+    loop().call_soon_threadsafe(_take_posted)
 
 
 def _take_posted() -> None:

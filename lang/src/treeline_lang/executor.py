@@ -238,6 +238,7 @@ class StreamExecutor:
 
     def cancel(self) -> None:
         background.post(self._cancel)
+        background.wake()
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 
