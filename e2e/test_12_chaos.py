@@ -100,7 +100,7 @@ class Chaos:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(MINUTES * 60 + 600)
+@pytest.mark.timeout(MINUTES * 60 + 1800)
 def test_the_books_balance(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", engine=SHOWS_ITS_CACHE, template=HANGS, gateway={"standalone": {"replicas": 2}}))
     treeline.await_ready("tiny")
