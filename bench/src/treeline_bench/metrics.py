@@ -170,11 +170,7 @@ METRICS: dict[str, Metric] = {
     "http.cpu_us": Metric("µs", "what its HTTP process computes for one of them", "lower", headline=False),
     **{
         f"lang.vs_sglang.{name}": Metric(
-            "ratio",
-            f"CPU time of the language's client for {what}, by that of SGLang's",
-            "lower",
-            1.0,
-            "SGLang's, same run",
+            "ratio", f"CPU time of the language's client for {what}, by SGLang's", "lower", 1.0, "SGLang's, same run"
         )
         for name, what in (("call", "a program of one call"), ("fork4", "a fork of four calls"))
     },

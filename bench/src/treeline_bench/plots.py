@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,15 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from treeline_bench import corpus
 from treeline_bench.colours import OTHER, OURS, REFERENCE
+from treeline_bench.drawing import LABEL, draw_bars, draw_expected, draw_line, new_figure, size_of
 from treeline_bench.metrics import metric
 from treeline_bench.programs import plot as programs
-from treeline_bench.results import Result, Row, number
+from treeline_bench.results import Result, number
 from treeline_bench.serving.datasets import DATASETS
-
-HALF_BAR = 0.31
-# Readable also where a reference line passes behind it.
-LABEL: dict[str, Any] = {
-    "padding": 4,
-    "fontweight": "bold",
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-}
 
 STYLE: dict[Any, Any] = {
     "svg.hashsalt": "treeline",
@@ -54,55 +46,22 @@ def plot(result: Result, path: Path) -> Path:
     return path
 
 
-def _figure(title: str, panels: int, note: str) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(4.3 * panels, 4.4), layout="constrained")
-    figure.suptitle(title)
-    figure.supxlabel(note, fontsize=9, color="#555555")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    return figure, list(axes)
-
-
-def _bars(axes: Axes, labels: Sequence[str], values: Sequence[float], colours: Sequence[str]) -> None:
-    bars = axes.bar(labels, values, color=colours, width=2 * HALF_BAR)
-    axes.bar_label(bars, labels=[number(value) for value in values], **LABEL)
-    axes.margins(y=0.25)
-
-
-def _line(axes: Axes, height: float, label: str, bars: int, first: int = 0) -> None:
-    """A reference line across the bars from `first` to before `bars`: those that it is about."""
-    axes.hlines(
-        height,
-        first - HALF_BAR,
-        bars - 1 + HALF_BAR,
-        color=REFERENCE,
-        linestyle="--",
-        linewidth=1.6,
-        label=label,
-    )
-    axes.legend(loc="upper right", frameon=False, fontsize=9)
-    axes.set_ylim(top=max(axes.get_ylim()[1], height * 1.2))
-
-
-def _size(result: Result) -> str:
-    return f"{result.machine.cores} cores, {result.machine.memory_gib:g} GiB"
-
-
 def _routing(result: Result) -> Figure:
     computed = {policy: result.value(f"routing.computed_tokens.{policy}") for policy in POLICIES}
     fewer = computed["random"] / max(computed["treeline"], 1)
-    note = f"shared prefixes, 2 CPU runtimes with one torch thread each; {_size(result)}"
-    figure, axes = _figure(f"Prefix-aware routing computes {fewer:.1f}× fewer prompt tokens than random", 3, note)
+    note = f"shared prefixes, 2 CPU runtimes with one torch thread each; {size_of(result)}"
+    figure, axes = new_figure(f"Prefix-aware routing computes {fewer:.1f}× fewer prompt tokens than random", 3, note)
     labels = [policy.replace("_", "\n") for policy in POLICIES]
     colours = [OURS, OTHER, OTHER]
 
     rates = [100 * result.value(f"routing.hit_rate.{policy}") for policy in POLICIES]
-    _bars(axes[0], labels, rates, colours)
+    draw_bars(axes[0], labels, rates, colours)
     axes[0].set(title="Prompt tokens from the cache", ylabel="hit rate (%)", ylim=(0, 100))
     oracle = result.row("routing.hit_rate.treeline").reference
     if isinstance(oracle, float | int):
-        _line(axes[0], 100 * oracle, "oracle", bars=3)
+        draw_line(axes[0], 100 * oracle, "oracle", bars=3)
 
-    _bars(axes[1], labels, [computed[policy] / 1000 for policy in POLICIES], colours)
+    draw_bars(axes[1], labels, [computed[policy] / 1000 for policy in POLICIES], colours)
     axes[1].set(title="Prompt tokens computed", ylabel="thousand tokens")
 
     for offset, quantile, shade in ((-0.2, "p50", 1.0), (0.2, "p99", 0.55)):
@@ -120,13 +79,13 @@ def _picker(result: Result) -> Figure:
     added = [result.value(f"picker.added_ms.{quantile}") for quantile in ("p50", "p99")]
     rates = [result.value(f"picker.rps_per_core.{size}") for size in ("1kb", "220kb")]
     title = f"Asking the picker costs {number(added[0])} ms; one core decides {number(rates[0])} requests/s"
-    figure, axes = _figure(title, 2, f"one Envoy worker, picker on a core of its own; {_size(result)}")
-    _bars(axes[0], ["median", "99th percentile"], added, [OURS, OURS])
+    figure, axes = new_figure(title, 2, f"one Envoy worker, picker on a core of its own; {size_of(result)}")
+    draw_bars(axes[0], ["median", "99th percentile"], added, [OURS, OURS])
     axes[0].set(title="Latency added to bare Envoy", ylabel="ms")
-    _expected(axes[0], result.row("picker.added_ms.p50"), "expected median, at most")
-    _bars(axes[1], ["1 KB body", "220 KB body"], rates, [OURS, OURS])
+    draw_expected(axes[0], result.row("picker.added_ms.p50"), "expected median, at most")
+    draw_bars(axes[1], ["1 KB body", "220 KB body"], rates, [OURS, OURS])
     axes[1].set(title="Decisions per core", ylabel="requests per CPU-second")
-    _expected(axes[1], result.row("picker.rps_per_core.1kb"), "expected at 1 KB, at least")
+    draw_expected(axes[1], result.row("picker.rps_per_core.1kb"), "expected at 1 KB, at least")
     return figure
 
 
@@ -136,18 +95,13 @@ def _gie(result: Result) -> Figure:
     title = (
         f"Our picker decides {number(min(ratios))} to {number(max(ratios))} times as many requests per core as GIE's"
     )
-    figure, axes = _figure(title, 2, f"one Envoy worker, pickers on a core of their own; {_size(result)}")
-    _bars(axes[0], ["1 KB", "30 KB", "220 KB"], ratios, [OURS] * 3)
+    figure, axes = new_figure(title, 2, f"one Envoy worker, pickers on a core of their own; {size_of(result)}")
+    draw_bars(axes[0], ["1 KB", "30 KB", "220 KB"], ratios, [OURS] * 3)
     axes[0].set(title="Requests per CPU-second ÷ GIE 1.5's, at least", ylabel="×")
     added = [result.value(f"gie.added_ms.p{q}") for q in (50, 99)]
-    _bars(axes[1], ["median", "99th percentile"], added, [OURS, OURS])
+    draw_bars(axes[1], ["median", "99th percentile"], added, [OURS, OURS])
     axes[1].set(title="Latency added to bare Envoy, at most", ylabel="ms")
     return figure
-
-
-def _expected(axes: Axes, row: Row, label: str, bars: int = 1, first: int = 0) -> None:
-    if isinstance(row.reference, float | int):
-        _line(axes, row.reference, label, bars, first)
 
 
 def _tree(result: Result) -> Figure:
@@ -155,7 +109,7 @@ def _tree(result: Result) -> Figure:
     rows = [row for row in result.rows if row.ratio]
     times = [row.ratio if metric(row.metric).better == "higher" else 1 / row.ratio for row in rows if row.ratio]
     match = result.value("tree.match_us.2700")
-    figure, (axes,) = _figure(f"The tree matches a 2,700-token prompt in {number(match)} µs", 1, _size(result))
+    figure, (axes,) = new_figure(f"The tree matches a 2,700-token prompt in {number(match)} µs", 1, size_of(result))
     figure.set_size_inches(8.6, 4.0)
     labels = [row.metric.removeprefix("tree.") for row in rows]
     bars = axes.barh(labels, times, color=[OURS if times_ >= 1 else REFERENCE for times_ in times], height=0.6)
@@ -171,10 +125,10 @@ def _tree(result: Result) -> Figure:
 
 def _chat(result: Result) -> Figure:
     inline, worker = result.row("chat.render_us.4k"), result.row("chat.worker_us.4k")
-    figure, (axes,) = _figure(f"A chat of 4 KB is rendered in {number(inline.value)} µs", 1, _size(result))
+    figure, (axes,) = new_figure(f"A chat of 4 KB is rendered in {number(inline.value)} µs", 1, size_of(result))
     figure.set_size_inches(6.4, 4.4)
-    _bars(axes, ["inline", "by a worker"], [inline.value, worker.value], [OURS, OTHER])
-    _expected(axes, inline, "the bound in the picker")
+    draw_bars(axes, ["inline", "by a worker"], [inline.value, worker.value], [OURS, OTHER])
+    draw_expected(axes, inline, "the bound in the picker")
     axes.set(title="Median time of one rendering", ylabel="µs")
     return figure
 
@@ -182,20 +136,20 @@ def _chat(result: Result) -> Figure:
 def _tokenization(result: Result) -> Figure:
     rows = [row for row in result.rows if row.metric.startswith("tokenization.speedup.")]
     turn_us = number(result.value("tokenization.turn_us"))
-    figure, (axes,) = _figure(f"A new turn is tokenized in {turn_us} µs", 1, _size(result))
-    _bars(axes, [row.metric.rpartition(".")[2] for row in rows], [row.value for row in rows], [OURS] * len(rows))
+    figure, (axes,) = new_figure(f"A new turn is tokenized in {turn_us} µs", 1, size_of(result))
+    draw_bars(axes, [row.metric.rpartition(".")[2] for row in rows], [row.value for row in rows], [OURS] * len(rows))
     axes.set(title="Against tokenizing the whole", ylabel="times as fast", xlabel="characters of the conversation")
     return figure
 
 
 def _http(result: Result) -> Figure:
     answers, computed = result.row("http.requests_s"), result.row("http.cpu_us")
-    figure, axes = _figure(f"{number(answers.value)} small completions a second", 2, _size(result))
+    figure, axes = new_figure(f"{number(answers.value)} small completions a second", 2, size_of(result))
     for axis, row, title in (
         (axes[0], answers, "Answers a second"),
         (axes[1], computed, "What the HTTP process computes for one"),
     ):
-        _bars(axis, [""], [row.value], [OURS])
+        draw_bars(axis, [""], [row.value], [OURS])
         axis.set(title=title, ylabel=row.unit)
     return figure
 
@@ -203,8 +157,8 @@ def _http(result: Result) -> Figure:
 def _sampling(result: Result) -> Figure:
     equal, compared = result.row("sampling.equal").value, result.row("sampling.compared").value
     same = round(equal * compared)
-    figure, axes = _figure(f"{same} of {compared:.0f} seeded answers are the same among others", 1, _size(result))
-    _bars(axes[0], ["the same", "another"], [same, compared - same], [OURS, OTHER])
+    figure, axes = new_figure(f"{same} of {compared:.0f} seeded answers are the same among others", 1, size_of(result))
+    draw_bars(axes[0], ["the same", "another"], [same, compared - same], [OURS, OTHER])
     axes[0].set(title="Alone and 64 at once", ylabel="answers")
     return figure
 
@@ -213,13 +167,13 @@ def _bodies(result: Result) -> Figure:
     waits = [row for row in result.rows if row.metric.startswith("bodies.live_ms.")]
     memory = [row for row in result.rows if row.metric.startswith("bodies.rss_mb.")]
     longest = number(max(row.value for row in waits))
-    figure, axes = _figure(f"A hostile body delays others by {longest} ms at most", 2, _size(result))
+    figure, axes = new_figure(f"A hostile body delays others by {longest} ms at most", 2, size_of(result))
     for axis, rows, title in (
         (axes[0], waits, "Longest wait for /live"),
         (axes[1], memory, "Memory at most"),
     ):
         labels = [row.metric.rpartition(".")[2].removesuffix("mb") + " MB" for row in rows]
-        _bars(axis, labels, [row.value for row in rows], [OURS] * len(rows))
+        draw_bars(axis, labels, [row.value for row in rows], [OURS] * len(rows))
         axis.set(title=title, ylabel=rows[0].unit, xlabel="prompt")
     return figure
 
@@ -228,8 +182,8 @@ def _fleet(result: Result) -> Figure:
     counts = (1000, 5000)
     times = [result.value(f"picker.pick_ms.{count}") for count in counts]
     title = f"One of 1,000 endpoints is chosen in {number(times[0])} ms"
-    figure, (axes,) = _figure(title, 1, _size(result))
-    _bars(axes, [f"{count:,} endpoints" for count in counts], times, [OURS, OURS])
+    figure, (axes,) = new_figure(title, 1, size_of(result))
+    draw_bars(axes, [f"{count:,} endpoints" for count in counts], times, [OURS, OURS])
     axes.set(title="One choice, median", ylabel="ms of CPU time")
     return figure
 
@@ -237,10 +191,10 @@ def _fleet(result: Result) -> Figure:
 def _scrape(result: Result) -> Figure:
     cores = result.value("scrape.cores.100")
     title = f"The load of 100 silent engines takes {number(cores)} of a core"
-    figure, (axes,) = _figure(title, 1, _size(result))
-    _bars(axes, ["100 engines"], [cores], [OURS])
+    figure, (axes,) = new_figure(title, 1, size_of(result))
+    draw_bars(axes, ["100 engines"], [cores], [OURS])
     axes.set(title="Reading their metrics", ylabel="cores")
-    _expected(axes, result.row("scrape.cores.100"), "at most", bars=1)
+    draw_expected(axes, result.row("scrape.cores.100"), "at most", bars=1)
     return figure
 
 
@@ -248,10 +202,10 @@ def _lang_client(result: Result) -> Figure:
     names = {"call": "one call", "fork4": "a fork of four"}
     ratios = [result.value(f"lang.vs_sglang.{name}") for name in names]
     title = f"A program costs its client {number(min(ratios))} to {number(max(ratios))} of SGLang's CPU time"
-    figure, axes = _figure(title, 2, _size(result))
+    figure, axes = new_figure(title, 2, size_of(result))
     for axis, (name, what) in zip(axes, names.items(), strict=True):
         values = [result.value(f"lang.cpu_ms.{side}.{name}") for side in ("ours", "theirs")]
-        _bars(axis, ["Treeline", "SGLang"], values, [OURS, OTHER])
+        draw_bars(axis, ["Treeline", "SGLang"], values, [OURS, OTHER])
         axis.set(title=what, ylabel="ms of a CPU")
     return figure
 
@@ -260,22 +214,22 @@ def _operator(result: Result) -> Figure:
     quantiles = ("p50", "p95")
     apply_s = [result.value(f"operator.apply_s.{quantile}") for quantile in quantiles]
     memory = [row for row in result.rows if row.metric.startswith("operator.rss_mb.")]
-    note = f"real API server, no kubelet; all on {_size(result)}"
+    note = f"real API server, no kubelet; all on {size_of(result)}"
     title = f"19 of 20 changes of a pool have reached its children within {number(apply_s[1])} s"
-    figure, axes = _figure(title, 3, note)
-    _bars(axes[0], ["median", "95th percentile"], apply_s, [OURS, OURS])
+    figure, axes = new_figure(title, 3, note)
+    draw_bars(axes[0], ["median", "95th percentile"], apply_s, [OURS, OURS])
     axes[0].set(title="Change to last child applied", ylabel="s")
-    _expected(axes[0], result.row("operator.apply_s.p95"), "expected, at most", bars=2, first=1)
+    draw_expected(axes[0], result.row("operator.apply_s.p95"), "expected, at most", bars=2, first=1)
     sizes = [row.metric.rpartition(".")[2] for row in memory]
-    _bars(axes[1], [f"{size} pools" for size in sizes], [row.value for row in memory], [OURS] * len(memory))
+    draw_bars(axes[1], [f"{size} pools" for size in sizes], [row.value for row in memory], [OURS] * len(memory))
     axes[1].set(title="Memory of the operator", ylabel="MB resident")
     for place, row in enumerate(memory):
         label = "_the same" if place else "expected, at most"  # matplotlib lists no label that begins so
-        _expected(axes[1], row, label, first=place, bars=place + 1)
+        draw_expected(axes[1], row, label, first=place, bars=place + 1)
     consistent = result.row("epp.models_consistent_s")
-    _bars(axes[2], ["1,000 changed models"], [consistent.value], [OURS])
+    draw_bars(axes[2], ["1,000 changed models"], [consistent.value], [OURS])
     axes[2].set(title="Last change to the picker's list being true", ylabel="s", xlim=(-1, 1))
-    _expected(axes[2], consistent, "expected, at most")
+    draw_expected(axes[2], consistent, "expected, at most")
     return figure
 
 
@@ -285,21 +239,21 @@ def _one_gateway(result: Result) -> Figure:
     times = number(cpu[-1].value / cpu[0].value)
     sizes = [row.metric.rpartition(".")[2] for row in cpu]
     title = f"Of {sizes[-1]} pools of one gateway, each costs {times} times what it costs of {sizes[0]}"
-    figure, axes = _figure(title, 2, _size(result))
+    figure, axes = new_figure(title, 2, size_of(result))
     for axis, rows, what in (
         (axes[0], cpu, "Processor of the operator"),
         (axes[1], looks, "Reconciliations"),
     ):
-        _bars(axis, sizes, [row.value for row in rows], [OURS] * len(rows))
+        draw_bars(axis, sizes, [row.value for row in rows], [OURS] * len(rows))
         axis.set(title=f"{what}, for each pool", ylabel=rows[0].unit, xlabel="pools")
     return figure
 
 
 def _throttled(result: Result) -> Figure:
-    figure, (axes,) = _figure("200 pools at once, with a fifth of a processor: seconds", 1, _size(result))
+    figure, (axes,) = new_figure("200 pools at once, with a fifth of a processor: seconds", 1, size_of(result))
     rows = [row for row in result.rows if row.unit == "s"]
     names = ["each has a status", "each is judged", "each child is there", "processor"]
-    _bars(axes, names, [row.value for row in rows], [OURS] * len(names))
+    draw_bars(axes, names, [row.value for row in rows], [OURS] * len(names))
     return figure
 
 
@@ -309,7 +263,7 @@ def _engine(result: Result) -> Figure:
     reached = [
         100 * (row.ratio if metric(row.metric).better == "higher" else 1 / row.ratio) for row in rows if row.ratio
     ]
-    figure, (axes,) = _figure("The engine beside what the device could do", 1, _size(result))
+    figure, (axes,) = new_figure("The engine beside what the device could do", 1, size_of(result))
     figure.set_size_inches(8.6, 4.4)
     if not rows:  # a CPU, or a quick run
         rows = [row for row in result.rows if row.metric.startswith("engine.offline")]
@@ -327,10 +281,10 @@ def _server(result: Result) -> Figure:
     shapes = [row.metric.removeprefix(offline) for row in result.rows if row.metric.startswith(offline)]
     ratio = result.value(f"server_over_offline.{shapes[0]}")
     title = f"Through HTTP the engine keeps {100 * ratio:.0f} % of its speed"
-    figure, axes = _figure(title, len(shapes), _size(result))
+    figure, axes = new_figure(title, len(shapes), size_of(result))
     for axis, shape in zip(axes, shapes, strict=True):
         values = [result.value(name + shape) for name in (offline, served)]
-        _bars(axis, ["offline", "through HTTP"], values, [OTHER, OURS])
+        draw_bars(axis, ["offline", "through HTTP"], values, [OTHER, OURS])
         axis.set(title=shape, ylabel="tokens/s")
     return figure
 
@@ -339,9 +293,9 @@ def _vllm(result: Result) -> Figure:
     ours, other = ("vllm.ours_tokens_s.", "vllm.offline_tokens_s.")
     shapes = [row.metric.removeprefix(ours) for row in result.rows if row.metric.startswith(ours)]
     ratios = ", ".join(f"{result.value('offline.vs_vllm.' + shape):.2f} ({shape})" for shape in shapes)
-    figure, axes = _figure(f"Offline, times as fast as vLLM: {ratios}", len(shapes), _size(result))
+    figure, axes = new_figure(f"Offline, times as fast as vLLM: {ratios}", len(shapes), size_of(result))
     for axis, shape in zip(axes, shapes, strict=True):
-        _bars(axis, ["treeline", "vLLM"], [result.value(name + shape) for name in (ours, other)], [OURS, OTHER])
+        draw_bars(axis, ["treeline", "vLLM"], [result.value(name + shape) for name in (ours, other)], [OURS, OTHER])
         axis.set(title=shape, ylabel="tokens/s")
     return figure
 
@@ -350,14 +304,14 @@ def _engines(result: Result, engine: str = "vLLM") -> Figure:
     of = f"engines.{engine.lower()}"
     share = result.value(f"{of}.hit_vs_oracle")
     title = f"Two {engine} servers: {100 * share:.1f} % of the hits that one endless cache would have"
-    figure, axes = _figure(title, 2, _size(result))
+    figure, axes = new_figure(title, 2, size_of(result))
     for axis, name, what, unit in (
         (axes[0], f"{of}.hit_rate.", "Prompt tokens from the cache", "share"),
         (axes[1], f"{of}.ttft_ms.p50.", "Time to first token, median", "ms"),
     ):
         values = {row.metric.removeprefix(name): row.value for row in result.rows if row.metric.startswith(name)}
         colours = [OURS if policy == "treeline" else OTHER for policy in values]
-        _bars(axis, [policy.replace("_", " ") for policy in values], list(values.values()), colours)
+        draw_bars(axis, [policy.replace("_", " ") for policy in values], list(values.values()), colours)
         axis.set(title=what, ylabel=unit)
     return figure
 
@@ -367,7 +321,7 @@ def _radix(result: Result) -> Figure:
     rows = [row for row in result.rows if row.metric.startswith(name)]
     found = result.value("radix.hit_vs_optimal")
     title = f"The radix cache finds {100 * found:.1f} % of what could be found"
-    figure, (axes,) = _figure(title, 1, _size(result))
+    figure, (axes,) = new_figure(title, 1, size_of(result))
     figure.set_size_inches(8.6, 4.4)
     bars = axes.barh(
         [row.metric.removeprefix(name).replace("_", " ") for row in rows],
@@ -384,11 +338,11 @@ def _radix(result: Result) -> Figure:
 def _cpu(result: Result) -> Figure:
     rows = [row for row in result.rows if row.metric.startswith("cpu.vs_transformers.")]
     title = f"On a CPU {number(max(row.value for row in rows))} times as fast as transformers, at best"
-    figure, (axes,) = _figure(title, 1, _size(result))
+    figure, (axes,) = new_figure(title, 1, size_of(result))
     figure.set_size_inches(6.4, 4.4)
     labels = [row.metric.removeprefix("cpu.vs_transformers.").replace(".", " ") for row in rows]
-    _bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
-    _line(axes, 1.0, "transformers.generate", bars=len(rows))
+    draw_bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
+    draw_line(axes, 1.0, "transformers.generate", bars=len(rows))
     axes.set(title="Output, the tiny model", ylabel="times as fast")
     return figure
 
@@ -397,11 +351,11 @@ def _structured(result: Result) -> Figure:
     name = "structured.jump_forward_speedup."
     rows = [row for row in result.rows if row.metric.startswith(name)]
     title = f"JSON at least {number(min(row.value for row in rows))} times as fast where forced text is not sampled"
-    figure, (axes,) = _figure(title, 1, _size(result))
+    figure, (axes,) = new_figure(title, 1, size_of(result))
     figure.set_size_inches(8.6, 4.4)
     labels = [row.metric.removeprefix(name + "s").replace(".b", " %\n× ") for row in rows]
-    _bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
-    _line(axes, 1.0, "all of it sampled", bars=len(rows))
+    draw_bars(axes, labels, [row.value for row in rows], [OURS] * len(rows))
+    draw_line(axes, 1.0, "all of it sampled", bars=len(rows))
     axes.set(title="By the share of forced text, and requests at once", ylabel="times as fast")
     return figure
 
@@ -411,11 +365,11 @@ def _chaos(result: Result) -> Figure:
     values = {row.metric: row.value for row in result.rows if row.metric.startswith(names)}
     worst = max(value for name, value in values.items() if name.endswith("_by_control"))
     title = f"Free requests wait at most {number(worst)} times as long beside grammars as beside free ones"
-    figure, axes = _figure(title, 2, _size(result))
+    figure, axes = new_figure(title, 2, size_of(result))
     for axis, name, what in zip(axes, names, ("Between tokens", "Whole answers"), strict=True):
         bars = {key.removeprefix(name): value for key, value in values.items() if key.startswith(name)}
-        _bars(axis, [key.replace("_by_", "\n÷ ") for key in bars], list(bars.values()), [OURS] * len(bars))
-        _line(axis, 1.5, "bound", bars=len(bars))
+        draw_bars(axis, [key.replace("_by_", "\n÷ ") for key in bars], list(bars.values()), [OURS] * len(bars))
+        draw_line(axis, 1.5, "bound", bars=len(bars))
         axis.set(title=f"{what}, p99", ylabel="times")
     return figure
 
@@ -428,12 +382,12 @@ def _serving(result: Result) -> Figure:
     )
     first = next(iter(rates))
     title = f"{first}: {number(rates[first])} tokens/s of {result.benchmark.removeprefix('serving-')}"
-    figure, axes = _figure(title, 2, _size(result))
+    figure, axes = new_figure(title, 2, size_of(result))
     for axis, bars, what, unit in (
         (axes[0], rates, "Output", "tokens/s"),
         (axes[1], waits, "Time to first token, 90th percentile", "ms"),
     ):
-        _bars(axis, list(bars), list(bars.values()), [OURS if name == first else OTHER for name in bars])
+        draw_bars(axis, list(bars), list(bars.values()), [OURS if name == first else OTHER for name in bars])
         axis.set(title=what, ylabel=unit)
     return figure
 
@@ -451,11 +405,11 @@ def _routing_sim(result: Result) -> Figure:
     }
     least = min(found["hit_vs_oracle"].values())
     title = f"At least {100 * least:.0f} % of the hits of routers that know every cache"
-    figure, axes = _figure(title, 2, "8 simulated engines of Llama-3.1-8B on an H200")
+    figure, axes = new_figure(title, 2, "8 simulated engines of Llama-3.1-8B on an H200")
     figure.set_size_inches(11, 4.8)
     for axis, ending, bound, what in (
         (axes[0], endings[0], 0.98, "Hit rate ÷ the better oracle's"),
-        (axes[1], endings[1], 1.0, "TTFT p90 ÷ the best other policy's"),
+        (axes[1], endings[1], 1.05, "TTFT p90 ÷ the best other policy's"),
     ):
         values = found[ending]
         missed = {name: (value < bound) == (ending == endings[0]) and value != bound for name, value in values.items()}
@@ -471,10 +425,10 @@ def _routing_sim(result: Result) -> Figure:
 
 def _routing_peers(result: Result) -> Figure:
     """Our hit rate and waits, as a multiple of each other router's."""
-    figure, axes = _figure("Our picker beside other routers", 2, f"3 simulated engines, {_size(result)}")
+    figure, axes = new_figure("Our picker beside other routers", 2, f"3 simulated engines, {size_of(result)}")
     for axis, ending, what in zip(axes, ("hit_vs", "ttft_p90_vs"), ("Hit rate", "TTFT p90"), strict=True):
         found = {row.metric.rpartition(".")[2]: row.value for row in result.rows if f".{ending}." in row.metric}
-        _bars(axis, list(found), list(found.values()), [OURS] * len(found))
+        draw_bars(axis, list(found), list(found.values()), [OURS] * len(found))
         axis.set(title=f"{what}: ours ÷ theirs")
         axis.axhline(1.0, color=REFERENCE, linestyle="--", linewidth=1.3)
     return figure

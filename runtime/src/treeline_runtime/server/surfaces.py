@@ -61,9 +61,6 @@ def inference(
     is told.
     """
 
-    def info(handler: Handler, operation: Operation) -> Route:
-        return Route(handler, open=True, operation=operation)
-
     def generating(
         handler: ServiceHandler, operation: Operation, *tasks: Task, errors: ErrorShape = OPENAI_ERRORS
     ) -> Route:
@@ -74,9 +71,6 @@ def inference(
         bound = functools.partial(handler, service)
         return Route(bound, max_body=MAX_BODY_BYTES, errors=errors, operation=operation)
 
-    ready = info(probes.ready, operations.READY)
-    model_info = info(probes.model_info, operations.MODEL_INFO)
-    server_info = info(probes.server_info, operations.SERVER_INFO)
     tokenize = converting(native.tokenize, operations.TOKENIZE)
     detokenize = converting(native.detokenize, operations.DETOKENIZE)
     routes = {
@@ -89,12 +83,32 @@ def inference(
         ("GET", "/v1/models/{model:path}"): Route(probes.model, operation=operations.MODEL),
         ("GET", "/v1/loads"): Route(probes.loads, operation=operations.LOADS),
         ("GET", "/load"): Route(probes.load, operation=operations.LOAD),
-        ("GET", "/version"): info(probes.version, operations.VERSION),
+        ("GET", "/version"): _info(probes.version, operations.VERSION),
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
         ("POST", "/v1/tokenize"): tokenize,
         ("POST", "/v1/detokenize"): detokenize,
-        ("GET", "/live"): info(probes.live, operations.LIVE),
+        **_probe_routes(probes),
+        ("GET", "/treeline/tokenizer"): _info(probes.tokenizer, operations.TOKENIZER),
+    }
+    served_by_other = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
+    served_by_other |= SAID_OTHERWISE
+    served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
+    return Surface(routes, api_key(key), served_by_other, documented)
+
+
+def _info(handler: Handler, operation: Operation) -> Route:
+    """Told to everybody."""
+    return Route(handler, open=True, operation=operation)
+
+
+def _probe_routes(probes: Probes) -> dict[tuple[str, str], Route]:
+    """How it is, and what it serves."""
+    ready = _info(probes.ready, operations.READY)
+    model_info = _info(probes.model_info, operations.MODEL_INFO)
+    server_info = _info(probes.server_info, operations.SERVER_INFO)
+    return {
+        ("GET", "/live"): _info(probes.live, operations.LIVE),
         ("GET", "/ready"): ready,
         ("GET", "/health"): ready,
         ("GET", "/ping"): ready,
@@ -103,12 +117,7 @@ def inference(
         ("GET", "/get_model_info"): model_info,
         ("GET", "/server_info"): server_info,
         ("GET", "/get_server_info"): server_info,
-        ("GET", "/treeline/tokenizer"): info(probes.tokenizer, operations.TOKENIZER),
     }
-    served_by_other = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
-    served_by_other |= SAID_OTHERWISE
-    served_by_other[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
-    return Surface(routes, api_key(key), served_by_other, documented)
 
 
 def _api_routes(generating: Callable[..., Route], converting: Callable[..., Route]) -> dict[tuple[str, str], Route]:
