@@ -28,6 +28,7 @@ def test_headers_are_lower_case_and_distinct() -> None:
         "x-treeline-fork",
         "x-treeline-client",
         "x-treeline-isolation",
+        "x-treeline-ignored",
     }
 
 

@@ -29,9 +29,10 @@ async def live(picker: RunningPicker, name: str, ranks: int = 2) -> dict[str, An
     """The endpoint, once all its ranks are followed."""
 
     async def followed() -> dict[str, Any] | None:
-        found = await described(picker, name)
-        states = [one["state"] for one in found.get("publishers", [])]
-        return found if states == ["live"] * ranks else None
+        for found in (await picker.get("/debug/endpoints")).json()["endpoints"]:  # a changed one is away for a moment
+            if found["name"] == name and [one["state"] for one in found["publishers"]] == ["live"] * ranks:
+                return dict(found)
+        return None
 
     return dict(await until(followed, f"{ranks} ranks to be followed", state=lambda: None))
 

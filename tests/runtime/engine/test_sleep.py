@@ -283,4 +283,7 @@ def test_an_embedding_model_sleeps_and_gets_new_weights_too(tmp_path: Path) -> N
     engine.inbox.append(UpdateWeightsReq("u", str(old)))
     engine.run()
     assert not engine.replies[-1].ok
-    assert vector(engine, "still") == fresh
+    still = vector(engine, "still")  # behind a cached prefix: in another order of sums
+    assert still is not None
+    assert fresh is not None
+    torch.testing.assert_close(*(torch.frombuffer(bytearray(found), dtype=torch.float32) for found in (still, fresh)))

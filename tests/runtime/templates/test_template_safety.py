@@ -137,7 +137,7 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
 def test_bombs_take_no_more_memory_than_they_may(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
     memory = outcomes["memory", ""]
     assert memory["inline_growth_bytes"] < 64 << 20
-    assert memory["worker_peak_bytes"] > 40 << 20, "it was measured"
+    assert memory["worker_peak_bytes"] > 20 << 20, "it was measured"
     assert memory["worker_peak_bytes"] < LIMITS.memory_bytes + (64 << 20)
 
 
