@@ -17,6 +17,8 @@ MAX_POSITIONS: Final = 256
 """Of a pattern: characters and sets, as often as they are repeated."""
 REMEMBERED: Final = 1024
 """Characters, and sets of positions, of which an automaton knows what comes of them."""
+KEPT: Final = 128
+"""Automata, each with up to half a megabyte of what it remembers. A new one takes some milliseconds."""
 
 Part = tuple[bool, int, int]
 """Whether it may be empty, where it may begin, and where it may end."""
@@ -91,7 +93,7 @@ class Automaton:
             self._next[at] |= first
 
 
-automaton = functools.lru_cache(REMEMBERED)(Automaton)
+automaton = functools.lru_cache(KEPT)(Automaton)
 
 
 class RegexFinder:

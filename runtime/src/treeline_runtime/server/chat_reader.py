@@ -85,7 +85,7 @@ def _check_tools(reader: Reader, template: str | None) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-    if not reader.prompts.template_takes("tools", template):
+    if "tools" not in reader.prompts.variables(template):
         raise ApiError(
             400,
             "The chat template has no place for tools: it would not know of them",

@@ -116,9 +116,7 @@ def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     known = CHAT_FIELDS
     typed = convert(body, ChatBody)
     reader.prompts.check_place(typed.chat_template)
-    if body.get("reasoning_effort") and any(
-        reader.prompts.template_takes(name, typed.chat_template) for name in EFFORT_VARIABLES
-    ):
+    if body.get("reasoning_effort") and not reader.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
         known |= {"reasoning_effort"}
     _check_common(body, typed, reader, known)
     if typed.messages is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -63,9 +63,9 @@ class Prompts:
         if given is not None and on_event_loop():
             raise NeedsWorkerError
 
-    def template_reads(self, name: str, given: str | None = None) -> bool:
-        """Whether a chat template of the model, or the one that is `given`, reads a variable or a member `name`."""
-        return name in (self._read_names if given is None else _names_read(given))
+    def template_reads(self, name: str) -> bool:
+        """Whether a chat template of the model reads a variable or a member `name`."""
+        return name in self._read_names
 
     @functools.cached_property
     def _read_names(self) -> frozenset[str]:
@@ -80,10 +80,10 @@ class Prompts:
             self._inline_system[must_show] = known
         return known
 
-    def template_takes(self, name: str, given: str | None = None) -> bool:
-        """Whether a chat template of the model, or the one that is `given`, goes by a variable `name`, as
-        `chat_template_kwargs` set them."""
-        return name in (self._variables if given is None else _variables_of(given))
+    def variables(self, given: str | None = None) -> Set[str]:
+        """Those that the chat templates of the model, or the one that is `given`, go by, as `chat_template_kwargs` set
+        them. Of a given one they are found out anew."""
+        return self._variables if given is None else _variables_of(given)
 
     @functools.cached_property
     def _variables(self) -> frozenset[str]:
@@ -95,24 +95,26 @@ class Prompts:
         the prompt's; none can tell by the time what another has sent."""
         given = body.get("chat_template")
         self.check_place(given)
-        template = self._template if given is None else self._given(namespace, given)
+        template, names = (self._template, self._read_names) if given is None else self._given(namespace, given)
         if template is None:
             raise ApiError(
                 400,
                 "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
                 param="messages",
             )
-        check_messages(body.get("messages"), functools.partial(self.template_reads, given=given))
-        if body.get("documents") and not self.template_reads("documents", given):
+        check_messages(body.get("messages"), names.__contains__)
+        if body.get("documents") and "documents" not in names:
             ignore("documents")
         return self._rendered(body, limits, "messages", namespace, template)
 
-    def _template_of(self, _namespace: str | None, source: str) -> ChatTemplate:
-        """What came with a request. No two clients whose caches are apart have one in common."""
+    def _template_of(self, _namespace: str | None, source: str) -> tuple[ChatTemplate, Set[str]]:
+        """What came with a request, and the names that it reads. No two clients whose caches are apart have one in
+        common."""
         try:
-            return ChatTemplate(source, special_tokens=self.bundle.special_tokens, pool=self._pool, inline_seconds=0)
+            made = ChatTemplate(source, special_tokens=self.bundle.special_tokens, pool=self._pool, inline_seconds=0)
         except TemplateError as error:
             raise invalid("chat_template", str(error)) from None
+        return made, _names_read(source)
 
     def _rendered(
         self,
@@ -329,7 +331,6 @@ def _keys(bundle: TokenizerBundle) -> PrefixKeys | None:
         return None
 
 
-@functools.lru_cache(KEPT_TEMPLATES)
 def _names_read(template: str) -> set[str]:
     """The variables and members that a template reads: `name`, `x.name`, `x["name"]`, `"name" in x`, and names that
     are given to a filter or a method (`x.get("name")`, `map(attribute="name")`)."""
@@ -350,7 +351,6 @@ def _names_read(template: str) -> set[str]:
     return names
 
 
-@functools.lru_cache(KEPT_TEMPLATES)
 def _variables_of(template: str) -> set[str]:
     """The variables that a template is given; all names of one that is so long that telling them would take long."""
     if len(template) > MAX_ANALYSED_CHARS:
