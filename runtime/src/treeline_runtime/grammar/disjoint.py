@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from treeline_runtime.grammar.schema_words import listed
+
 Schema = dict[str, Any]
 
 
@@ -53,8 +55,7 @@ def _types(schema: Schema, values: list[Any] | None) -> set[str] | None:
     types = schema.get("type")
     if types is None:
         return None
-    listed = types if isinstance(types, list) else [types]
-    names = {name for name in listed if isinstance(name, str)}
+    names = {name for name in listed(types) if isinstance(name, str)}
     return names | {"number", "integer"} if names & {"number", "integer"} else names
 
 

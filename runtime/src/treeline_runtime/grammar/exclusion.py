@@ -9,7 +9,7 @@ may allow less than was said, and never more. Where nothing would be left the wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from treeline_runtime.grammar.disjoint import apart, same, types_of
 from treeline_runtime.grammar.formats import FORMATS
 from treeline_runtime.grammar.patterns import as_regex, none_of
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError
+from treeline_runtime.grammar.schema_words import listed
 
 Alternatives = list[Any]
 """Schemas, of which one at least holds."""
@@ -103,8 +104,7 @@ def _dependent_schemas(document: Document, schema: Schema) -> list[Alternatives]
 
 
 def _depending(document: Document, schema: Schema, name: str, present: Schema) -> Alternatives:
-    others = {"type": [type for type in _BASIC if type != "object"]}
-    return _possible(document, [_without(name), {"type": "object", **present}, others], schema)
+    return _possible(document, [_without(name), {"type": "object", **present}, *_of_no({"object"})], schema)
 
 
 def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
@@ -144,15 +144,15 @@ def _unique_items(document: Document, schema: Schema) -> list[Alternatives]:
         }
         for one in lists
     ]
-    return [_possible(document, [*found, {"type": [type for type in _BASIC if type != "array"]}], schema)]
+    return [_possible(document, [*found, *_of_no({"array"})], schema)]
 
 
 def _values(schema: Schema) -> list[Any]:
     """All that are of a schema, where it lists them."""
-    listed = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    found = [schema["const"]] if "const" in schema else schema.get("enum", [])
     if schema.keys() == {"type"} and schema["type"] == "boolean":
         return [False, True]
-    return [value for i, value in enumerate(listed) if not any(same(value, other) for other in listed[:i])]
+    return [value for i, value in enumerate(found) if not any(same(value, other) for other in found[:i])]
 
 
 def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
@@ -167,7 +167,7 @@ def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
         {"type": "object", "properties": dict.fromkeys(names[:i], False), "required": [name]}
         for i, name in enumerate(names)
     ]
-    return [_possible(document, [*firsts, {"type": [type for type in _BASIC if type != "object"]}], schema)]
+    return [_possible(document, [*firsts, *_of_no({"object"})], schema)]
 
 
 _RULES = {
@@ -207,11 +207,13 @@ def _agree(document: Document, one: Any, beside: Schema) -> bool:
 
 
 def _types(schema: Schema) -> list[str]:
-    return _listed(schema.get("type", []))
+    return listed(schema.get("type", []))
 
 
-def _listed(types: Any) -> list[str]:
-    return types if isinstance(types, list) else [types]
+def _of_no(types: Container[str]) -> Alternatives:
+    """All values of other types."""
+    others = [type for type in _BASIC if type not in types]
+    return [{"type": others}] if others else []
 
 
 def _with_integers(types: Iterable[str]) -> set[str]:
@@ -238,8 +240,7 @@ def _word_negated(document: Document, word: str, value: Any, depth: int) -> Alte
         return [{"type": about, opposite: value + step}] if value + step >= 0 or about == "number" else []
     match word:
         case "type":
-            others = [type for type in _BASIC if type not in _with_integers(_listed(value))]
-            return [{"type": others}] if others else []
+            return _of_no(_with_integers(listed(value)))
         case "const":
             return _none_of([value])
         case "enum":
@@ -265,10 +266,7 @@ def _word_negated(document: Document, word: str, value: Any, depth: int) -> Alte
 
 def _none_of(values: list[Any]) -> Alternatives:
     """Texts and numbers that are none of these, and what is of no type of theirs."""
-    types = {type for value in values for type in types_of(value)}
-    found: Alternatives = []
-    if others := [type for type in _BASIC if type not in types]:
-        found.append({"type": others})
+    found = _of_no({type for value in values for type in types_of(value)})
     texts = [value for value in values if isinstance(value, str)]
     if texts and sum(map(len, texts)) <= _MOST_CHARACTERS:
         found.append({"type": "string", "pattern": f"^(?:{as_regex(none_of(texts))})$"})
@@ -301,8 +299,8 @@ def _name_properties(document: Document, schema: Schema) -> None:
         return
     others = schema.get("additionalProperties", True)
     match {word: value for word, value in names.items() if word != "type"}:
-        case {"enum": list(listed), **rest} if not rest:
-            made: Schema = {"properties": {name: others for name in listed if isinstance(name, str)}}
+        case {"enum": list(known), **rest} if not rest:
+            made: Schema = {"properties": {name: others for name in known if isinstance(name, str)}}
         case {"pattern": str(pattern), **rest} if not rest:
             made = {"patternProperties": {pattern: others}}
         case {"format": str(name), **rest} if not rest and name in FORMATS:

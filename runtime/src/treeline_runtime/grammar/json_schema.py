@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -38,6 +39,7 @@ from treeline_runtime.grammar.schema_words import (
     STRING,
     UNEVALUATED,
     VALUES,
+    listed,
 )
 
 _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
@@ -99,8 +101,7 @@ def _simplify_one(schema: Schema, path: str) -> None:
 
 
 def _check_type(schema: Schema, path: str) -> None:
-    types = schema.get("type", "null")
-    types = types if isinstance(types, list) else [types]
+    types = listed(schema.get("type", "null"))
     if not types or not all(isinstance(name, str) and name in TYPES for name in types):
         raise GrammarError(f"'type' at {path or '/'} is one of {', '.join(sorted(TYPES))}, or a list of them")
 
@@ -178,9 +179,9 @@ def _list_texts(schema: Schema) -> None:
     if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
         return
     with contextlib.suppress(GrammarError):  # said with its path, when patterns are read
-        listed = texts(within(schema["pattern"]), _MOST_TEXTS)
-        if listed:
-            schema["enum"] = listed
+        few = texts(within(schema["pattern"]), _MOST_TEXTS)
+        if few:
+            schema["enum"] = few
             del schema["pattern"]
 
 
@@ -201,7 +202,7 @@ def _type(schema: Schema) -> None:
             schema["type"] = families
     if "type" not in schema:
         return
-    types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    types = listed(schema["type"])
     types = [name for name in dict.fromkeys(types) if name != "integer" or "number" not in types]
     schema["type"] = types[0] if len(types) == 1 else types
 
@@ -259,14 +260,14 @@ def _clamp(schema: Schema) -> None:
     types = schema.get("type", ())
     whole = "integer" in types and "number" not in types
     low, high = BOUNDS["int64"] if whole else (-_LARGEST, _LARGEST)
-    for plain, bound, beyond in (
-        ("inimum", low, lambda value: value < low),
-        ("aximum", high, lambda value: value > high),
+    for plain, exclusive, bound, beyond in (
+        ("minimum", "exclusiveMinimum", low, operator.lt),
+        ("maximum", "exclusiveMaximum", high, operator.gt),
     ):
-        for key in (f"m{plain}", f"exclusiveM{plain}"):
-            if key in schema and beyond(schema[key]):
+        for key in (plain, exclusive):
+            if key in schema and beyond(schema[key], bound):
                 del schema[key]
-                schema[f"m{plain}"] = schema.get(f"m{plain}", bound)
+                schema.setdefault(plain, bound)
 
 
 def _numbers(schema: Schema, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from treeline_runtime.grammar.schema_document import Schema, UnsupportedError
+from treeline_runtime.grammar.schema_words import listed
 
 
 def in_todays_words(schema: Schema, path: str, is_draft_4: bool) -> None:
@@ -60,5 +61,4 @@ def _dependencies(schema: Schema, path: str) -> None:
 
 def _nullable(schema: Schema) -> None:
     if schema.pop("nullable", None) is True and "type" in schema:
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        schema["type"] = [*types, "null"]
+        schema["type"] = [*listed(schema["type"]), "null"]

@@ -264,29 +264,29 @@ _CATEGORIES = {
 
 def texts(node: Node, most: int) -> list[str] | None:
     """All texts of a node, where they are so few."""
-    found: list[str] | None
+    found: list[str] = []
     match node:
         case Chars(ranges):
             if sum(last - first + 1 for first, last in ranges) > most:
                 return None
             found = [chr(code) for first, last in ranges for code in range(first, last + 1)]
         case Choice(parts):
-            each = [texts(part, most) for part in parts]
-            found = [text for one in each for text in one or ()] if None not in each else None
+            for part in parts:
+                if (own := texts(part, most)) is None:
+                    return None
+                found += own
         case Sequence(parts):
             found = [""]
             for part in parts:
                 ends = texts(part, most)
-                found = (
-                    [start + end for start in found for end in ends] if found is not None and ends is not None else None
-                )
-                if found is None or len(found) > most:
+                if ends is None or len(found) * len(ends) > most:
                     return None
+                found = [start + end for start in found for end in ends]
         case Repeat(part, least, upmost) if least == upmost == 1:
-            found = texts(part, most)
+            return texts(part, most)
         case _:
-            found = None
-    return None if found is None or len(found) > most else list(dict.fromkeys(found))
+            return None
+    return None if len(found) > most else list(dict.fromkeys(found))
 
 
 def none_of(texts: Iterable[str]) -> Node:

@@ -29,7 +29,7 @@ from treeline_runtime.grammar.schema_document import (
     UnsupportedHereError,
     unsatisfiable,
 )
-from treeline_runtime.grammar.schema_words import DEFINITIONS, STRING
+from treeline_runtime.grammar.schema_words import DEFINITIONS, STRING, listed
 
 _AS_RULES = "(?:\u00e9){0}"
 """Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,
@@ -83,8 +83,7 @@ def _check_near_bounds(schema: Schema, path: str) -> None:
 
 
 def _types(schema: Schema) -> list[str]:
-    types = schema.get("type", [])
-    return [types] if isinstance(types, str) else types
+    return listed(schema.get("type", []))
 
 
 def _check_xgrammar(schema: Schema, path: str) -> None:

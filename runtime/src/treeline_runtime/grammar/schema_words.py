@@ -70,6 +70,11 @@ def inner(schema: dict[str, Any], *more: str) -> Iterator[tuple[str, Any]]:
             yield key, schema[key]
 
 
+def listed(types: Any) -> list[Any]:
+    """The value of `type`, which is a name or a list of names."""
+    return types if isinstance(types, list) else [types]
+
+
 def is_annotation(word: str) -> bool:
     return word in ANNOTATIONS or word.startswith("x-")
 
