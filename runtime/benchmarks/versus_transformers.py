@@ -174,7 +174,7 @@ def main() -> int:
         Engine(folder, device="cpu", dtype="float32", threads=args.threads) as engine,
     ):
 
-        def in_process(work: Work) -> float:
+        def in_process(work: Work) -> Took:
             return process.submit(theirs, args.model, args.threads, work).result()
 
         kinds = [

@@ -25,7 +25,7 @@ _QUICK = 100
 
 
 def benchmark(folder: Path, every: int) -> Benchmark:
-    """Of each so many-th schema in a folder that `make corpora` has made. Raises ValueError where it is none."""
+    """Tries each Nth schema (`every`) of a folder that `make corpora` made. Raises ValueError for any other folder."""
     if not any(folder.glob("data/*/*.json")):
         raise ValueError(f"--corpus {folder}: there are no schemas; `make corpora` makes .cache/jsonschemabench")
     command = f"structured --corpus .cache/{folder.name} --every {every}"

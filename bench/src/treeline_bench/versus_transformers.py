@@ -16,7 +16,7 @@ SCRIPT = ROOT / "runtime" / "benchmarks" / "versus_transformers.py"
 LIMIT_S = 1800.0
 THREADS = (1, 2)
 ALWAYS = ("b1", "b8", "mixed.b8", "prefill.4096")
-"""What is compared in any case, with each number of threads."""
+"""Compared in every run, with each number of threads."""
 
 
 def run(context: Context) -> list[Row]:

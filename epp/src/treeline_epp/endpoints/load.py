@@ -27,13 +27,11 @@ again, and measured again, while one that is slow under load is known as such.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 from treeline_wire.load import LoadStat, TreelineLoad
 
-from treeline_epp.endpoints.reservations import Reservation, Reservations
+from treeline_epp.endpoints.reservations import Number, Reservation, Reservations
 from treeline_epp.endpoints.scraped import (
     ASSUMED_PROMPT_TOKENS,
     MIN_TRAINING_TOKENS,
@@ -43,7 +41,6 @@ from treeline_epp.endpoints.scraped import (
 )
 
 EngineLoad: TypeAlias = LoadStat | TreelineLoad | ScrapedLoad
-Number = TypeVar("Number", float, npt.NDArray[np.float64])
 
 STALE_AFTER_S = 3.0
 """A report older than this is stale: three heartbeats."""
@@ -265,7 +262,8 @@ class EndpointLoad:
 
 def trust(samples: Number, measured_at: Number, now: float) -> Number:
     """How far a rate of so many measurements is believed: 0 (there are none) to nearly 1. Elementwise for arrays."""
-    return samples / (samples + TRUSTED_SAMPLES + (TRUSTED_SAMPLES / TRUST_HALVES_S) * (now - measured_at))
+    faded = _faded(samples, measured_at, now)
+    return faded / (faded + TRUSTED_SAMPLES)
 
 
 def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Number = TypeVar("Number", float, npt.NDArray[np.float64])
+"""Of one endpoint, or of many in an array."""
 
 EXPIRY_FACTOR = 3.0
 """A reservation lives this many times the predicted prefill …"""

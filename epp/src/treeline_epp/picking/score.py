@@ -22,8 +22,8 @@ The others are what it costs later, itself and those who come after:
 
 What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
 
-The costs of all candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
-(`score`), for their terms.
+The costs of many candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
+(`score`), for their terms. Few candidates are all scored one by one.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def waits_and_costs(
 
 
 def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
-    """What `_slots_s` says of the last of so many requests; None for nothing anywhere."""
+    """As `_slots_s`, for the last of so many requests. None: no endpoint makes it wait."""
     excess = columns[EXCESS] + float(requests)
     at = (excess > 0.0).nonzero()[0]
     if not len(at):
