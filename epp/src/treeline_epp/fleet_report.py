@@ -140,16 +140,22 @@ def describe(fleet: Fleet, most: int | None = None) -> list[dict[str, object]]:
 
 def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
     endpoint = fleet.picker.endpoints.get(name)
+    info = member.watcher.info
+    publishers = [_publisher(fleet, rank, one) for rank, one in sorted(member.subscriptions.items())]
+    behind = [one for one in publishers if not one["live"]]
     out: dict[str, object] = {
         "name": name,
         "address": member.spec.address,
         "pool": member.spec.pool,
         "state": member.state.value,
         "models": member.registered.models if member.registered is not None else (),
+        "engine": info.engine if info is not None else None,
+        "no_events": (info.no_events or None) if info is not None else None,
+        # Of several, one that is behind, if any.
+        "subscription": (behind or publishers)[0]["state"] if publishers else None,
+        "unfollowed": any(one["unfollowed"] for one in publishers),
+        "publishers": publishers,
     }
-    if (info := member.watcher.info) is not None:
-        out["engine"] = info.engine
-        out["no_events"] = info.no_events or None
     if endpoint is not None:
         out["selectable"] = endpoint.eligible
         out["failing"] = endpoint.breaker.tripped
@@ -159,12 +165,6 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         out["reservations"] = len(endpoint.load.reservations)
         out["skipped_blocks"] = dict(sum((pod.skipped for pod in endpoint.pods), Counter()))
         out["reserved_tokens"] = endpoint.load.reservations.tokens
-        publishers = [_publisher(fleet, rank, one) for rank, one in sorted(member.subscriptions.items())]
-        behind = [one for one in publishers if not one["live"]]
-        # Of several, one that is behind, if any.
-        out["subscription"] = (behind or publishers)[0]["state"] if publishers else None
-        out["unfollowed"] = any(one["unfollowed"] for one in publishers)
-        out["publishers"] = publishers
     return out
 
 

@@ -133,7 +133,8 @@ def _endpoints(told: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, An
 def _endpoint(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     out = dict(told[0])
     for one in told[1:]:
-        out = {**one, **out}  # what the first has not heard of it yet
+        heard = {key: value for key, value in out.items() if value is not None}
+        out = {**one, **heard}  # what the first has not heard of it yet
     for key in out:
         values = [one[key] for one in told if one.get(key) is not None]
         if key in _MOST and values:
