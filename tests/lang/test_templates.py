@@ -75,6 +75,7 @@ def test_the_pieces_of_a_familys_template_give_its_text(name: str, chat: str) ->
     assert written(template, CHATS[chat], lead_of(source, template)) == render(source, messages(CHATS[chat]), True)
 
 
+@pytest.mark.deep
 def test_the_pieces_of_a_corpus_of_templates_give_their_texts() -> None:
     agreed = 0
     for one in corpus():

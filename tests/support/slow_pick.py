@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 
 from treeline_epp.endpoints.load import prefill_rate, trust
+from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.policies.predicted_ttft import EQUAL_S, STICKY_S, STICKY_SHARE
+from treeline_epp.picking.policies.predicted_ttft import STICKY_S, STICKY_SHARE
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, Candidate, Scored, score
+from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, FOLLOWERS, Candidate, Scored, score, with_followers
 
 
 def serves(endpoint: Endpoint, request: PickRequest) -> bool:
@@ -93,29 +94,39 @@ def roomy(picker: Picker, scored: list[Scored], limit_s: float | None, limit: in
     return found
 
 
-def rank(scored: list[Scored], rng: random.Random) -> list[Scored]:
-    """Least cost, sticky until saturated; ties within `EQUAL_S` fall at random."""
+def with_all_followers(scored: list[Scored], now: float) -> list[Scored]:
+    """What staying with the many costs those who follow, added to each."""
+    held = [one.candidate.load.reservations for one in scored]
+    per_s = [arrivals_per_s(one.arrivals, one.arrived_at, now) for one in held]
+    soonest = min(one.later_s for one in scored)
+    found = []
+    for one, own_per_s in zip(scored, per_s, strict=True):
+        followers = FOLLOWERS * ARRIVALS_S * max(0.0, own_per_s - sum(per_s) / len(per_s))
+        found.append(with_followers(one, followers * (one.later_s - soonest)))
+    return found
+
+
+def rank(scored: list[Scored], rng: random.Random, now: float) -> list[Scored]:
+    """Least cost, sticky until saturated; then the fewest requests, at random among equals."""
     order = sorted(scored, key=lambda s: s.cost_s)
     best = order[0].cost_s
-    limit = best + max(STICKY_S, STICKY_SHARE * best)
-    most_cached = order[0].candidate.cached_tokens
-    chosen: list[int] = []
-    for place, s in enumerate(order):
-        if s.cost_s > limit:
-            break
-        if s.candidate.cached_tokens > most_cached:
-            most_cached, chosen = s.candidate.cached_tokens, [place]
-        elif s.candidate.cached_tokens == most_cached:
-            cheapest = order[chosen[0]] if chosen else s
-            if s.cost_s <= cheapest.cost_s + EQUAL_S:
-                chosen.append(place)
-    first = order.pop(chosen[0] if len(chosen) == 1 else rng.choice(chosen))
-    return [first, *order]
+    near = [s for s in order if s.cost_s <= best + max(STICKY_S, STICKY_SHARE * best)]
+    most_cached = max(s.candidate.cached_tokens for s in near)
+    warmest = [s for s in near if s.candidate.cached_tokens == most_cached]
+
+    def requests(one: Scored) -> int:
+        load = one.candidate.load
+        known = load.in_flight(now)
+        return len(load.reservations) if known is None else known
+
+    fewest = min(requests(s) for s in warmest)
+    first = rng.choice([s for s in warmest if requests(s) == fewest])
+    return [first, *(s for s in order if s is not first)]
 
 
-def equals_of(scored: list[Scored]) -> set[str]:
+def equals_of(scored: list[Scored], now: float) -> set[str]:
     """The endpoints among which the slow choice falls at random."""
-    return {rank(scored, _Nth(n))[0].candidate.spec.name for n in range(len(scored))}
+    return {rank(scored, _Nth(n), now)[0].candidate.spec.name for n in range(len(scored))}
 
 
 class _Nth(random.Random):

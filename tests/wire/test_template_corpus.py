@@ -136,6 +136,7 @@ def bodies() -> dict[str, dict[str, Any]]:
     return {name: chat if isinstance(chat, dict) else {"messages": chat} for name, chat in CHATS.items()}
 
 
+@pytest.mark.deep
 def test_requests_become_what_transformers_renders(reference: PreTrainedTokenizerFast) -> None:
     assert len(CORPUS) >= 150
     assert len(CHATS) >= 34

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 30.0
 _MOST_BYTES = 64 * 1024 * 1024
-_TERMS = ("cost_s", "queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "others_s", "evict_s")
+_TERMS = ("cost_s", "queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "others_s", "evict_s", "follow_s")
 
 
 class CannotAsk(Exception):

@@ -69,6 +69,7 @@ def test_a_run_shows_tables_and_leaves_everything_as_json(tmp_path: Path, capsys
     assert sent["stream_options"] == {"include_usage": True}
 
 
+@pytest.mark.deep
 def test_two_servers_get_the_same_prompts_in_alternating_rounds_and_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

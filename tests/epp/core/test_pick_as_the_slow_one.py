@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support import slow_pick
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.load import EngineLoad
@@ -181,13 +182,16 @@ def check(world: World) -> None:
         return
     if world.limits[1] is not None:  # a full one is never chosen
         scored = roomy
+    scored = slow_pick.with_all_followers(scored, now)
     decision = picker.pick(request, now)
     by_name = {s.candidate.spec.name: s for s in scored}
-    assert decision.endpoint.name in slow_pick.equals_of(scored)
+    assert decision.endpoint.name in slow_pick.equals_of(scored, now)
     for ranked in decision.ranked:
-        assert ranked == by_name[ranked.candidate.spec.name]
+        slow = by_name[ranked.candidate.spec.name]
+        assert ranked == replace(slow, follow_s=ranked.follow_s, cost_s=ranked.cost_s)
+        assert (ranked.follow_s, ranked.cost_s) == pytest.approx((slow.follow_s, slow.cost_s))
     rest = sorted(s.cost_s for s in scored if s.candidate.spec.name != decision.endpoint.name)
-    assert [s.cost_s for s in decision.ranked[1:]] == rest[: len(decision.ranked) - 1]
+    assert [s.cost_s for s in decision.ranked[1:]] == pytest.approx(rest[: len(decision.ranked) - 1])
     assert len(decision.ranked) == min(len(scored), 4)
     others = list(dict.fromkeys(s.candidate.spec.address for s in decision.ranked[1:]))
     assert [spec.address for spec in decision.fallbacks] == others[:2]

@@ -6,11 +6,20 @@ from collections import Counter
 import numpy as np
 import pytest
 from treeline_epp.endpoints.load import EndpointLoad
-from treeline_epp.endpoints.reservations import arrivals_per_s
+from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import Candidates, Policy, create_policy
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, DECODE_WEIGHT, DELAYED_REQUESTS, Candidate, Scored, score
+from treeline_epp.picking.score import (
+    ASSUMED_OUTPUT_TOKENS,
+    DECODE_WEIGHT,
+    DELAYED_REQUESTS,
+    FOLLOWERS,
+    Candidate,
+    Scored,
+    follow_s,
+    score,
+)
 from treeline_wire.load import TreelineLoad
 
 
@@ -51,6 +60,7 @@ def ranked(policy: Policy, group: list[Scored]) -> list[Scored]:
         np.array([s.cost_s for s in group]),
         np.array([float(s.candidate.cached_tokens) for s in group]),
         lambda at: group[at].candidate.spec.name,
+        in_flight=np.array([float(s.candidate.load.in_flight(0.0) or 0) for s in group]),
     )
     return [group[at] for at in policy.rank(PickRequest("id"), candidates, len(group))]
 
@@ -172,6 +182,24 @@ def test_small_differences_do_not_make_a_warm_endpoint_flap() -> None:
         warm = scored("warm", 0.010 + rng.random() * 0.004, cached=100)
         cold = scored("cold", 0.010 + rng.random() * 0.004)
         assert ranked(policy, [warm, cold])[0] is warm
+
+
+def test_what_is_cached_nowhere_begins_where_the_fewest_requests_are() -> None:
+    policy = create_policy("predicted_ttft", random.Random(0))
+    busy, calm = reported(running=9, decode_step_ms=4.0), reported(running=2, decode_step_ms=4.0)
+    group = [Scored(candidate("busy", load=busy), 0.010), Scored(candidate("calm", load=calm), 0.012)]
+    assert ranked(policy, group)[0] is group[1]
+    group[0] = Scored(candidate("busy", load=busy, cached=100), 0.010)
+    assert ranked(policy, group)[0] is group[0], "what is cached counts more"
+
+
+def test_an_endpoint_that_many_are_drawn_to_costs_what_those_who_follow_wait_longer() -> None:
+    arrived_at = np.array([10.0, 10.0, 10.0])
+    cost_s = follow_s(np.array([120.0, 15.0, 15.0]), arrived_at, np.array([0.020, 0.005, 0.010]), now=10.0)
+    beyond = (120 - 50) / ARRIVALS_S
+    assert cost_s == pytest.approx([FOLLOWERS * ARRIVALS_S * beyond * 0.015, 0.0, 0.0])
+    alike = follow_s(np.array([50.0, 50.0]), arrived_at[:2], np.array([0.020, 0.005]), now=10.0)
+    assert alike.tolist() == [0.0, 0.0], "none gets more than its share"
 
 
 def test_equal_scores_are_shared_at_random_and_reproducibly() -> None:

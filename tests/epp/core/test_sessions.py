@@ -140,8 +140,7 @@ def test_children_that_follow_at_once_arrive_where_their_parents_prefix_is() -> 
 def test_a_prefix_is_put_where_its_children_will_fit(size: int) -> None:
     world = World(size)
     for name in world.picker.endpoints:
-        full = name != "e1"
-        world.report(name, running=12 if full else 2, max_running=16, decode_step_ms=20.0)
+        world.report(name, running=12, max_running=26 if name == "e1" else 16, decode_step_ms=20.0)
     choices = {
         fork: {world.picker.pick(world.ask(fork=fork), 0.0).endpoint.name for _ in range(30)} for fork in (0, 3, 8)
     }

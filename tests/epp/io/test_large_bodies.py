@@ -166,7 +166,7 @@ def test_few_numbers_that_take_long_are_read(shape: str, monkeypatch: pytest.Mon
     assert max(read) <= MAX_SLOW
 
 
-@pytest.mark.parametrize("mode", [BUFFERED, DUPLEX], ids=["buffered", "duplex"])
+@pytest.mark.parametrize("mode", [pytest.param(BUFFERED, marks=pytest.mark.deep), DUPLEX], ids=["buffered", "duplex"])
 @pytest.mark.parametrize("shape", HOSTILE)
 def test_no_body_holds_the_loop_for_longer_than_a_turn(shape: str, mode: int) -> None:
     router, body = new_router(), HOSTILE[shape]()

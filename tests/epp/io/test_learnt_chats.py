@@ -78,6 +78,7 @@ def joins(template: LearntTemplate, body: dict[str, Any]) -> bool:
     return template.joined > before
 
 
+@pytest.mark.deep
 def test_every_template_joins_what_it_renders() -> None:
     """All families and every third template of the corpus; chats with tools, calls, parts, names, prefills, too."""
     sources = [template.source for template in corpus()][::3] + list(FAMILIES.values())

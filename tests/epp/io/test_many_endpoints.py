@@ -37,6 +37,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 COUNT = 150
 
 
+@pytest.mark.deep
 def test_more_endpoints_than_default_sockets_allow_are_live_and_heard() -> None:
     """Two thousand are followed by the same command, which takes minutes: see its committed figures."""
     argv = [sys.executable, "epp/benchmarks/follow.py", "--endpoints", str(COUNT), "--quiet-s", "1"]

@@ -46,6 +46,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("backend_name", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None:
@@ -122,6 +123,7 @@ RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
     ],
     ids=lambda grammar: grammar.kind,
 )
+@pytest.mark.deep
 def test_what_takes_xgrammar_longer_at_each_step_is_refused(grammar: Grammar) -> None:
     with pytest.raises(GrammarError, match="too ambiguous"):
         load_backend("xgrammar")(VOCABULARY).compile(grammar)

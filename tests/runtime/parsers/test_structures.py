@@ -103,6 +103,7 @@ def parser(tools: str, functions: tuple[Function, ...]) -> Callable[[], parsers.
     return lambda: parsers.new(None, tools, schemas, "<|start|>assistant")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("tools", FORMATS)
 def test_whatever_it_lets_through_is_parsed_into_valid_calls(tools: str) -> None:
     called: list[str] = []

@@ -124,6 +124,7 @@ def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> No
             assert sample(logits.repeat(len(rows), 1), rows)[-1] == token
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02}], ids=str)
 def test_the_last_bits_of_the_logits_hardly_ever_decide(params: dict[str, Any]) -> None:
     """What the kernels' order of summation changes: here every logit moves by up to 1e-6 of its size."""

@@ -300,7 +300,8 @@ def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: 
     assert len(engine.prefill.waiting) >= 10
 
 
-@pytest.mark.parametrize("rows", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["rows", "pages"])
+@pytest.mark.deep
+@pytest.mark.parametrize("rows", [True, False], ids=["rows", "pages"])
 def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) -> None:
     """They take all rows, or all pages, but what is kept for clients of which nothing runs."""
     engine = Recorder(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)

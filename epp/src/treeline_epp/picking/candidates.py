@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from treeline_epp.index.pods import Pod
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.table import IDENTITY, IN_FLIGHT, Floats, Mask, Rows, Table
+from treeline_epp.picking.table import Floats, Mask, Rows, Table
 
 _NONE: Floats = np.zeros(0)
 
@@ -47,13 +47,14 @@ def candidates_of(
     table: Table,
     known: Mapping[str, Endpoint],
     rows: Rows,
-    columns: Floats | None,
+    identity: Floats | None,
+    in_flight: Floats,
     tokens: tuple[Floats, Floats],
     cost_s: Floats,
     now: float,
 ) -> Candidates:
-    """The endpoints in these rows, of which `columns` are the columns (None for a policy that asks for costs alone) and
-    `tokens` the prompt's `(cached, uncached)`. `known` are all endpoints by name. O(1); the rest when it is asked for.
+    """The endpoints in these rows; `tokens` are the prompt's `(cached, uncached)`. `identity` is None for a policy that
+    asks for costs alone. `known` are all endpoints by name. O(1); the rest when it is asked for.
     """
 
     def find(text: str) -> int | None:
@@ -75,8 +76,8 @@ def candidates_of(
         tokens[0],
         lambda at: table.at_row(int(rows[at])).spec.name,
         tokens[1],
-        _NONE if columns is None else columns[IDENTITY],
-        _NONE if columns is None else columns[IN_FLIGHT],
+        _NONE if identity is None else identity,
+        in_flight,
         find,
         has_adapter,
         now,

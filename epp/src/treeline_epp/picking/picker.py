@@ -32,9 +32,22 @@ from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.saturation import Saturation
-from treeline_epp.picking.score import Candidate, Scored, score, waits_and_costs
+from treeline_epp.picking.score import Candidate, Scored, follow_s, score, waits_and_costs, with_followers
 from treeline_epp.picking.sessions import Sessions, stays
-from treeline_epp.picking.table import ELIGIBLE, MEASURED_AT, OWN_RATE, RATE_SAMPLES, Floats, Mask, Rows, Table
+from treeline_epp.picking.table import (
+    ARRIVALS,
+    ARRIVED_AT,
+    ELIGIBLE,
+    IDENTITY,
+    IN_FLIGHT,
+    MEASURED_AT,
+    OWN_RATE,
+    RATE_SAMPLES,
+    Floats,
+    Mask,
+    Rows,
+    Table,
+)
 from treeline_epp.picking.work import Work
 
 CAPACITY_SLACK = 1.1
@@ -61,6 +74,15 @@ class PickerConfig:
 
 def _no_room(soonest_s: float) -> Saturated:
     return Saturated("every endpoint that may serve this request has as much to do as it may", soonest_s)
+
+
+def _known(one: Scored, now: float) -> tuple[float, ...]:
+    """What a choice between few endpoints is made of, as `Picker._ranked` reads it."""
+    load = one.candidate.load
+    reserved, in_flight = load.reservations, load.in_flight(now)
+    flying = len(reserved) if in_flight is None else in_flight
+    cached = one.candidate.cached_tokens
+    return cached, one.wait_s, one.later_s, one.cost_s, flying, reserved.arrivals, reserved.arrived_at
 
 
 def _staying(at: int | None, cost_s: Floats, order: list[int], count: int) -> list[int]:
@@ -198,32 +220,39 @@ class Picker:
         rows = rows_left(request, table)
         matches = self._match(request, now)
         work = Work.of(request, matches.values())
-        columns: Floats | None = None
         each: list[Scored] = []
+        identity: Floats | None = None
         if len(rows) <= _FEW and policy.by_cost and self.config.saturation is None:
             each = self._one_by_one(rows, matches, work, now)
-            known = [(one.candidate.cached_tokens, one.wait_s, one.cost_s) for one in each]
-            cached, wait_s, cost_s = np.array(known, np.float64).T
+            known = np.array([_known(one, now) for one in each], np.float64).T
+            cached, wait_s, later_s, cost_s, in_flight, arrivals, arrived_at = known
         else:
             columns = table.take(rows)
             cached, rates = work.cached_at(self.index, matches, rows, table), self._rates(columns, now)
             uncached = work.prompt_tokens - cached
-            wait_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
+            wait_s, later_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
             if (room := self._room(columns, wait_s)) is not None:
                 rows, columns, rates = rows[room], columns[:, room], rates[room]
-                cached, cost_s = cached[room], cost_s[room]
+                cached, later_s, cost_s = cached[room], later_s[room], cost_s[room]
+            identity, in_flight = columns[IDENTITY], columns[IN_FLIGHT]
+            arrivals, arrived_at = columns[ARRIVALS], columns[ARRIVED_AT]
         if request.sheddable:
             self._shed(float(wait_s.min()))
+        followers_s = follow_s(arrivals, arrived_at, later_s, now)
+        cost_s = cost_s + followers_s
         tokens = cached, work.prompt_tokens - cached
-        candidates = candidates_of(table, self.endpoints, rows, columns, tokens, cost_s, now)
+        candidates = candidates_of(table, self.endpoints, rows, identity, in_flight, tokens, cost_s, now)
         order = policy.rank(request, candidates, count)
         if policy.by_cost and request.session and (name := self.sessions.endpoint(request.session, now)) is not None:
             order = _staying(candidates.find(name), cost_s, order, count)
         best = [table.at_row(int(rows[at])) for at in order]
-        if each:
-            return best, tuple([each[at] for at in order[:scored]])
-        pairs = zip(best[:scored], order, strict=False)
-        scores = [score(self._candidate(one, matches, work, float(rates[at])), now) for one, at in pairs]
+        scores = [
+            with_followers(
+                each[at] if each else score(self._candidate(one, matches, work, float(rates[at])), now),
+                float(followers_s[at]),
+            )
+            for one, at in zip(best[:scored], order, strict=False)
+        ]
         return best, tuple(scores)
 
     def _one_by_one(self, rows: Rows, matches: dict[str, Match], work: Work, now: float) -> list[Scored]:
@@ -246,7 +275,7 @@ class Picker:
         """
         self._refresh(now)
         columns = self._table.take(rows_left(request, self._table))
-        wait_s, _ = waits_and_costs(columns, self._rates(columns, now), 0.0, 0, now)
+        wait_s, _, _ = waits_and_costs(columns, self._rates(columns, now), 0.0, 0, now)
         self._room(columns, wait_s)
 
     def uncached_tokens(self, request: PickRequest, now: float) -> int:

@@ -19,6 +19,9 @@ The others are what it costs later, itself and those who come after:
                Where it says how many requests like it will follow (`fork`): until the last of them has a running slot,
                too
     evict_s    if pages are nearly full: work that must be done again for what it would evict
+    follow_s   at an endpoint that gets more than its share of requests, what this costs those who follow: each waits
+               longer there than at the best endpoint. It holds what many ask for, and a second holder would take some
+               of them. Known only beside the other candidates (`follow_s`, the function)
 
 What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
 
@@ -30,9 +33,10 @@ from __future__ import annotations
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from treeline_epp.endpoints.load import EndpointLoad, Report
-from treeline_epp.endpoints.reservations import arrivals_per_s
+from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import NO_HIT, Hit
 from treeline_epp.picking.table import (
@@ -60,6 +64,10 @@ steps of 64: it waits for half a step and is computed in one; and those who come
 Little's law, as many as run there, so that it delays their first tokens by as much in all. The rest is for outputs. The
 more, the sooner requests leave their prefix to spread decodes, and compute it again, which delays the outputs that run
 there; the less, the longer outputs gather where they are slow."""
+FOLLOWERS = 0.1
+"""Of the requests that an endpoint gets beyond the mean, those that a second holder of what this one shares would take.
+The more, the sooner what many ask for is computed on several endpoints; the less, the longer some endpoints are busy
+and others idle."""
 TAIL_VALUE = 0.5
 """The oldest cached tokens are worth less than the average ones: this share."""
 
@@ -96,11 +104,17 @@ class Scored(Struct, frozen=True):
     decode_s: float = 0.0
     others_s: float = 0.0
     evict_s: float = 0.0
+    follow_s: float = 0.0
 
     @property
     def wait_s(self) -> float:
         """Until its own prefill begins: what others cost it, and not its own length."""
         return self.queue_s + self.slots_s + self.full_s
+
+    @property
+    def later_s(self) -> float:
+        """By how much it is later than on an idle endpoint, but for its own prefill."""
+        return self.wait_s + self.decode_s
 
     @property
     def terms(self) -> dict[str, float]:
@@ -169,10 +183,26 @@ def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
     return evicted * min(1.0, TAIL_VALUE * hit / (1.0 - hit)) / candidate.rate
 
 
+def follow_s(arrivals: Floats, arrived_at: Floats, later_s: Floats, now: float) -> Floats:
+    """The term of all candidates: the followers of the last `ARRIVALS_S` seconds × what each waits more than elsewhere.
+
+    `arrivals` and `arrived_at` are those of `Reservations`; `later_s` as in `Scored`. All are by endpoint.
+    """
+    per_s = arrivals_per_s(arrivals, arrived_at, now)
+    followers = FOLLOWERS * ARRIVALS_S * np.maximum(0.0, per_s - per_s.mean())
+    cost_s: Floats = followers * (later_s - later_s.min())
+    return cost_s
+
+
+def with_followers(scored: Scored, followers_s: float) -> Scored:
+    """The score with the term that only a comparison knows."""
+    return replace(scored, follow_s=followers_s, cost_s=scored.cost_s + followers_s) if followers_s else scored
+
+
 def waits_and_costs(
     columns: Floats, rates: Floats, uncached_tokens: Floats | float, output_tokens: int, now: float, fork: int = 0
-) -> tuple[Floats, Floats]:
-    """`(wait_s, cost_s)` of many endpoints: what `score` says of each, to the last bit.
+) -> tuple[Floats, Floats, Floats]:
+    """`(wait_s, later_s, cost_s)` of many endpoints: what `score` says of each, to the last bit.
 
     `columns` are those of `table.Table`, `rates` and `uncached_tokens` are by endpoint.
     """
@@ -190,7 +220,9 @@ def waits_and_costs(
     if len(at):
         wait_s[at] += full_s[at]
         cost_s[at] += full_s[at]
-    cost_s += DECODE_WEIGHT * output_tokens * columns[SLOWER_S]
+    decode_s = DECODE_WEIGHT * output_tokens * columns[SLOWER_S]
+    later_s = wait_s + decode_s
+    cost_s += decode_s
     if fork and (last_s := _waits_for_slots(columns, fork)) is not None:
         others_s = others_s + np.maximum(0.0, last_s - (0.0 if slots_s is None else slots_s))
     cost_s += others_s
@@ -199,7 +231,7 @@ def waits_and_costs(
     if len(at):
         hit = np.minimum(columns[HIT_SHARE, at], 0.99)
         cost_s[at] += evicted[at] * np.minimum(1.0, TAIL_VALUE * hit / (1.0 - hit)) / rates[at]
-    return wait_s, cost_s
+    return wait_s, later_s, cost_s
 
 
 def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:

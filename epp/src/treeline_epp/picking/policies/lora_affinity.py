@@ -45,13 +45,13 @@ class LoraAffinity(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed without an adapter; with one, a look at each endpoint's adapters."""
-        cost_s, cached, adapter = candidates.cost_s, candidates.cached_tokens, adapter_of(request.namespace)
+        cost_s, adapter = candidates.cost_s, adapter_of(request.namespace)
         if adapter is None:
-            return cheapest_first(cost_s, cached, count, self._rng)
+            return cheapest_first(cost_s, candidates, count, self._rng)
         sent, now = self._sent.get(adapter) or {}, candidates.now
         lately = [identity for identity, at in sent.items() if now - at <= self._set.remember_s]
         loaded = candidates.has_adapter(adapter) | np.isin(candidates.identity, lately)
-        order = cheapest_first(cost_s + self._set.load_s * ~loaded, cached, count, self._rng)
+        order = cheapest_first(cost_s + self._set.load_s * ~loaded, candidates, count, self._rng)
         first = float(candidates.identity[order[0]])
         others = [(identity, at) for identity, at in sent.items() if identity != first and identity in lately]
         self._sent.put(adapter, dict([*others[1 - _ENDPOINTS :], (first, now)]))

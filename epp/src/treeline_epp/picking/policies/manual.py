@@ -40,7 +40,7 @@ class Manual(Policy):
         """O(log n) with the header, O(n) without it."""
         named = (request.headers or {}).get(self._set.header, "").strip()
         if not named:
-            return cheapest_first(candidates.cost_s, candidates.cached_tokens, count, self._rng)
+            return cheapest_first(candidates.cost_s, candidates, count, self._rng)
         at = candidates.find(named)
         if at is None:
             raise NoEndpoints(

@@ -10,8 +10,6 @@ from treeline_epp.picking.policies.ranking import led_by, lowest, one_of
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.table import Floats
 
-EQUAL_S = 0.001
-"""Scores closer than this are equal; the choice among equals is random, so that idle endpoints share the load."""
 STICKY_S = 0.005
 """A worse endpoint with more of the prompt cached is kept while it is worse by no more than this (sticky until
 saturated): a few milliseconds are below what predictions can tell, a moved prefix costs memory for minutes."""
@@ -29,21 +27,22 @@ class PredictedTtft(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        return cheapest_first(candidates.cost_s, candidates.cached_tokens, count, self._rng)
+        return cheapest_first(candidates.cost_s, candidates, count, self._rng)
 
 
-def cheapest_first(cost_s: Floats, cached_tokens: Floats, count: int, rng: Random) -> list[int]:
-    """The cheapest, or one with more of the prompt cached that is hardly worse; ties within `EQUAL_S` fall at
-    random. O(n) at memory speed."""
+def cheapest_first(cost_s: Floats, candidates: Candidates, count: int, rng: Random) -> list[int]:
+    """The cheapest; or, of those that are hardly worse, one with more of the prompt cached, and of these the one with
+    the fewest requests, at random among equals: what is cached nowhere thus begins where least is to do. O(n) at
+    memory speed."""
     order = lowest(cost_s, count)
     near = (cost_s <= _hardly_worse(float(cost_s[order[0]]))).nonzero()[0]
     if len(near) == 1:
         return order
-    cached = cached_tokens[near]
+    cached = candidates.cached_tokens[near]
     warmest = near[cached == cached.max()]
     if len(warmest) > 1:
-        cost = cost_s[warmest]
-        warmest = warmest[cost <= cost.min() + EQUAL_S]
+        in_flight = candidates.in_flight[warmest]
+        warmest = warmest[in_flight == in_flight.min()]
     return led_by(one_of(warmest, rng), order, count)
 
 

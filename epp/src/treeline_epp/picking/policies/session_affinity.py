@@ -52,7 +52,7 @@ class SessionAffinity(Policy):
 
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        order = cheapest_first(candidates.cost_s, candidates.cached_tokens, count, self._rng)
+        order = cheapest_first(candidates.cost_s, candidates, count, self._rng)
         identity = _identity(self._token(request))
         places = [] if identity is None else np.flatnonzero(candidates.identity == identity).tolist()
         return led_by(places[0], order, count) if places else order
