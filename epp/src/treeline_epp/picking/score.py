@@ -188,9 +188,11 @@ def follow_s(arrivals: Floats, arrived_at: Floats, later_s: Floats, now: float) 
 
     `arrivals` and `arrived_at` are those of `Reservations`; `later_s` as in `Scored`. All are by endpoint.
     """
+    longer_s: Floats = later_s - later_s.min()
+    if not longer_s.any():
+        return longer_s
     per_s = arrivals_per_s(arrivals, arrived_at, now)
-    followers = FOLLOWERS * ARRIVALS_S * np.maximum(0.0, per_s - per_s.mean())
-    cost_s: Floats = followers * (later_s - later_s.min())
+    cost_s: Floats = FOLLOWERS * ARRIVALS_S * np.maximum(0.0, per_s - per_s.sum() / len(per_s)) * longer_s
     return cost_s
 
 
