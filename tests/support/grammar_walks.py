@@ -81,6 +81,8 @@ class Walker:
         tokens: list[int] = []
         while len(tokens) < most:
             allowed = self.allowed(matcher)
+            if matcher.gave_up:  # the step took too much: such an output is ended with an error
+                break
             assert len(allowed), f"nothing may follow {self._text(tokens)!r}"
             assert (allowed[-1] == self._stop) == matcher.completed
             if draw.random() < probe:
