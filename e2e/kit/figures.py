@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from treeline_bench.machine import this_machine, versions
 from treeline_bench.metrics import metric, row
-from treeline_bench.report import page
-from treeline_bench.results import Result, write_result, write_whole
+from treeline_bench.report import measured, page
+from treeline_bench.results import write_result, write_whole
 
 from e2e.cluster.place import ROOT
 
@@ -47,7 +45,6 @@ class Figures:
             return
         folder = ROOT / ("bench/results" if os.environ.get(RECORD) == "1" else KEPT)
         rows = [row(name, figure(name, found)) for name, found in sorted(self._found.items())]
-        today = datetime.date.today().isoformat()
-        result = Result("e2e", today, this_machine(), versions(), "make e2e", rows)
+        result = measured("e2e", "make e2e", rows)
         write_result(result, folder)
         write_whole(Path(folder) / "e2e.md", page(result, "Journeys on a real Kubernetes").encode())

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 from support.bench import Remembered
-from treeline_bench import engine, picker, routing, tree
+from treeline_bench import picker, rig, routing, scripts
 from treeline_bench.client.messages import Outcome, Report
 from treeline_bench.context import BenchmarkError, Context
-from treeline_bench.picker import chat_body
 from treeline_bench.processes import free_ports
 from treeline_bench.prompts import PromptMaker
-from treeline_bench.routing import Settings, build_calls, measure, rows_of, usage_of
+from treeline_bench.registry import BENCHMARKS
+from treeline_bench.rig import chat_body
+from treeline_bench.routing import Settings, checked, rows_of
+from treeline_bench.serving.datasets.base import Words
+from treeline_bench.serving.messages import Record, Told
+from treeline_bench.serving.summary import Summary, summarise
 from treeline_bench.sim.http import CASE_HEADER
 
 SMALL = Settings(groups=3, repeats=4, prefix=64, suffix=16, output=2)
@@ -36,62 +40,35 @@ def test_the_cache_holds_half_of_the_prefixes_and_not_all() -> None:
 
 
 def test_requests_share_prefixes_and_come_in_a_fixed_order(maker: PromptMaker) -> None:
-    calls = build_calls(SMALL, maker)
-    assert calls == build_calls(SMALL, maker)
-    prompts = [json.loads(call.body)["prompt"] for call in calls]
+    conversations = SMALL.plan().conversations(Words(maker), 0)
+    assert conversations == SMALL.plan().conversations(Words(maker), 0)
+    prompts = [str(conversation.turns[0].piece) for conversation in conversations]
     assert len(set(prompts)) == SMALL.requests
     assert all(maker.count(prompt) == SMALL.prompt for prompt in prompts)
     assert len({tuple(prompt.split()[: SMALL.prefix]) for prompt in prompts}) == SMALL.groups
-    assert json.loads(calls[0].body)["stream_options"] == {"include_usage": True}
 
 
-def stream(prompt: int = 80, cached: int | None = 64, completion: int = 2, end: bytes = b"data: [DONE]\n\n") -> bytes:
-    usage: dict[str, object] = {"prompt_tokens": prompt, "completion_tokens": completion}
-    if cached is not None:
-        usage["prompt_tokens_details"] = {"cached_tokens": cached}
-    chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "usage": usage}]
-    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + end
+def summary(cached: int = 64, prompt: int = 80, output: int = 2, ms: float = 10, error: str = "") -> Summary:
+    """Of two requests, one of which may have failed."""
+    whole = Record(0, 0, 80, 2, 0, done_ns=20_000_000, tokens_ns=[int(ms * 1e6)])
+    whole.prompt_tokens, whole.output_tokens, whole.cached_tokens = prompt, output, cached
+    other = Record(1, 0, 80, 2, 0, done_ns=20_000_000, error="HTTP 503") if error else whole
+    return summarise([Told([whole, other], 0, [], 0.1)], {})
 
 
-def test_usage_is_read_from_the_end_of_a_stream() -> None:
-    usage = usage_of(stream())
-    assert usage is not None
-    assert (usage.prompt_tokens, usage.cached) == (80, 64)
-    without = usage_of(stream(cached=None))
-    assert without is not None
-    assert without.cached == 0
-
-
-@pytest.mark.parametrize("body", [b"", stream(end=b""), b'data: {"error": {"message": "x"}}\n\ndata: [DONE]\n\n'])
-def test_a_stream_that_does_not_end_well_has_no_usage(body: bytes) -> None:
-    assert usage_of(body) is None
-
-
-def outcome(body: bytes, status: int = 200) -> Outcome:
-    return Outcome(0, status, sent_ns=1_000_000, first_ns=11_000_000, done_ns=21_000_000, body=body)
-
-
-def test_only_complete_answers_count() -> None:
-    report = Report([outcome(stream()), outcome(stream(end=b"")), outcome(b"", status=503), outcome(stream(cached=0))])
-    found = measure(report, SMALL)
-    assert (found.prompt_tokens, found.cached_tokens, found.errors) == (160, 64, 2)
-    assert found.ttft_ms == [10, 10]
-
-
-@pytest.mark.parametrize("body", [stream(prompt=79), stream(completion=1)])
-def test_other_lengths_than_asked_for_are_refused(body: bytes) -> None:
-    with pytest.raises(BenchmarkError, match="a runtime counted"):
-        measure(Report([outcome(body)]), SMALL)
+@pytest.mark.parametrize("wrong", [{"prompt": 79}, {"output": 1}])
+def test_other_lengths_than_asked_for_are_refused(wrong: dict[str, int]) -> None:
+    assert checked(summary(error="HTTP 503"), SMALL).completed == 1
+    with pytest.raises(BenchmarkError, match="the runtimes counted"):
+        checked(summary(**wrong), SMALL)  # type: ignore[arg-type]
 
 
 def test_rows_compare_with_the_oracle_and_with_random() -> None:
-    total = SMALL.requests * SMALL.prompt
-    good = routing.Measured(total, SMALL.oracle_cached, [10.0, 20.0], 0, 1.0)
-    bad = routing.Measured(total, 0, [40.0, 80.0], 1, 4.0)
-    rows = {row.metric: row for row in rows_of({"treeline": good, "random": bad}, SMALL)}
-    assert rows["routing.hit_rate.treeline"].ratio == 1
-    assert rows["routing.computed_tokens.treeline"].ratio == 1
-    assert rows["routing.computed_tokens.random"].value == total
+    rows = {row.metric: row for row in rows_of({"treeline": summary(), "random": summary(0, ms=40, error="x")}, SMALL)}
+    best = SMALL.oracle_cached / (SMALL.requests * SMALL.prompt)
+    assert rows["routing.hit_rate.treeline"].ratio == pytest.approx(0.8 / best, rel=1e-3)
+    assert rows["routing.computed_tokens.treeline"].value == 2 * 16
+    assert rows["routing.computed_tokens.random"].value == 80
     assert rows["routing.ttft_ms.p50.treeline"].ratio == 0.25
     assert rows["routing.errors.random"].value == 1
 
@@ -112,8 +89,8 @@ def test_bodies_have_exactly_the_size_asked_for(maker: PromptMaker, size: int) -
 
 
 def test_every_prompt_is_held_by_one_engine(maker: PromptMaker) -> None:
-    settings = picker.Settings({"1kb": 5, "220kb": 2}, {"1kb": 600, "220kb": 900}, picker.CONCURRENCY)
-    load = picker.build_load(settings, maker)
+    settings = rig.Settings({"1kb": 5, "220kb": 2}, {"1kb": 600, "220kb": 900}, picker.CONCURRENCY)
+    load = rig.build_load(settings, maker, 2)
     calls = [call for group in load.calls.values() for call in group]
     assert [call.headers[CASE_HEADER] for call in calls] == [str(index) for index in range(7)]
     first, second = load.cases
@@ -121,51 +98,24 @@ def test_every_prompt_is_held_by_one_engine(maker: PromptMaker) -> None:
     assert all(one.held != other.held for one, other in zip(first, second, strict=True))
 
 
-def test_equal_picks_and_spread_tell_where_prompts_went() -> None:
-    def went(call: int, *engines: int) -> list[Outcome]:
-        return [Outcome(call, 200, header="16" if engine == call % 2 else "0") for engine in engines]
+def test_a_picker_is_measured_by_its_own_cpu_time_and_beside_bare_envoy() -> None:
+    def answered(ms: float, header: str) -> Report:
+        return Report([Outcome(call, 200, sent_ns=0, done_ns=int(ms * 1e6), header=header) for call in range(4)])
 
-    held = went(0, 0, 0) + went(1, 1, 1)
-    assert [picker.engine_of(outcome) for outcome in held] == [0, 0, 1, 1]
-    assert (picker.equal_picks(held), picker.spread(held)) == (1.0, 1.0)
-    torn = went(0, 0, 0, 1) + went(1, 0)
-    assert [picker.engine_of(outcome) for outcome in torn] == [0, 0, 1, 0]
-    assert (picker.equal_picks(torn), picker.spread(torn)) == (0.75, 1.5)
+    bare, asking = answered(1.0, ""), answered(3.0, "16")
+    rows = {row.metric: row.value for row in picker.rows_of(bare, asking, {"1kb": (answered(2000, "16"), 0.5)})}
+    assert rows["picker.added_ms.p50"] == rows["picker.added_ms.p99"] == 2.0
+    assert (rows["picker.rps_per_core.1kb"], rows["picker.rps.1kb"], rows["picker.hit_rate.1kb"]) == (8.0, 2.0, 1.0)
 
 
-def test_rows_of_workers_and_peers_are_those_that_are_described() -> None:
-    outcomes = [Outcome(call, 200, sent_ns=0, done_ns=2_000_000_000, header="16") for call in range(4)]
-    rows = {row.metric: row.value for row in picker.company_rows({"workers2": (Report(outcomes), 0.5)})}
-    assert rows == {
-        "picker.workers2.rps_per_core.1kb": 8.0,
-        "picker.workers2.rps.1kb": 2.0,
-        "picker.workers2.ms.p99": 2000.0,
-        "picker.workers2.equal_picks": 1.0,
-        "picker.workers2.spread": 1.0,
-    }
+# -- scripts of other rooms
 
-
-def test_peers_share_a_key_and_each_others_names(tmp_path: Path) -> None:
-    places = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
-    first, second = picker._picker_commands(picker.COMPANY["peers2"], places, tmp_path)
-    for words, ports in ((first, places[0]), (second, places[1])):
-        assert words[words.index("--peers") + 1] == "127.0.0.1:5,127.0.0.1:10"
-        assert words[words.index("--grpc-port") + 1] == str(ports[0])
-        assert words[words.index("--peer-port") + 1] == str(ports[-1])
-    assert (tmp_path / "keys").is_dir()
-    (alone,) = picker._picker_commands(picker.COMPANY["workers2"], places[:1], tmp_path)
-    assert "--peers" not in alone
-    assert alone[alone.index("--workers") + 1] == "2"
-
-
-# -- tree
-
-ROWS = [{"metric": name, "value": index + 0.5, "unit": "x", "more": 1} for index, name in enumerate(tree.METRICS)]
+ROWS = [{"metric": name, "value": index + 0.5, "unit": "x", "more": 1} for index, name in enumerate(("a.x", "a.y"))]
 
 
 @pytest.mark.parametrize("printed", [json.dumps(ROWS), "\n".join(json.dumps(each) for each in ROWS)])
 def test_rows_are_read_as_a_list_or_a_line_each(printed: str) -> None:
-    assert tree.parse(printed) == {name: index + 0.5 for index, name in enumerate(tree.METRICS)}
+    assert scripts.parse(printed, ("a.y",), "it") == {"a.x": 0.5, "a.y": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -173,41 +123,45 @@ def test_rows_are_read_as_a_list_or_a_line_each(printed: str) -> None:
 )
 def test_a_missing_row_is_an_error(printed: str, problem: str) -> None:
     with pytest.raises(BenchmarkError, match=problem):
-        tree.parse(printed)
+        scripts.parse(printed, ("a.x",), "it")
 
 
-def script(folder: Path, code: str, name: str = "tree.py") -> Path:
+def script(folder: Path, name: str, code: str) -> None:
     path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(code)
-    return path
 
 
 def test_the_tree_is_measured_in_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = f"""
+    code = """
 import json, sys
-wanted = {tree.RESIDENT!r} if "--full" in sys.argv else {tree.BESIDE!r} if "--versus-dynamo" in sys.argv else None
-print(json.dumps([{{"metric": name, "value": 1.5}} for name in wanted or {tree.METRICS!r}]))
+names = ["rss_mb.100x30k"] if "--full" in sys.argv else ["vs_dynamo.lookup"] if "--versus-dynamo" in sys.argv else [
+    "match_us.2700", "match_us.100k", "ingest_blocks_s", "remove_blocks_s", "bytes_per_block", "not_reported"
+]
+print(json.dumps([{"metric": f"tree.{name}", "value": 1.5} for name in names]))
 """
-    events = [{"metric": name, "value": 1.5} for name in tree.ROUTABLE]
-    monkeypatch.setattr(tree, "SCRIPT", script(tmp_path, code))
-    monkeypatch.setattr(tree, "EVENTS", script(tmp_path, f"print({json.dumps(events)!r})", "events.py"))
-    for there, beside in ((None, ()), (object(), tree.BESIDE)):
-        monkeypatch.setattr(tree, "find_spec", lambda _name, there=there: there)
+    times = [f"tree.event_to_routable_ms.{share}.{count}" for count in (8, 100) for share in ("p50", "p99")]
+    script(tmp_path, "epp/benchmarks/tree.py", code)
+    script(tmp_path, "epp/benchmarks/events.py", f"print({json.dumps([{'metric': n, 'value': 1.5} for n in times])!r})")
+    monkeypatch.setattr(scripts, "ROOT", tmp_path)
+    for there, beside in ((None, []), (object(), ["tree.vs_dynamo.lookup"])):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _name, there=there: there)
         display = Remembered()
-        rows = tree.run(Context(display, tmp_path, quick=True))
-        assert [row.metric for row in rows] == [*tree.METRICS, *beside, *tree.ROUTABLE]
+        rows = [row.metric for row in BENCHMARKS["tree"].run(Context(display, tmp_path, quick=True))]
+        assert rows[0] == "tree.match_us.2700"
+        assert rows[5:] == [*beside, *times]
         assert ("not beside Dynamo's" in display.phases[1]) == (there is None)
-    rows = tree.run(Context(display, tmp_path))
-    assert [row.metric for row in rows] == [*tree.METRICS, *tree.RESIDENT, *tree.BESIDE, *tree.ROUTABLE]
+    rows = [row.metric for row in BENCHMARKS["tree"].run(Context(display, tmp_path))]
+    assert rows[5] == "tree.rss_mb.100x30k"
 
 
-def test_a_tree_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tree, "SCRIPT", script(tmp_path, "raise SystemExit('it is broken')"))
+def test_a_script_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(scripts, "ROOT", tmp_path)
+    script(tmp_path, "epp/benchmarks/scrape.py", "raise SystemExit('it is broken')")
     with pytest.raises(BenchmarkError, match="it is broken"):
-        tree.run(Context(Remembered(), tmp_path))
-    monkeypatch.setattr(tree, "SCRIPT", tmp_path / "nothing.py")
+        BENCHMARKS["scrape"].run(Context(Remembered(), tmp_path))
     with pytest.raises(BenchmarkError, match="not here"):
-        tree.run(Context(Remembered(), tmp_path))
+        BENCHMARKS["radix"].run(Context(Remembered(), tmp_path))
 
 
 # -- engine
@@ -218,17 +172,18 @@ def test_the_engine_is_measured_beside_what_the_device_could_do(
 ) -> None:
     figures = {"start.tiny": 2.0, "decode.tiny.b1.ctx512": 5.0, "floor.decode.tiny.b1.ctx512": 4.0}
     lines = [json.dumps({"metric": name, "value": value}) for name, value in figures.items()]
-    monkeypatch.setattr(engine, "has_cuda", lambda: False)
-    monkeypatch.setattr(engine, "SCRIPT", script(tmp_path, f"print({chr(10).join(lines)!r})"))
-    start, decode = engine.run(Context(Remembered(), tmp_path))
+    monkeypatch.setattr(scripts, "has_cuda", lambda: False)
+    monkeypatch.setattr(scripts, "ROOT", tmp_path)
+    script(tmp_path, "runtime/benchmarks/engine.py", f"print({chr(10).join(lines)!r})")
+    start, decode = BENCHMARKS["engine"].run(Context(Remembered(), tmp_path))
     assert (start.metric, start.value, start.ratio) == ("engine.start.tiny", 2.0, None)
     assert (decode.metric, decode.reference, decode.ratio) == ("engine.decode.tiny.b1.ctx512", 4.0, 1.25)
 
 
 @pytest.mark.deep
 def test_the_engine_really_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "has_cuda", lambda: False)
-    rows = {row.metric: row.value for row in engine.run(Context(Remembered(), tmp_path, quick=True))}
+    monkeypatch.setattr(scripts, "has_cuda", lambda: False)
+    rows = {row.metric: row.value for row in BENCHMARKS["engine"].run(Context(Remembered(), tmp_path, quick=True))}
     assert rows["engine.offline.tiny"] > 0
     assert rows["engine.decode.tiny.b4.ctx64"] > 0
 

@@ -1,7 +1,7 @@
 """The load client against a server in the same loop, which misbehaves on request."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -78,37 +78,27 @@ def plan(server: Server, *paths: str, arrivals: ClosedLoop | Paced | None = None
     return Plan("127.0.0.1", server.port, calls, arrivals or ClosedLoop(2), **rest)  # type: ignore[arg-type]
 
 
-async def carry(plan: Plan, progress: Callable[[int], None] = lambda done: None) -> Report:
+async def carry(plan: Plan) -> Report:
     async with asyncio.timeout(60):
-        return await carry_out(plan, progress)
+        return await carry_out(plan)
 
 
 async def test_a_closed_loop_sends_everything_over_few_connections() -> None:
-    told: list[int] = []
     async with serving() as server:
-        report = await carry(plan(server, "/a", "/b", arrivals=ClosedLoop(3), count=50), told.append)
+        report = await carry(plan(server, "/a", "/b", arrivals=ClosedLoop(3), count=50))
     assert len(report.outcomes) == len(report.answered()) == 50
     assert sorted(outcome.call for outcome in report.outcomes) == [0] * 25 + [1] * 25
     assert server.bodies.count(b"body /a") == 25
     assert server.connections == 3
-    assert told[-1] == 50
 
 
-async def test_times_are_in_order_and_headers_and_bodies_are_kept_on_request() -> None:
+async def test_times_are_in_order_and_a_header_is_kept_on_request() -> None:
     async with serving() as server:
-        report = await carry(plan(server, "/a", count=1, keep_bodies=True, keep_header="x-kept"))
+        report = await carry(plan(server, "/a", count=1, keep_header="x-kept"))
     (outcome,) = report.outcomes
-    assert outcome.sent_ns < outcome.first_ns <= outcome.done_ns
-    assert (outcome.body, outcome.header) == (b"ok", "yes")
+    assert outcome.sent_ns < outcome.done_ns
+    assert outcome.header == "yes"
     assert report.wall_s() == pytest.approx(outcome.latency_ms / 1000)
-
-
-async def test_the_first_bytes_of_a_stream_are_timed_apart_from_its_end() -> None:
-    async with serving() as server:
-        report = await carry(plan(server, "/slowly", count=1, keep_bodies=True))
-    (outcome,) = report.outcomes
-    assert outcome.body == b"abcde"
-    assert outcome.latency_ms - outcome.first_ms >= 40
 
 
 async def test_a_connection_that_the_server_closes_is_replaced() -> None:
@@ -150,17 +140,15 @@ async def test_a_run_ends_when_its_time_is_over() -> None:
 async def test_plans_without_an_end_or_without_calls_are_refused() -> None:
     endless = Plan("127.0.0.1", 1, [Call("/", b"")], ClosedLoop(1))
     with pytest.raises(ValueError, match="end"):
-        await carry_out(endless, lambda done: None)
+        await carry_out(endless)
     with pytest.raises(ValueError, match="call"):
-        await carry_out(Plan("127.0.0.1", 1, [], ClosedLoop(1), count=1), lambda done: None)
+        await carry_out(Plan("127.0.0.1", 1, [], ClosedLoop(1), count=1))
 
 
 async def test_the_client_works_as_a_process(tmp_path: Path) -> None:
-    told: list[int] = []
     async with serving() as server:
-        report = await asyncio.to_thread(run_client, plan(server, "/a", count=20), tmp_path, None, told.append)
+        report = await asyncio.to_thread(run_client, plan(server, "/a", count=20), tmp_path)
     assert len(report.answered()) == 20
-    assert told[-1] == 20
 
 
 def test_a_client_that_cannot_start_its_load_says_why(tmp_path: Path) -> None:

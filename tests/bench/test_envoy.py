@@ -13,7 +13,7 @@ from treeline_operator.envoy import bootstrap as product_bootstrap
 
 @pytest.fixture(scope="module")
 def config() -> dict[str, Any]:
-    return bootstrap(bare_port=20001, picker_port=20002, admin_port=20003, ext_proc_ports=[20004], eds_port=20005)
+    return bootstrap(bare_port=20001, picker_port=20002, admin_port=20003, ext_proc_port=20004, eds_port=20005)
 
 
 def manager(listener: dict[str, Any]) -> dict[str, Any]:

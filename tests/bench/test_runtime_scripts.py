@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -13,10 +13,10 @@ import pytest
 from support.bench import Remembered
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from treeline_bench import engine, radix, server, versus_transformers, versus_vllm
+from treeline_bench import scripts
 from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.prompts import PromptMaker
-from treeline_bench.registry import select
+from treeline_bench.registry import BENCHMARKS, select
 
 FOLDER = Path(__file__).resolve().parents[2] / "runtime" / "benchmarks"
 
@@ -150,25 +150,35 @@ def test_nested_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the benchmarks that wrap them
 
 
-def printing(folder: Path, **values: float) -> Path:
-    lines = [json.dumps({"metric": name, "value": value}) for name, value in values.items()]
-    path = folder / "script.py"
-    path.write_text(f"print({chr(10).join(lines)!r})")
-    return path
+@pytest.fixture
+def printing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Puts a script that prints these rows in the place of one of `runtime/benchmarks`."""
+    monkeypatch.setattr(scripts, "ROOT", tmp_path)
+
+    def put(name: str, **values: float) -> None:
+        lines = [json.dumps({"metric": name, "value": value}) for name, value in values.items()]
+        path = tmp_path / "runtime" / "benchmarks" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"print({chr(10).join(lines)!r})")
+
+    return put
 
 
-def test_rows_of_the_server_have_the_bounds_that_were_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine, "has_cuda", lambda: True)
-    monkeypatch.setattr(engine, "shapes", lambda: ("tiny",))
+def test_rows_of_the_server_have_the_bounds_that_were_set(
+    printing: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    server, context = BENCHMARKS["server"], Context(Remembered(), tmp_path)
+    monkeypatch.setattr(scripts, "has_cuda", lambda: True)
+    monkeypatch.setattr(scripts, "shapes", lambda: ("tiny",))
     values = {"server_over_offline.tiny": 0.57, "overlap.idle_share.tiny": 0.015, "start.warm_s.tiny": 6.0}
-    monkeypatch.setattr(server, "SCRIPT", printing(tmp_path, **values))
-    ratios = {row.metric: row.ratio for row in server.run(Context(Remembered(), tmp_path))}
+    printing("server.py", **values)
+    ratios = {row.metric: row.ratio for row in server.run(context)}
     assert ratios == {"server_over_offline.tiny": 0.6, "overlap.idle_share.tiny": 0.5, "start.warm_s.tiny": 0.5}
-    monkeypatch.setattr(engine, "has_cuda", lambda: False)  # the bounds are a GPU's
-    assert [row.ratio for row in server.run(Context(Remembered(), tmp_path))] == [None, None, None]
-    monkeypatch.setattr(server, "SCRIPT", printing(tmp_path, other=1.0))
+    monkeypatch.setattr(scripts, "has_cuda", lambda: False)  # the bounds are a GPU's
+    assert [row.ratio for row in server.run(context)] == [None, None, None]
+    printing("server.py", other=1.0)
     with pytest.raises(BenchmarkError, match="did not report server_over_offline"):
-        server.run(Context(Remembered(), tmp_path))
+        server.run(context)
 
 
 def test_a_step_is_measured_without_what_is_done_once_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,33 +192,31 @@ def test_a_step_is_measured_without_what_is_done_once_or_refused(monkeypatch: py
         bench.step_ms(1, 512, 1)
 
 
-def test_rows_of_radix_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        radix, "SCRIPT", printing(tmp_path, **{"radix.hit_vs_optimal": 0.96, "radix.share.tiny": 0.006})
-    )
-    optimal, share = radix.run(Context(Remembered(), tmp_path, quick=True))
+CPU = [f"cpu.vs_transformers.t{t}.{name}" for t in (1, 2) for name in ("b1", "b8", "mixed.b8", "prefill.4096")]
+
+
+def test_rows_of_radix_and_cpu(printing: Callable[..., None], tmp_path: Path) -> None:
+    printing("radix.py", **{"radix.hit_vs_optimal": 0.96, "radix.share.tiny": 0.006})
+    optimal, share = BENCHMARKS["radix"].run(Context(Remembered(), tmp_path, quick=True))
     assert (optimal.ratio, share.ratio) == (1.0, 2.0)
-    names = [
-        f"cpu.vs_transformers.t{t}.{name}" for t in versus_transformers.THREADS for name in versus_transformers.ALWAYS
-    ]
-    values = dict.fromkeys(names, 1.4)
-    monkeypatch.setattr(versus_transformers, "SCRIPT", printing(tmp_path, **values))
-    rows = versus_transformers.run(Context(Remembered(), tmp_path))
-    assert {(row.metric, row.value, row.unit) for row in rows} == {(name, 1.4, "×") for name in values}
+    printing("versus_transformers.py", **dict.fromkeys(CPU, 1.4))
+    rows = BENCHMARKS["cpu"].run(Context(Remembered(), tmp_path))
+    assert {(row.metric, row.value, row.unit) for row in rows} == {(name, 1.4, "×") for name in CPU}
 
 
-def test_rows_beside_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(versus_vllm.FOLDER, raising=False)
-    with pytest.raises(BenchmarkError, match=f"vLLM is not installed here; {versus_vllm.FOLDER}"):
-        versus_vllm.run(Context(Remembered(), tmp_path))
-    monkeypatch.setenv(versus_vllm.FOLDER, str(tmp_path))
-    monkeypatch.setattr(engine, "has_cuda", lambda: False)
+def test_rows_beside_vllm(printing: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    vllm, context = BENCHMARKS["vllm"], Context(Remembered(), tmp_path)
+    monkeypatch.delenv(scripts.VLLM_FOLDER, raising=False)
+    with pytest.raises(BenchmarkError, match=f"vLLM is not installed here; {scripts.VLLM_FOLDER}"):
+        vllm.run(context)
+    monkeypatch.setenv(scripts.VLLM_FOLDER, str(tmp_path))
+    monkeypatch.setattr(scripts, "has_cuda", lambda: False)
     with pytest.raises(BenchmarkError, match="needs a CUDA device"):
-        versus_vllm.run(Context(Remembered(), tmp_path))
-    monkeypatch.setattr(engine, "has_cuda", lambda: True)
-    monkeypatch.setattr(engine, "shapes", lambda: ("tiny",))
-    monkeypatch.setattr(versus_vllm, "SCRIPT", printing(tmp_path, **{"offline.vs_vllm.tiny": 1.04}))
-    (row,) = versus_vllm.run(Context(Remembered(), tmp_path))
+        vllm.run(context)
+    monkeypatch.setattr(scripts, "has_cuda", lambda: True)
+    monkeypatch.setattr(scripts, "shapes", lambda: ("tiny",))
+    printing("versus_vllm.py", **{"offline.vs_vllm.tiny": 1.04})
+    (row,) = vllm.run(context)
     assert (row.metric, row.value, row.unit) == ("offline.vs_vllm.tiny", 1.04, "times")
     assert "vllm" not in {benchmark.name for benchmark in select([])}
     assert [benchmark.name for benchmark in select(["vllm"])] == ["vllm"]
@@ -254,10 +262,8 @@ class LLM:
 @pytest.mark.deep
 def test_the_engine_is_compared_with_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    rows = versus_transformers.run(Context(Remembered(), tmp_path, quick=True))
-    assert {row.metric for row in rows} >= {
-        f"cpu.vs_transformers.t{t}.{name}" for t in versus_transformers.THREADS for name in versus_transformers.ALWAYS
-    }
+    rows = BENCHMARKS["cpu"].run(Context(Remembered(), tmp_path, quick=True))
+    assert {row.metric for row in rows} >= set(CPU)
     assert all(row.value > 0 for row in rows)
 
 

@@ -9,8 +9,8 @@ import pytest
 from support.engine_parsers import read_by_sglang, read_by_vllm
 from support.engine_wheels import COMMAND_LINES, is_there
 from support.pool_world import runtime
+from support.real_engines.vllm import INSTALLATION
 from treeline_bench.context import BenchmarkError
-from treeline_bench.engines.vllm import INSTALLATION
 from treeline_operator.api.engine import SETTINGS
 from treeline_operator.plan.engines import sglang
 from treeline_operator.plan.engines.registry import ADAPTERS

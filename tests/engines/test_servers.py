@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from support.engines import ADAPTER, KINDS, EngineStack, running_engines
 from support.prompts import text
+from support.real_engines.hits import Measured
+from support.real_engines.traffic import Exchange, Shape, Traffic
 from support.stack import until
 from treeline.up.plan import TINY_MODEL
 from treeline_bench.context import BenchmarkError
-from treeline_bench.engines.benchmark import Measured
-from treeline_bench.engines.traffic import Exchange, Shape, Traffic
 from treeline_bench.prompts import PromptMaker
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]

@@ -76,19 +76,6 @@ def _routing_rows() -> list[tuple[str, float, float | None]]:
     return rows
 
 
-def _rows_of_two(engine: str) -> list[tuple[str, float, float | None]]:
-    return [
-        (f"engines.{engine}.hit_vs_oracle", 0.99, None),
-        (f"engines.{engine}.ttft_vs_rr", 0.3, None),
-        (f"engines.{engine}.event_ms.p50", 4.5, None),
-        (f"engines.{engine}.event_ms.p99", 15.0, None),
-        (f"engines.{engine}.hit_rate.treeline", 0.87, 0.88),
-        (f"engines.{engine}.hit_rate.round_robin", 0.47, 0.88),
-        (f"engines.{engine}.ttft_ms.p50.treeline", 60.0, 200.0),
-        (f"engines.{engine}.ttft_ms.p50.round_robin", 200.0, 200.0),
-    ]
-
-
 def _programs_rows() -> list[tuple[str, float, float | None]]:
     rows: list[tuple[str, float, float | None]] = [
         ("programs.hit_vs_optimal.min", 0.99, None),
@@ -115,8 +102,6 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("routing.peers.zipf.hit_rate.smg", 0.6, 0.8),
         ("routing.peers.zipf.late.smg", 3, None),
     ],
-    "engines": _rows_of_two("vllm"),
-    "engines-sglang": _rows_of_two("sglang"),
     "picker": [
         ("picker.added_ms.p50", 1.1, None),
         ("picker.added_ms.p99", 2.2, None),
@@ -131,13 +116,6 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
         ("tree.ingest_blocks_s", 360_000, None),
         ("tree.bytes_per_block", 100, None),
     ],
-    "bodies": [
-        ("bodies.live_ms.1mb", 6, 2700),
-        ("bodies.live_ms.30mb", 9, None),
-        ("bodies.rss_mb.1mb", 200, 500),
-        ("bodies.rss_mb.30mb", 320, None),
-    ],
-    "http": [("http.requests_s", 1300, None), ("http.cpu_us", 400, None)],
     "vllm": [
         ("vllm.ours_tokens_s.llama8b", 11_000, None),
         ("vllm.offline_tokens_s.llama8b", 10_000, None),

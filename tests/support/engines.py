@@ -14,18 +14,19 @@ import numpy as np
 from safetensors.numpy import save_file
 from treeline.up.command import envoy_config
 from treeline.up.plan import TINY_MODEL, ChildSpec
-from treeline_bench.engines.benchmark import TIMED_PICKER
-from treeline_bench.engines.server import Server
-from treeline_bench.engines.sglang import Sglang
-from treeline_bench.engines.traffic import Shape
-from treeline_bench.engines.vllm import Vllm
-from treeline_bench.engines.witness import Witness
+from treeline_bench.context import ROOT
 from treeline_operator.envoy import bootstrap_json
 
+from support.real_engines.server import Server
+from support.real_engines.sglang import Sglang
+from support.real_engines.traffic import Shape
+from support.real_engines.vllm import Vllm
+from support.real_engines.witness import Witness
 from support.stack import READY_TIMEOUT_S, Process, Stack, until
 
 KINDS: dict[str, type[Server]] = {"vllm": Vllm, "sglang": Sglang}
 ADAPTER, RANK = "adapter-1", 8
+TIMED_PICKER = ROOT / "epp" / "benchmarks" / "timed_picker.py"
 
 
 class EngineStack(Stack):

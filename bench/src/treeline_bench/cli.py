@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,19 +11,17 @@ from pathlib import Path
 from rich.console import Console
 from treeline_wire.command_line import Parser
 
-from treeline_bench import corpus
+from treeline_bench import scripts
 from treeline_bench.client.process import ClientFailed
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.display import RichDisplay
 from treeline_bench.envoy import EnvoyMissing
 from treeline_bench.interrupts import take_interrupts
-from treeline_bench.machine import this_machine, versions
-from treeline_bench.plots import plot
 from treeline_bench.processes import ChildFailed
 from treeline_bench.prompts import PromptError
 from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select
-from treeline_bench.report import MarkersMissing, page, replace_between_markers, summary
-from treeline_bench.results import Result, ResultError, number, read_results, write_result, write_whole
+from treeline_bench.report import MarkersMissing, measured, publish, replace_between_markers, summary
+from treeline_bench.results import Result, ResultError, number, read_results, write_whole
 from treeline_bench.serving.command import main as serving
 from treeline_bench.sim.peers import options as peers
 
@@ -109,14 +106,8 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, console: Console) -
         RichDisplay(benchmark.name, console) as display,
     ):
         rows = benchmark.run(Context(display, Path(folder), quick=args.quick))
-    return Result(
-        benchmark=benchmark.name,
-        date=datetime.date.today().isoformat(),
-        machine=this_machine(),
-        versions=versions() | benchmark.versions(),
-        command=f"python -m treeline_bench {benchmark.command or benchmark.name}" + (" --quick" if args.quick else ""),
-        rows=rows,
-    )
+    command = f"python -m treeline_bench {benchmark.command or benchmark.name}" + (" --quick" if args.quick else "")
+    return measured(benchmark.name, command, rows, benchmark.versions)
 
 
 def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Console) -> int:
@@ -128,9 +119,7 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
             console.print(f"{benchmark.name}: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             failed += 1
             continue
-        write_result(result, out)
-        write_whole(out / f"{benchmark.name}.md", page(result, benchmark.title).encode())
-        plot(result, out / f"{benchmark.name}.svg")
+        publish(result, benchmark.title, out)
         for row in result.rows:
             ratio = "" if row.ratio is None else f"  ({row.ratio:.2f} × {number(float(row.reference or 0))})"
             console.print(f"  {row.metric:<34} {number(row.value):>10} {row.unit}{ratio}", highlight=False)
@@ -170,7 +159,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
         if args.corpus is not None:
             if args.names != ["structured"]:
                 raise ValueError("--corpus belongs to structured alone: treeline bench structured --corpus DIR")
-            chosen = [corpus.benchmark(args.corpus, args.every)]
+            chosen = [scripts.corpus(args.corpus, args.every)]
     except (KeyError, ValueError) as error:
         bench.error(error.args[0])
     except BenchmarkError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class Benchmark:
     run: Callable[[Context], list[Row]]
     only_by_name: bool = False
     """It needs what few machines have, so it is not one of all."""
-    versions: Callable[[], dict[str, str]] = dict
+    versions: Mapping[str, str] = field(default_factory=dict)
     """Of what it starts and this environment has not, by name."""
     command: str = ""
     """Its words on the command line, where they are more than its name."""

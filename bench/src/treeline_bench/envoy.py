@@ -1,4 +1,4 @@
-"""Envoy for the picker's benchmark: one process, two listeners that differ in one filter.
+"""Envoy for the benchmarks of pickers: one process, two listeners that differ in one filter.
 
 Both listeners route to the same clusters in the same way; one asks the picker over ext_proc first, the other (bare)
 does not, and its requests go round robin. So the difference between them is what asking costs. The configuration
@@ -9,13 +9,17 @@ instead of a lucky fallback.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from treeline_wire import headers
+
+from treeline_bench.processes import Child, child
 
 PODS, EXT_PROC, EDS = "pods", "ext_proc", "eds"
 _TYPE = "@type"
@@ -43,33 +47,20 @@ def envoy_binary() -> Path:
 
 
 def bootstrap(
-    *, bare_port: int, picker_port: int, admin_port: int, ext_proc_ports: Sequence[int], eds_port: int
-) -> dict[str, Any]:
-    """The configuration, as JSON types. All addresses are loopback."""
-    return {
-        "node": {"id": "bench", "cluster": "bench"},
-        "admin": {"address": _address(admin_port)},
-        "static_resources": {
-            "listeners": [
-                _listener("bare", bare_port, []),
-                _listener("picker", picker_port, [_ext_proc_filter()]),
-            ],
-            "clusters": [_pods(), _picker_cluster(EXT_PROC, ext_proc_ports), _picker_cluster(EDS, [eds_port])],
-        },
-    }
-
-
-def bootstrap_for_pods(
     *,
     bare_port: int,
     picker_port: int,
     admin_port: int,
     ext_proc_port: int,
-    pods: Sequence[tuple[str, int]],
-    streamed: bool,
+    eds_port: int = 0,
+    pods: Sequence[tuple[str, int]] = (),
+    streamed: bool = False,
 ) -> dict[str, Any]:
-    """The same for pods that are known beforehand. `streamed`: asking as the inference extension has it, bodies go
-    through the picker as streams, both ways."""
+    """The configuration, as JSON types. All addresses are loopback.
+
+    `pods` are known beforehand; without them the picker tells them on `eds_port`. `streamed`: asking as the inference
+    extension has it, bodies go through the picker as streams, both ways.
+    """
     asking = _ext_proc_filter()
     if streamed:
         asking["typed_config"]["processing_mode"] |= {
@@ -78,20 +69,29 @@ def bootstrap_for_pods(
             "request_trailer_mode": "SEND",
             "response_trailer_mode": "SEND",
         }
-    lb_endpoints = [{"endpoint": {"address": _address(port, address)}} for address, port in pods]
-    static = _pods() | {
-        "type": "STATIC",
-        "load_assignment": {"cluster_name": PODS, "endpoints": [{"lb_endpoints": lb_endpoints}]},
-    }
-    del static["eds_cluster_config"]
+    clusters = [_pods(pods), _loopback(EXT_PROC, ext_proc_port)]
+    if not pods:
+        clusters.append(_loopback(EDS, eds_port))
     return {
         "node": {"id": "bench", "cluster": "bench"},
         "admin": {"address": _address(admin_port)},
         "static_resources": {
             "listeners": [_listener("bare", bare_port, []), _listener("picker", picker_port, [asking])],
-            "clusters": [static, _picker_cluster(EXT_PROC, [ext_proc_port])],
+            "clusters": clusters,
         },
     }
+
+
+@contextmanager
+def envoy(
+    config: dict[str, Any], folder: Path, cores: Sequence[int] | None = None, name: str = "envoy"
+) -> Iterator[Child]:
+    """An Envoy of one worker with this configuration; stopped at the end. Raises EnvoyMissing."""
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    argv = [str(envoy_binary()), "--config-path", str(path), "--log-level", "warning"]
+    with child(name, [*argv, "--concurrency", "1", "--disable-hot-restart"], folder, cores) as process:
+        yield process
 
 
 def _address(port: int, host: str = "127.0.0.1") -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _policy(name: str, **config: Any) -> dict[str, Any]:
     }
 
 
-def _pods() -> dict[str, Any]:
+def _pods(known: Sequence[tuple[str, int]]) -> dict[str, Any]:
     def key(name: str) -> dict[str, Any]:
         return {"key": headers.LB, "path": [{"key": name}]}
 
@@ -190,6 +190,15 @@ def _pods() -> dict[str, Any]:
         selected_host_key=key(headers.SERVED),
         fallback_policy=_policy("round_robin"),
     )
+    cluster = {
+        "name": PODS,
+        "connect_timeout": "1s",
+        "load_balancing_policy": override,
+        "circuit_breakers": _circuit_breakers(),
+        "typed_extension_protocol_options": _protocol({"http_protocol_options": {}}),
+    }
+    if known:
+        return cluster | {"type": "STATIC", "load_assignment": _endpoints(PODS, known)}
     source = {
         "api_config_source": {
             "api_type": "GRPC",
@@ -199,29 +208,24 @@ def _pods() -> dict[str, Any]:
         },
         "resource_api_version": "V3",
     }
-    return {
-        "name": PODS,
-        "type": "EDS",
-        "eds_cluster_config": {"eds_config": source, "service_name": PODS},
-        "connect_timeout": "1s",
-        "load_balancing_policy": override,
-        "circuit_breakers": _circuit_breakers(),
-        "typed_extension_protocol_options": _protocol({"http_protocol_options": {}}),
-    }
+    return cluster | {"type": "EDS", "eds_cluster_config": {"eds_config": source, "service_name": PODS}}
 
 
-def _picker_cluster(name: str, ports: Sequence[int]) -> dict[str, Any]:
+def _loopback(name: str, port: int) -> dict[str, Any]:
+    """A cluster of one gRPC server."""
     return {
         "name": name,
         "type": "STATIC",
         "connect_timeout": "0.25s",
-        "load_assignment": {
-            "cluster_name": name,
-            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(port)}} for port in ports]}],
-        },
+        "load_assignment": _endpoints(name, [("127.0.0.1", port)]),
         "circuit_breakers": _circuit_breakers(),
         "typed_extension_protocol_options": _protocol({"http2_protocol_options": {}}),
     }
+
+
+def _endpoints(cluster: str, addresses: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    found = [{"endpoint": {"address": _address(port, host)}} for host, port in addresses]
+    return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": found}]}
 
 
 def _protocol(explicit: dict[str, Any]) -> dict[str, Any]:

@@ -4,66 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import (
-    bodies,
-    chaos,
-    chat,
-    corpus,
-    engine,
-    fleet,
-    http,
-    lang_client,
-    picker,
-    radix,
-    routing,
-    sampling,
-    scrape,
-    server,
-    structured,
-    tokenization,
-    tree,
-)
-from treeline_bench import versus_gie as gie
-from treeline_bench import versus_transformers as cpu
-from treeline_bench import versus_vllm as vllm
+from treeline_bench import gie, picker, routing, scripts
 from treeline_bench.context import Benchmark
-from treeline_bench.engines import benchmark as engines
 from treeline_bench.kubernetes import benchmark as operator
-from treeline_bench.kubernetes import one_gateway, throttled
+from treeline_bench.kubernetes import throttled
 from treeline_bench.serving.datasets import DATASETS
 from treeline_bench.sim import benchmark as routing_sim
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in (
-        tree.BENCHMARK,
-        chat.BENCHMARK,
-        fleet.BENCHMARK,
         picker.BENCHMARK,
         gie.BENCHMARK,
         routing.BENCHMARK,
         routing_sim.BENCHMARK,
-        scrape.BENCHMARK,
-        bodies.BENCHMARK,
-        tokenization.BENCHMARK,
-        http.BENCHMARK,
-        sampling.BENCHMARK,
-        engine.BENCHMARK,
-        server.BENCHMARK,
-        vllm.BENCHMARK,
-        *engines.BENCHMARKS,
-        radix.BENCHMARK,
-        cpu.BENCHMARK,
-        structured.BENCHMARK,
-        chaos.BENCHMARK,
-        lang_client.BENCHMARK,
+        *scripts.BENCHMARKS,
         operator.BENCHMARK,
-        one_gateway.BENCHMARK,
         throttled.BENCHMARK,
     )
 }
 
-ELSEWHERE = ("e2e", "programs", corpus.NAME, *(f"serving-{name}" for name in DATASETS))
+ELSEWHERE = ("e2e", "programs", scripts.CORPUS, *(f"serving-{name}" for name in DATASETS))
 """Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`),
 `treeline bench programs`, `treeline bench structured --corpus DIR`, and `treeline bench serving --results DIR`."""
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from treeline_bench.machine import this_machine, versions
 from treeline_bench.metrics import metric
-from treeline_bench.results import Result, Row, number, provenance, table, versions_line
+from treeline_bench.results import (
+    Result,
+    Row,
+    number,
+    provenance,
+    table,
+    versions_line,
+    write_result,
+    write_whole,
+)
 
 BEGIN = "<!-- bench:begin -->"
 END = "<!-- bench:end -->"
@@ -13,6 +25,21 @@ END = "<!-- bench:end -->"
 
 class MarkersMissing(ValueError):
     """The text has no place for the summary."""
+
+
+def measured(benchmark: str, command: str, rows: Sequence[Row], more: Mapping[str, str] | None = None) -> Result:
+    """A result of today, on this machine. `more`: versions beside those of this environment, by name."""
+    today = datetime.date.today().isoformat()
+    return Result(benchmark, today, this_machine(), versions() | dict(more or {}), command, list(rows))
+
+
+def publish(result: Result, title: str, folder: Path) -> None:
+    """Write NAME.json, NAME.md and NAME.svg."""
+    from treeline_bench.plots import plot  # drawing is slow to load
+
+    write_result(result, folder)
+    write_whole(folder / f"{result.benchmark}.md", page(result, title).encode())
+    plot(result, folder / f"{result.benchmark}.svg")
 
 
 def page(result: Result, title: str) -> str:

@@ -21,21 +21,21 @@ each time.
 
 from __future__ import annotations
 
-import json
-import random
 import sys
 from dataclasses import dataclass
 
-import msgspec
-
-from treeline_bench.client.messages import Call, ClosedLoop, Plan, Report
-from treeline_bench.client.process import run_client
-from treeline_bench.context import Benchmark, BenchmarkError, Context
+from treeline_bench.context import Benchmark, BenchmarkError, Context, Display
 from treeline_bench.metrics import row
 from treeline_bench.processes import child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
-from treeline_bench.stats import percentile
+from treeline_bench.serving import measure
+from treeline_bench.serving.datasets import DATASETS
+from treeline_bench.serving.datasets.base import Shape, Words
+from treeline_bench.serving.messages import Progress
+from treeline_bench.serving.plan import Plan
+from treeline_bench.serving.server import find
+from treeline_bench.serving.summary import Summary
 
 # The baselines first: rows of the others are compared with random's.
 POLICIES = ("random", "round_robin", "treeline")
@@ -54,7 +54,6 @@ class Settings:
     suffix: int = 64
     output: int = 16
     concurrency: int = 4
-    seed: int = 1
 
     @property
     def prompt(self) -> int:
@@ -74,92 +73,26 @@ class Settings:
         """Prompt tokens from the cache when each shared prefix is computed once (whole pages only)."""
         return self.groups * (self.repeats - 1) * (self.prefix // PAGE_TOKENS * PAGE_TOKENS)
 
+    def plan(self) -> Plan:
+        """As a load of `treeline bench serving`: the same requests in the same order each time."""
+        return Plan(
+            dataset=DATASETS["generated-shared-prefix"],
+            shape=Shape(
+                groups=self.groups,
+                prompts_per_group=self.repeats,
+                prefix_len=self.prefix,
+                input_len=self.suffix,
+                output_len=self.output,
+            ),
+            seed=1,
+            concurrency=self.concurrency,
+            timeout_s=120.0,
+            body={"temperature": 0, "ignore_eos": True},
+        )
+
 
 FULL = Settings()
 QUICK = Settings(groups=4, repeats=3, prefix=256, suffix=32, output=4)
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: dict[str, int] | None = None
-
-    @property
-    def cached(self) -> int:
-        return (self.prompt_tokens_details or {}).get("cached_tokens", 0)
-
-
-class _Chunk(msgspec.Struct):
-    usage: _Usage | None = None
-    error: dict[str, object] | None = None
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One policy's figures. Only requests with a complete answer count as answered."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    ttft_ms: list[float]
-    errors: int
-    duration_s: float
-
-
-def build_calls(settings: Settings, maker: PromptMaker) -> list[Call]:
-    """The requests in the order in which they are sent: the same for the same seed."""
-    rng = random.Random(settings.seed)
-    prefixes = [maker.text(settings.prefix, rng) for _ in range(settings.groups)]
-    prompts = [
-        maker.with_shared_prefix(prefix, settings.suffix, rng) for prefix in prefixes for _ in range(settings.repeats)
-    ]
-    rng.shuffle(prompts)
-    return [Call("/v1/completions", json.dumps(_body(settings, prompt)).encode()) for prompt in prompts]
-
-
-def _body(settings: Settings, prompt: str) -> dict[str, object]:
-    return {
-        "model": MODEL_NAME,
-        "prompt": prompt,
-        "max_tokens": settings.output,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-
-
-def usage_of(body: bytes) -> _Usage | None:
-    """The usage that a stream ended with; None when it did not end as it should."""
-    usage: _Usage | None = None
-    finished = False
-    for line in body.splitlines():
-        if not line.startswith(b"data:"):
-            continue
-        data = line.removeprefix(b"data:").strip()
-        if data == b"[DONE]":
-            finished = True
-            continue
-        chunk = msgspec.json.decode(data, type=_Chunk)
-        if chunk.error is not None:
-            return None
-        usage = chunk.usage or usage
-    return usage if finished else None
-
-
-def measure(report: Report, settings: Settings) -> Measured:
-    """Raises BenchmarkError when a runtime counted other lengths than were asked for."""
-    complete = [(outcome, usage) for outcome in report.answered() if (usage := usage_of(outcome.body)) is not None]
-    for _, usage in complete:
-        found, wanted = (usage.prompt_tokens, usage.completion_tokens), (settings.prompt, settings.output)
-        if found != wanted:
-            raise BenchmarkError(f"wanted {wanted} tokens (prompt, output), a runtime counted {found}")
-    return Measured(
-        prompt_tokens=sum(usage.prompt_tokens for _, usage in complete),
-        cached_tokens=sum(usage.cached for _, usage in complete),
-        ttft_ms=[outcome.first_ms for outcome, _ in complete],
-        errors=len(report.outcomes) - len(complete),
-        duration_s=report.wall_s(),
-    )
 
 
 def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[str], int]:
@@ -187,58 +120,65 @@ def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[
     return argv, ports["port"]
 
 
-def _run_policy(policy: str, settings: Settings, calls: list[Call], context: Context) -> Measured:
+class _Shown:
+    """How far a load is, on a benchmark's display."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def phase(self, text: str, total: int) -> None:
+        self._display.phase(text, total)
+
+    def update(self, progress: Progress) -> None:
+        self._display.done(progress.ended)
+
+
+def checked(summary: Summary, settings: Settings) -> Summary:
+    """Raises BenchmarkError when a runtime counted other lengths than were asked for, or answered nothing."""
+    found = (summary.prompt_tokens, summary.output_tokens)
+    wanted = (summary.completed * settings.prompt, summary.completed * settings.output)
+    if found != wanted:
+        raise BenchmarkError(f"wanted {wanted} tokens (prompt, output), the runtimes counted {found}")
+    if not summary.completed:
+        raise BenchmarkError(f"no request was answered: {summary.examples}")
+    return summary
+
+
+def _run_policy(policy: str, settings: Settings, context: Context) -> Summary:
     display = context.display
     display.phase(f"{policy}: starting Envoy, the picker and 2 runtimes")
     argv, port = up_command(settings, context, policy)
     with child("treeline-up", argv, context.folder) as up:
         up.wait_until(lambda: "ready: http" in up.log_path.read_text(errors="replace"), "starting", START_S)
-        display.phase(f"{policy}: {settings.requests} requests", settings.requests)
-        plan = Plan(
-            "127.0.0.1",
-            port,
-            calls,
-            ClosedLoop(settings.concurrency),
-            count=len(calls),
-            timeout_s=120.0,
-            keep_bodies=True,
-        )
-        report = run_client(plan, context.folder, progress=display.done)
-    return measure(report, settings)
+        server = find(policy, f"http://127.0.0.1:{port}", "", MODEL_NAME)
+        texts = Words(PromptMaker.of_model(context.model))
+        (measured,) = measure.run(settings.plan(), [server], texts, {}, _Shown(display)).measured
+        return checked(measured.rounds[0], settings)
 
 
-def rows_of(measured: dict[str, Measured], settings: Settings) -> list[Row]:
+def rows_of(measured: dict[str, Summary], settings: Settings) -> list[Row]:
     """Rows of all policies; `measured` must have `random`, which is what times are compared with."""
     baseline = measured["random"]
     total = settings.requests * settings.prompt
     rows: list[Row] = []
     for policy, found in measured.items():
-        rate = found.cached_tokens / found.prompt_tokens if found.prompt_tokens else 0.0
-        computed = found.prompt_tokens - found.cached_tokens
+        cached = found.cached_tokens or 0
+        assert found.ttft_ms is not None
+        assert baseline.ttft_ms is not None
         rows += [
-            row(f"routing.hit_rate.{policy}", rate, settings.oracle_cached / total),
-            row(f"routing.computed_tokens.{policy}", computed, total - settings.oracle_cached),
-            *(
-                row(
-                    f"routing.ttft_ms.p{q}.{policy}",
-                    percentile(found.ttft_ms, q),
-                    percentile(baseline.ttft_ms, q),
-                )
-                for q in (50, 99)
-            ),
+            row(f"routing.hit_rate.{policy}", cached / found.prompt_tokens, settings.oracle_cached / total),
+            row(f"routing.computed_tokens.{policy}", found.prompt_tokens - cached, total - settings.oracle_cached),
+            row(f"routing.ttft_ms.p50.{policy}", found.ttft_ms.p50, baseline.ttft_ms.p50),
+            row(f"routing.ttft_ms.p99.{policy}", found.ttft_ms.p99, baseline.ttft_ms.p99),
             row(f"routing.duration_s.{policy}", found.duration_s, baseline.duration_s),
-            row(f"routing.errors.{policy}", found.errors),
+            row(f"routing.errors.{policy}", found.failed),
         ]
     return rows
 
 
 def run(context: Context) -> list[Row]:
     settings = QUICK if context.quick else FULL
-    calls = build_calls(settings, PromptMaker.of_model(context.model))
-    measured = {policy: _run_policy(policy, settings, calls, context) for policy in POLICIES}
-    for policy, found in measured.items():
-        if not found.ttft_ms:
-            raise BenchmarkError(f"{policy}: no request was answered")
+    measured = {policy: _run_policy(policy, settings, context) for policy in POLICIES}
     return rows_of({policy: measured[policy] for policy in reversed(POLICIES)}, settings)
 
 

@@ -15,7 +15,7 @@ from support.fake_openai import DONE, FakeOpenAI, serving, token, whole
 from support.runtime_server import running
 from treeline_bench import cli
 from treeline_bench.results import read_result
-from treeline_bench.serving import ceiling, command
+from treeline_bench.serving import command
 from treeline_bench.serving.output import command_of
 from treeline_bench.serving.server import ServerError, normal_url
 
@@ -244,20 +244,11 @@ def test_a_load_that_runs_out_of_prompts_says_so(capsys: pytest.CaptureFixture[s
     assert "more of them by --num-prompts" in capsys.readouterr().err
 
 
-def test_the_client_knows_its_own_ceiling(tmp_path: Path) -> None:
-    summary = ceiling.measure(1, 8, tmp_path, requests=1)
-    assert (summary.completed, summary.failed) == (8, 0)
-    assert summary.output_tokens == 8 * ceiling.TOKENS
-    assert summary.tokens_per_chunk == 1
-    assert summary.client.busy_share > 0
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ([], "--url"),
         (["--url", "x", "--request-rate", "3", "--concurrency", "3"], "two kinds of load"),
-        (["--url", "x", "--burstiness", "2"], "needs a --request-rate"),
         (["--url", "x", "--chat", "--token-ids"], "/v1/completions alone"),
         (["--url", "x", "--turns", "3"], "--turns means nothing to the dataset random"),
         (["--url", "x", "--against", "y"], "NAME=URL"),

@@ -1,4 +1,4 @@
-"""The load client as a process: `python -m treeline_bench.client PLAN REPORT`. Prints how many requests have ended."""
+"""The load client as a process: `python -m treeline_bench.client PLAN REPORT`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(plan_path: str, report_path: str) -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-    report = uvloop.run(carry_out(plan, lambda done: print(done, flush=True)))
+    report = uvloop.run(carry_out(plan))
     Path(report_path).write_bytes(msgspec.msgpack.encode(report))
 
 

@@ -21,10 +21,10 @@ WATCH_S = 0.25
 class _Connection(asyncio.Protocol):
     """One keep-alive connection; `ended` is called once for every request sent."""
 
-    def __init__(self, keep_body: bool, keep_header: bytes, ended: Callable[[_Connection], None]) -> None:
+    def __init__(self, keep_header: bytes, ended: Callable[[_Connection], None]) -> None:
         self.outcome: Outcome | None = None
         self.closed = False
-        self._keep_body, self._keep_header, self._ended = keep_body, keep_header, ended
+        self._keep_header, self._ended = keep_header, ended
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
 
@@ -48,15 +48,6 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.outcome is not None and name.lower() == self._keep_header:
             self.outcome.header = value.decode("latin-1")
-
-    def on_body(self, body: bytes) -> None:
-        outcome = self.outcome
-        if outcome is None:
-            return
-        if not outcome.first_ns:
-            outcome.first_ns = time.perf_counter_ns()
-        if self._keep_body:
-            outcome.body += body
 
     def on_message_complete(self) -> None:
         if self.outcome is None:
@@ -92,7 +83,6 @@ class _Connection(asyncio.Protocol):
         if outcome is None:
             return
         outcome.done_ns = time.perf_counter_ns()
-        outcome.first_ns = outcome.first_ns or outcome.done_ns
         outcome.error = error
         self._ended(self)
 
@@ -100,9 +90,9 @@ class _Connection(asyncio.Protocol):
 class _Run:
     """One plan being carried out. It owns the connections and the outcomes."""
 
-    def __init__(self, plan: Plan, progress: Callable[[int], None]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.outcomes: list[Outcome] = []
-        self._plan, self._progress = plan, progress
+        self._plan = plan
         self._requests = [call.request(f"{plan.host}:{plan.port}") for call in plan.calls]
         self._connections: set[_Connection] = set()
         self._idle: list[_Connection] = []
@@ -132,13 +122,12 @@ class _Run:
             watch.cancel()
             for connection in self._connections:
                 connection.close()
-        self._progress(len(self.outcomes))
         return Report(self.outcomes)
 
     async def _connect(self) -> _Connection:
         plan = self._plan
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: _Connection(plan.keep_bodies, plan.keep_header.encode(), self._ended),
+            lambda: _Connection(plan.keep_header.encode(), self._ended),
             plan.host,
             plan.port,
         )
@@ -203,7 +192,7 @@ class _Run:
                 now = time.perf_counter_ns()
                 self._sent += 1
                 call = (self._sent - 1) % len(self._requests)
-                self.outcomes.append(Outcome(call, 0, now, now, now, error=f"cannot connect: {error}"))
+                self.outcomes.append(Outcome(call, 0, now, now, error=f"cannot connect: {error}"))
             else:
                 start(fresh)
 
@@ -220,18 +209,17 @@ class _Run:
             self._finished.set()
 
     async def _watch(self) -> None:
-        """Report progress, and end requests that take too long."""
+        """End requests that take too long."""
         while True:
             await asyncio.sleep(WATCH_S)
-            self._progress(len(self.outcomes))
             oldest = time.perf_counter_ns() - int(self._plan.timeout_s * 1e9)
             for connection in list(self._connections):
                 if connection.outcome is not None and connection.outcome.sent_ns < oldest:
                     connection.fail(f"no answer in {self._plan.timeout_s:g} s")
 
 
-async def carry_out(plan: Plan, progress: Callable[[int], None]) -> Report:
-    """Send all of `plan`; `progress` is told now and then how many were answered.
+async def carry_out(plan: Plan) -> Report:
+    """Send all of `plan`.
 
     Errors of single requests are outcomes. Raises OSError when the first connections cannot be opened, ValueError for
     a plan without calls or without an end.
@@ -240,4 +228,4 @@ async def carry_out(plan: Plan, progress: Callable[[int], None]) -> Report:
         raise ValueError("a plan needs at least one call")
     if plan.count is None and plan.seconds is None:
         raise ValueError("a plan needs a count or a time to end")
-    return await _Run(plan, progress).run()
+    return await _Run(plan).run()

@@ -46,7 +46,6 @@ class Plan(msgspec.Struct, frozen=True):
     count: int | None = None
     seconds: float | None = None
     timeout_s: float = 30.0
-    keep_bodies: bool = False
     keep_header: str = ""
     """The response header whose value goes into the outcome."""
 
@@ -54,29 +53,22 @@ class Plan(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, array_like=True):
     """What became of one request. Times are of one monotonic clock, in ns.
 
-    `status` 0 means that no complete answer came; `error` then says why. `first_ns` is when the first bytes of the
-    answer's body came, `late_ns` how much later than planned the request was sent (paced only).
+    `status` 0 means that no complete answer came; `error` then says why. `late_ns` is how much later than planned the
+    request was sent (paced only).
     """
 
     call: int
     status: int = 0
     sent_ns: int = 0
-    first_ns: int = 0
     done_ns: int = 0
     late_ns: int = 0
     error: str = ""
     header: str = ""
-    body: bytes = b""
 
     @property
     def latency_ms(self) -> float:
         """Sent to answered whole."""
         return (self.done_ns - self.sent_ns) / 1e6
-
-    @property
-    def first_ms(self) -> float:
-        """Sent to the first bytes of the body."""
-        return (self.first_ns - self.sent_ns) / 1e6
 
 
 class Report(msgspec.Struct, frozen=True):

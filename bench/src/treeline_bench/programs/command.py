@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import shlex
 import sys
 import tempfile
@@ -17,7 +16,6 @@ from treeline_wire.command_line import Parser
 from treeline_bench.context import MODEL, ROOT, BenchmarkError
 from treeline_bench.display import RichDisplay
 from treeline_bench.interrupts import take_interrupts
-from treeline_bench.machine import this_machine, versions
 from treeline_bench.processes import ChildFailed
 from treeline_bench.programs import speculation
 from treeline_bench.programs.ablations import ABLATIONS, FULL
@@ -26,8 +24,8 @@ from treeline_bench.programs.run import WARM_UP, WARM_UP_ON_GPU, Plan, run
 from treeline_bench.programs.server import CACHE_TOKENS, PAGE_TOKENS, Serving
 from treeline_bench.programs.workloads import WORKLOADS
 from treeline_bench.prompts import PromptError
-from treeline_bench.report import page
-from treeline_bench.results import Result, Row, write_result, write_whole
+from treeline_bench.report import measured, publish
+from treeline_bench.results import Row
 
 SCALE = 0.5
 TITLE = "Programs"
@@ -157,20 +155,7 @@ def _write(rows: Sequence[Row], args: argparse.Namespace, argv: Sequence[str], c
     out: Path | None = args.out or (ROOT / "bench" / "results" if whole else None)
     if out is None:
         return
-    result = Result(
-        benchmark="programs",
-        date=datetime.date.today().isoformat(),
-        machine=this_machine(),
-        versions=versions(),
-        command=command_of(argv),
-        rows=list(rows),
-    )
-    write_result(result, out)
-    write_whole(out / "programs.md", page(result, TITLE).encode())
-    if whole:
-        from treeline_bench.plots import plot  # drawing is slow to load
-
-        plot(result, out / "programs.svg")
+    publish(measured("programs", command_of(argv), rows), TITLE, out)
     console.print(f"results in {out.relative_to(ROOT) if out.is_relative_to(ROOT) else out}", highlight=False)
 
 

@@ -46,8 +46,6 @@ EPILOG = """examples:
   treeline bench serving --url http://127.0.0.1:8000 --token-ids --concurrency 256 --processes 4
       prompts as token ids, for a server that has no tokenizer; four load processes
 
-`treeline bench serving --ceiling` says how much this client can take on this machine.
-
 exit status: 0 measured, 1 not (or nothing was answered, or the server went away), 2 wrong arguments, 130 Ctrl-C"""
 
 
@@ -94,18 +92,11 @@ def _load(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help="open loop: R a second, Poisson (multi-turn: new users)",
     )
-    add(
-        "--burstiness",
-        type=_positive,
-        default=1.0,
-        metavar="B",
-        help="of an open loop: 1 = Poisson, less = in bursts, more = evenly (default: 1)",
-    )
     add("--duration", type=_positive, metavar="S", help="send nothing new after S seconds; what runs may end")
     add("--timeout", type=_positive, default=300.0, metavar="S", help="for one answer (default: 300)")
     add("--warm-up", type=_count, default=1, metavar="N", help="requests that are not counted (default: 1)")
     add("--rounds", type=_whole, metavar="N", help="with other prompts each (default: 1, with --against 3)")
-    add("--processes", type=_whole, default=1, metavar="N", help="load processes (default: 1; see --ceiling)")
+    add("--processes", type=_whole, default=1, metavar="N", help="load processes (default: 1)")
 
 
 def _prompts(group: argparse._ArgumentGroup) -> None:
@@ -117,12 +108,9 @@ def _prompts(group: argparse._ArgumentGroup) -> None:
     add("--input-len", type=_whole, metavar="TOKENS", help="of a prompt, or of the part that it does not share")
     add("--output-len", type=_whole, metavar="TOKENS", help="of an answer")
     add("--range-ratio", type=_share, metavar="F", help="lengths are uniform from F × length to length")
-    add("--file", type=Path, help="conversations in ShareGPT's format, for sharegpt")
     add("--groups", type=_whole, metavar="N", help="of prompts that share a prefix")
     add("--prompts-per-group", type=_whole, metavar="N")
     add("--prefix-len", type=_whole, metavar="TOKENS", help="of the shared prefix")
-    add("--distribution", choices=("uniform", "zipf"), help="of prompts over groups")
-    add("--ordered", action="store_true", default=None, help="group after group, not shuffled")
     add("--turns", type=_whole, metavar="N", help="of a conversation")
     add(
         "--tokenizer",
@@ -138,7 +126,6 @@ def _report(group: argparse._ArgumentGroup) -> None:
     add("--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="limits of a good answer: ttft, tpot, e2e")
     add("--output", type=Path, metavar="FILE", help="write everything as JSON")
     add("--results", type=Path, metavar="DIR", help="write JSON, Markdown and a plot as make bench does")
-    add("--ceiling", action="store_true", help="measure this client against a server that costs nothing, and end")
 
 
 # ---- values of arguments ------------------------------------------------------------------------------------
@@ -172,8 +159,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
     """Raises DatasetError and ValueError for arguments that do not go together."""
     if args.request_rate is not None and args.concurrency is not None:
         raise ValueError("--request-rate and --concurrency are two kinds of load: give one of them")
-    if args.burstiness != 1 and args.request_rate is None:
-        raise ValueError("--burstiness is of arrivals: it needs a --request-rate")
     if args.chat and args.token_ids:
         raise ValueError("chats are text: --token-ids goes with /v1/completions alone")
     dataset, shape = DATASETS[args.dataset], _shape(args)
@@ -183,7 +168,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
         shape=shape,
         seed=args.seed,
         rate_per_s=args.request_rate,
-        burstiness=args.burstiness,
         concurrency=args.concurrency or 64,
         duration_s=args.duration,
         timeout_s=args.timeout,
@@ -231,10 +215,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_benc
     console = Console(stderr=True)
     take_interrupts()
     try:
-        if args.ceiling:
-            from treeline_bench.serving.ceiling import say_ceiling
-
-            return say_ceiling(args.processes, args.concurrency or 256, Console())
         try:
             plan, limits, named = plan_of(args), parse_limits(args.goodput), named_of(args)
         except ValueError as error:

@@ -16,8 +16,8 @@ import msgspec
 
 from treeline_bench.machine import this_machine, versions
 from treeline_bench.metrics import row
-from treeline_bench.report import page
-from treeline_bench.results import Result, Row, write_result, write_whole
+from treeline_bench.report import measured, publish
+from treeline_bench.results import Result, Row, write_whole
 from treeline_bench.serving.figures import figures, medians, ratios
 from treeline_bench.serving.measure import Measured, Run
 from treeline_bench.serving.plan import Plan
@@ -95,14 +95,9 @@ def write_json(path: Path, run: Run, plan: Plan, argv: Sequence[str]) -> None:
 def _workload(plan: Plan) -> dict[str, Any]:
     return {
         "dataset": plan.dataset.name,
-        **{
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(plan.shape).items()
-            if value is not None
-        },
+        **{name: value for name, value in vars(plan.shape).items() if value is not None},
         "seed": plan.seed,
         "request_rate": plan.rate_per_s,
-        "burstiness": plan.burstiness if plan.rate_per_s is not None else None,
         "concurrency": plan.concurrency if plan.rate_per_s is None else None,
         "duration_s": plan.duration_s,
         "rounds": plan.rounds,
@@ -127,20 +122,10 @@ def _server(one: Measured) -> dict[str, Any]:
 
 def write_results(folder: Path, run: Run, plan: Plan, argv: Sequence[str]) -> Result:
     """JSON, Markdown and SVG as `make bench` leaves them. Needs whole rounds of every server."""
-    from treeline_bench.plots import plot  # drawing is slow to load, and optional elsewhere
-
-    told = {one.server.name: f"{one.server.engine} {one.server.version}".strip() for one in run.measured}
-    result = Result(
-        benchmark=PREFIX + plan.dataset.name,
-        date=datetime.date.today().isoformat(),
-        machine=this_machine(),
-        versions=versions() | {name: said for name, said in told.items() if said},
-        command=command_of(argv, public=True),
-        rows=rows(run, plan),
-    )
-    write_result(result, folder)
-    write_whole(folder / f"{result.benchmark}.md", page(result, f"Serving: {plan.dataset.name}").encode())
-    plot(result, folder / f"{result.benchmark}.svg")
+    engines = {one.server.name: f"{one.server.engine} {one.server.version}".strip() for one in run.measured}
+    more = {name: engine for name, engine in engines.items() if engine}
+    result = measured(PREFIX + plan.dataset.name, command_of(argv, public=True), rows(run, plan), more)
+    publish(result, f"Serving: {plan.dataset.name}", folder)
     return result
 
 

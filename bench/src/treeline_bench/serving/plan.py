@@ -26,17 +26,17 @@ class Plan:
     dataset: Dataset
     shape: Shape
     seed: int
-    rate_per_s: float | None
-    burstiness: float
-    concurrency: int
-    duration_s: float | None
-    timeout_s: float
-    processes: int
-    warm_up: int
-    rounds: int
-    chat: bool
     body: dict[str, Any]
     """What bodies have beside model, prompt and length."""
+    rate_per_s: float | None = None
+    concurrency: int = 64
+    duration_s: float | None = None
+    timeout_s: float = 300.0
+    processes: int = 1
+    warm_up: int = 0
+    """Requests that are not counted."""
+    rounds: int = 1
+    chat: bool = False
 
     def conversations(self, texts: Texts, round_: int) -> list[Conversation]:
         """Of one round: others in each, so that no round finds the last one's prompts cached. Raises DatasetError."""
@@ -56,7 +56,7 @@ class Plan:
         moments = None
         if self.rate_per_s is not None:
             rng = random.Random(f"{self.seed} {round_} arrivals")
-            moments = arrivals(len(conversations), self.rate_per_s, self.burstiness, rng)
+            moments = arrivals(len(conversations), self.rate_per_s, rng)
         base = self._base(server, conversations)
         return msgspec.structs.replace(base, arrivals=moments, concurrency=self.concurrency, seconds=self.duration_s)
 
@@ -82,11 +82,6 @@ class Plan:
 
     def words(self) -> str:
         """One line for people."""
-        if self.rate_per_s is not None:
-            pace = f"{self.rate_per_s:g} requests/s" + (
-                "" if self.burstiness == 1 else f", burstiness {self.burstiness:g}"
-            )
-        else:
-            pace = f"{self.concurrency} at once"
+        pace = f"{self.concurrency} at once" if self.rate_per_s is None else f"{self.rate_per_s:g} requests/s"
         bound = "" if self.duration_s is None else f", {self.duration_s:g} s"
         return f"{self.dataset.name}, {pace}{bound}, seed {self.seed}"

@@ -74,7 +74,7 @@ def errors(measured: Measured) -> dict[str, float]:
 def calibrate(args: argparse.Namespace, console: Console) -> int:
     """Measure, fit, show; write where asked. Raises BenchmarkError and ValueError."""
     console.print("measuring steps of the runtime: a minute or two", highlight=False)
-    out = printed(SCRIPT, ["--model", str(args.model), "--rounds", str(args.rounds)], SCRIPT.name, limit_s=1800)
+    out = printed(SCRIPT, ["--model", str(args.model), "--rounds", str(args.rounds)], limit_s=1800)
     try:
         rows = msgspec.json.Decoder(_Row).decode_lines(out)
     except msgspec.DecodeError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from treeline_bench.prompts import PromptMaker
@@ -36,10 +35,6 @@ class Words:
     def make(self, tokens: int, rng: random.Random) -> str:
         return self._maker.text(tokens, rng)
 
-    def count(self, text: str) -> int:
-        """Tokens of any text, without what the tokenizer adds to every prompt."""
-        return self._maker.count(text) - self._maker.count("")
-
 
 class Ids:
     """Token ids: no tokenizer is needed, here or in the server."""
@@ -57,12 +52,9 @@ class Shape:
     input_len: int | None = None
     output_len: int | None = None
     range_ratio: float | None = None
-    file: Path | None = None
     groups: int | None = None
     prompts_per_group: int | None = None
     prefix_len: int | None = None
-    distribution: str | None = None
-    ordered: bool | None = None
     turns: int | None = None
 
 

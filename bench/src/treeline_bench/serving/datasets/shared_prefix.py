@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 
-from treeline_bench.serving.datasets.base import Dataset, DatasetError, Shape, Texts, joined, length, pick
+from treeline_bench.serving.datasets.base import Dataset, Shape, Texts, joined, length, pick
 from treeline_bench.serving.messages import Conversation, Turn
-
-ZIPF = 1.0
-"""Exponent: the n-th group is asked n times less often than the first."""
 
 
 def make(shape: Shape, texts: Texts, rng: random.Random) -> list[Conversation]:
@@ -20,41 +17,19 @@ def make(shape: Shape, texts: Texts, rng: random.Random) -> list[Conversation]:
         tokens = length(pick(shape.prefix_len, 2048), ratio, rng)
         prefixes.append((texts.make(tokens, rng), tokens))
     found = []
-    for group in _groups(pick(shape.distribution, "uniform"), groups, count, rng):
-        prefix, prefix_tokens = prefixes[group]
+    for index in range(count):
+        prefix, prefix_tokens = prefixes[index * groups // count]
         tokens = length(pick(shape.input_len, 128), ratio, rng)
         output = length(pick(shape.output_len, 256), ratio, rng)
         piece = joined([prefix, texts.make(tokens, rng)])
         found.append(Conversation([Turn(piece, prefix_tokens + tokens, output)]))
-    if not shape.ordered:
-        rng.shuffle(found)
+    rng.shuffle(found)
     return found
-
-
-def _groups(distribution: str, groups: int, count: int, rng: random.Random) -> list[int]:
-    """The group of each request, in order of groups."""
-    if distribution == "uniform":
-        return [index * groups // count for index in range(count)]
-    if distribution == "zipf":
-        weights = [1 / rank**ZIPF for rank in range(1, groups + 1)]
-        return sorted(rng.choices(range(groups), weights, k=count))
-    raise DatasetError(f"--distribution is uniform or zipf, not {distribution!r}")
 
 
 DATASET = Dataset(
     "generated-shared-prefix",
     "groups that share a system prompt (64 groups × 16 prompts, 2048 shared + 128 own tokens, 256 out)",
-    frozenset(
-        {
-            "groups",
-            "prompts_per_group",
-            "prefix_len",
-            "input_len",
-            "output_len",
-            "range_ratio",
-            "distribution",
-            "ordered",
-        }
-    ),
+    frozenset({"groups", "prompts_per_group", "prefix_len", "input_len", "output_len", "range_ratio"}),
     make,
 )

@@ -127,6 +127,6 @@ def benchmark(programs: Mapping[str, Path], trace: Trace) -> Benchmark:
         "Other routers on simulated engines",
         "our picker beside other routers, simulated engines in real time",
         partial(run, programs, trace),
-        versions=lambda: {name: PEERS[name].version for name in programs},
+        versions={name: PEERS[name].version for name in programs},
         command=f"routing-sim --peers {','.join(programs)} --peer-trace {trace.name}",
     )

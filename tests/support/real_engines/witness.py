@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 import threading
-import time
 from collections import Counter
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -23,14 +19,6 @@ import zmq
 
 WAIT_MS = 50
 _U64 = (1 << 64) - 1
-
-
-def prompt_start() -> list[str]:
-    """What to put before a command so that it runs before all that computes; nothing where we may not say so."""
-    words = ["chrt", "--fifo", "1"]
-    if shutil.which(words[0]) and not subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
-        return words
-    return []
 
 
 class Witness:
@@ -45,7 +33,6 @@ class Witness:
         self._copies: Counter[int] = Counter()
         self._next_seq = 0
         self._missed = self._evicted = 0
-        self._heard: dict[int, float] = {}
         self._broken: Exception | None = None
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -67,12 +54,6 @@ class Witness:
             if self._broken is not None:
                 raise RuntimeError(f"the witness could not read a message: {self._broken!r}") from self._broken
             return set(self._copies)
-
-    @property
-    def heard(self) -> Mapping[int, float]:
-        """When each batch of the process that runs now came, in seconds since the epoch."""
-        with self._lock:
-            return dict(self._heard)
 
     @property
     def next_seq(self) -> int:
@@ -108,22 +89,19 @@ class Witness:
                     self._hear(sock.recv_multipart())
 
     def _hear(self, message: list[bytes]) -> None:
-        now = time.time()
         with self._lock:
             try:
                 _topic, seq, payload = message
-                self._apply(int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload), now)
+                self._apply(int.from_bytes(seq, "big"), msgspec.msgpack.decode(payload))
             except (ValueError, LookupError, TypeError, msgspec.MsgspecError) as error:
                 self._broken = error
 
-    def _apply(self, seq: int, batch: list[Any], now: float) -> None:
+    def _apply(self, seq: int, batch: list[Any]) -> None:
         if seq < self._next_seq:  # another process behind the same port
             self._copies.clear()
-            self._heard.clear()
             self._next_seq = 0
         self._missed += seq - self._next_seq
         self._next_seq = seq + 1
-        self._heard[seq] = now
         for event in batch[1]:
             match event["type"]:
                 case "BlockStored":

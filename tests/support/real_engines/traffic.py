@@ -45,11 +45,6 @@ class Shape:
         """The last prompt of a conversation with its answer, and room for what a template adds."""
         return self.system + self.turns * (self.question + self.answer + 16) + 64
 
-    @property
-    def footprint(self) -> int:
-        """Tokens of all conversations at their end, system prompts counted once; templates left out."""
-        return self.groups * (self.system + self.talks * self.turns * (self.question + self.answer))
-
 
 @dataclass
 class Exchange:
@@ -59,12 +54,6 @@ class Exchange:
     messages: list[Message]
     record: Record
     answer: str = ""
-
-    @property
-    def ttft_ms(self) -> float:
-        """Sent to the first text, or to the end of an answer without any."""
-        first = self.record.tokens_ns[0] if self.record.tokens_ns else self.record.done_ns
-        return (first - self.record.sent_ns) / 1e6
 
 
 @dataclass

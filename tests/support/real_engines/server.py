@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import ClassVar
 
 import httpx
 import msgspec
-
 from treeline_bench.context import ROOT, BenchmarkError
 
 
@@ -23,8 +21,6 @@ class Installation:
     engine: str
     word: str
     variable: str
-    package: str
-    """The distribution that has it."""
 
     def interpreter(self) -> Path:
         """Its Python. Raises BenchmarkError where there is none."""
@@ -33,14 +29,6 @@ class Installation:
             how = f"`make {self.word}` does that once ({self.variable} may name its folder)"
             raise BenchmarkError(f"{self.engine} is not installed: {how}")
         return folder / "bin" / "python"
-
-    def versions(self) -> dict[str, str]:
-        """Of the engine and its torch. Raises BenchmarkError."""
-        code = f"import importlib.metadata as m; print(m.version({self.package!r}), m.version('torch'))"
-        command = [str(self.interpreter()), "-c", code]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-        name = self.engine.lower()
-        return dict(zip((name, f"torch of {name}"), said.split(), strict=False))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from treeline_bench.engines.server import Installation, Server
+from support.real_engines.server import Installation, Server
 
-INSTALLATION = Installation("SGLang", "sglang-cpu", "TREELINE_SGLANG_CPU", "sglang")
+INSTALLATION = Installation("SGLang", "sglang-cpu", "TREELINE_SGLANG_CPU")
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",

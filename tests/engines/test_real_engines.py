@@ -1,4 +1,4 @@
-"""The parts of the benchmark `engines` without a vLLM: the oracle, the witness, the traffic, what is made of them."""
+"""What the tests of real engines are made of, without an engine: oracle, witness, traffic, hits, command lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,26 +14,25 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from support.bench import model_folder
+from support.real_engines.hits import Measured
+from support.real_engines.oracle import Oracle
+from support.real_engines.server import Server
+from support.real_engines.sglang import Sglang
+from support.real_engines.traffic import Exchange, Shape, Traffic
+from support.real_engines.vllm import Vllm
+from support.real_engines.witness import Witness
 from support.stack import until
 from treeline_bench.context import BenchmarkError
-from treeline_bench.engines import benchmark
-from treeline_bench.engines.benchmark import Measured, cache_tokens, rows_of
-from treeline_bench.engines.oracle import Oracle
-from treeline_bench.engines.server import Server
-from treeline_bench.engines.sglang import Sglang
-from treeline_bench.engines.traffic import Exchange, Shape, Traffic
-from treeline_bench.engines.vllm import Vllm
-from treeline_bench.engines.witness import Witness
 from treeline_bench.prompts import PromptMaker
-from treeline_bench.registry import select
 from treeline_bench.serving.messages import Record
 
 SMALL = Shape(groups=2, talks=2, turns=3, system=24, question=8, answer=4, concurrency=2)
 
 
 @pytest.fixture(scope="module")
-def maker(model: Path) -> PromptMaker:
-    return PromptMaker.of_model(model)
+def maker(tmp_path_factory: pytest.TempPathFactory) -> PromptMaker:
+    return PromptMaker.of_model(model_folder(tmp_path_factory.mktemp("model")))
 
 
 # -- the oracle
@@ -152,12 +150,6 @@ def test_conversations_of_a_group_share_a_system_prompt_and_grow_by_the_answers(
             assert after.messages[len(before.messages)] == {"role": "assistant", "content": before.answer}
 
 
-def test_one_server_holds_half_of_the_conversations_and_not_all_of_them() -> None:
-    shape = benchmark.FULL
-    assert shape.footprint / 2 + shape.longest < cache_tokens(shape) < shape.footprint
-    assert cache_tokens(benchmark.QUICK) >= benchmark.QUICK.longest
-
-
 # -- what is made of it
 
 
@@ -181,13 +173,6 @@ def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
     found = Measured()
     found.take([exchange("abcdefgh", "ijkl", 0, 0), exchange("abcdefghijklmnop", "", 8, 100)], server)
     assert (found.cached, found.possible, found.prompt) == (8, 12, 26), "the answer counts, too"
-    timed = replace(found, event_ms=[7.0], wire_ms=[1.0])
-    rows = rows_of(
-        "vllm", {"treeline": timed, "round_robin": found, "calm": replace(found, event_ms=[3.0], wire_ms=[5.0])}
-    )
-    values = {row.metric: row.value for row in rows}
-    assert values["engines.vllm.hit_vs_oracle"] == pytest.approx(8 / 12)
-    assert [values[f"engines.vllm.{name}_ms.p99"] for name in ("event", "event_busy", "event_wire")] == [3.0, 1.0, 5.0]
     wrong = exchange("abcd", "", 0, 0)
     wrong.record.prompt_tokens = 7
     with pytest.raises(BenchmarkError, match="has 5 by /tokenize"):
@@ -201,7 +186,6 @@ def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
 def test_without_a_server_it_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Server]
 ) -> None:
-    assert not {one.name for one in benchmark.BENCHMARKS} & {one.name for one in select([])}
     monkeypatch.setenv(kind.installation.variable, str(tmp_path))
     with pytest.raises(BenchmarkError, match=f"make {kind.engine}-cpu"):
         kind.installation.interpreter()

@@ -1,1 +1,0 @@
-"""Benchmark `engines`: servers that are not ours behind our Envoy and picker."""
