@@ -18,7 +18,7 @@ collected() { # a list of all tests is worth printing only when one of them has 
 
 check "ruff: lint" $bin/ruff check .
 check "ruff: format" $bin/ruff format --check .
-check "mypy: types" $bin/mypy wire/src kube/src runtime/src epp/src operator/src lang/src bench/src cli/src tools e2e
+check "mypy: types" $bin/mypy wire/src kube/src runtime/src epp/src operator/src lang/src sim/src bench/src conformance/src cli/src tools e2e
 check "import-linter: the rooms" $bin/lint-imports
 check "vulture: dead code" $bin/vulture
 check "generated: the pages and the chart's files are current" env PYTHONPATH=tools $bin/python -m treeline_tools --check

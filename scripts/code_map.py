@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-ROOMS = ("wire", "kube", "runtime", "epp", "operator", "lang", "bench", "cli")
+ROOMS = ("wire", "kube", "runtime", "epp", "operator", "lang", "sim", "bench", "conformance", "cli")
 BEGIN, END = "<!-- code map: begin -->\n", "<!-- code map: end -->"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every case of `treeline bench conformance` against our picker, and where Go is against the inference extension's two.
+# Every case of `treeline conformance` against our picker, and where Go is against the inference extension's two.
 #   scripts/conformance.sh [--ours] [ARGUMENTS]    --ours: ours alone; ARGUMENTS go to the command (--out bench/results)
 # The exit status is that of our picker: 1 when it fails a MUST.
 set -euo pipefail
@@ -22,4 +22,4 @@ if [ -z "$only_ours" ]; then
   start+=(--against "GIE 1.5=gie-picker $pool $ports --metrics-endpoint-auth=false --tracing=false --enable-pprof=false"
     --against "lwepp 1.6=lwepp-picker $pool $ports")
 fi
-exec treeline bench conformance "${start[@]}" "$@"
+exec treeline conformance "${start[@]}" "$@"

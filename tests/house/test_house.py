@@ -20,7 +20,9 @@ ROOMS = {
     "epp": "treeline_epp",
     "operator": "treeline_operator",
     "lang": "treeline_lang",
+    "sim": "treeline_sim",
     "bench": "treeline_bench",
+    "conformance": "treeline_conformance",
     "cli": "treeline",
 }
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -133,7 +135,7 @@ def test_no_function_is_longer_than_60_lines():
     assert long == []
 
 
-@pytest.mark.parametrize("package", ["wire", "kube", "runtime", "epp", "operator", "bench"])
+@pytest.mark.parametrize("package", ["wire", "kube", "runtime", "epp", "operator", "sim", "bench", "conformance"])
 def test_no_modules_of_a_room_import_each_other_in_a_circle(package: str):
     graph = grimp.build_graph(f"treeline_{package}", exclude_type_checking_imports=True, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

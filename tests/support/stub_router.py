@@ -1,4 +1,4 @@
-"""A router that knows nothing: the command line and pages of those in `treeline_bench.sim.peers`, and round robin."""
+"""A router that knows nothing: the command line and pages of those in `treeline_bench.peers`, and round robin."""
 
 from __future__ import annotations
 

@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from treeline_wire.command_line import Parser
+from treeline_sim.display import RichDisplay
+from treeline_wire.command_line import Parser, take_interrupts
 
 from treeline_bench import scripts
 from treeline_bench.client.process import ClientFailed
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
-from treeline_bench.display import RichDisplay
 from treeline_bench.envoy import EnvoyMissing
-from treeline_bench.interrupts import take_interrupts
+from treeline_bench.peers import options as peers
 from treeline_bench.processes import ChildFailed
 from treeline_bench.prompts import PromptError
 from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select
 from treeline_bench.report import MarkersMissing, measured, publish, replace_between_markers, summary
 from treeline_bench.results import Result, ResultError, number, read_results, write_whole
 from treeline_bench.serving.command import main as serving
-from treeline_bench.sim.peers import options as peers
 
 RESULTS = ROOT / "bench" / "results"
 QUICK_RESULTS = ROOT / ".cache" / "bench-quick"
@@ -35,7 +34,6 @@ EPILOG = """examples:
   python -m treeline_bench --readme             the summary of bench/results as Markdown
   python -m treeline_bench --readme README.md   the same, written between the markers in that file
   python -m treeline_bench serving --help       load for any OpenAI server, and what its clients see
-  python -m treeline_bench conformance --help   does an endpoint picker keep the protocol?
   python -m treeline_bench programs --help      programs of the frontend language, and what speeds them up
 
 Measure on a quiet machine: anything else that runs is in the figures. bench/README.md says what each figure means."""
@@ -131,14 +129,9 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
 
-    `serving` measures any server, `conformance` asks any picker, `programs` runs the frontend language; they take
-    arguments of their own.
+    `serving` measures any server, `programs` runs the frontend language; they take arguments of their own.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["conformance"]:
-        from treeline_bench.conformance.command import main as conformance  # gRPC, which nothing else here needs
-
-        return conformance(argv[1:], prog=f"{prog} conformance")
     if argv[:1] == ["programs"]:
         from treeline_bench.programs.command import main as programs
 

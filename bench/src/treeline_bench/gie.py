@@ -1,7 +1,7 @@
 """Benchmark `gie`: our picker beside the one of the Gateway API Inference Extension 1.5, which is written in Go.
 
 Method. Each in turn, before one Envoy (one worker): an InferencePool of 2, of 16 and of 64 endpoints on a minimal
-Kubernetes API (`conformance/api_server.py`). The endpoints are addresses of one simulated engine (`sim/`, with vLLM's
+Kubernetes API (`api_server.py`). The endpoints are addresses of one simulated engine (`sim/`, with vLLM's
 metrics), which answers at once. Bodies of requests and answers go through the picker as streams, both trailers are sent
 (`streamed`, FULL_DUPLEX_STREAMED: as that project configures Envoy, and the only mode that its picker serves); or the
 request's body comes whole and the answer's not at all (`buffered`), where ours is compared with theirs of `streamed`.
@@ -32,9 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from treeline_bench.api_server import NAMESPACE, PODS, POOLS, ApiServer
 from treeline_bench.client.messages import Call, ClosedLoop
-from treeline_bench.conformance.api_server import NAMESPACE, PODS, POOLS, ApiServer
-from treeline_bench.conformance.pods import free_port
 from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.envoy import bootstrap, envoy
 from treeline_bench.metrics import row
@@ -181,13 +180,13 @@ def run(context: Context) -> list[Row]:
     gie_binary()
     load = build_load(settings, PromptMaker.of_model(context.model)).calls
     addresses = [f"127.0.0.{number}" for number in range(2, 2 + ENDPOINTS[-1])]
-    port = free_port(("0.0.0.0", *addresses))
+    [port] = free_ports(1, addresses=("0.0.0.0", *addresses))
     ours: dict[tuple[str, int], Figures] = {}
     gie: dict[int, Figures] = {}
     with ExitStack() as stack:
         world = World(context.folder, port)
         stack.callback(world.close)
-        argv = [sys.executable, "-m", "treeline_bench.sim", "--model", str(context.model)]
+        argv = [sys.executable, "-m", "treeline_sim", "--model", str(context.model)]
         argv += ["--host", "0.0.0.0", "--fixed"]
         words = ("--port", "--events-port", "--replay-port", "--load-port")
         argv += [text for pair in zip(words, map(str, (port, *free_ports(3))), strict=True) for text in pair]

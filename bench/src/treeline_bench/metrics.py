@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from treeline_sim.traces import TRACES
+
 from treeline_bench.metric import BOUND, EXPECTED, Metric, detail
 from treeline_bench.results import Row
-from treeline_bench.sim.traces import TRACES
 
 _ORACLE = "an oracle: each shared prefix is computed once"
 _RANDOM = "random routing, same run"

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import msgspec
+from treeline_sim.engine import SimCase
 
 from treeline_bench.client.messages import ClosedLoop, Outcome, Report
 from treeline_bench.context import Benchmark, BenchmarkError, Context
@@ -32,7 +33,6 @@ from treeline_bench.processes import Child, child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
 from treeline_bench.rig import MODEL_NAME, PACED_SIZE, START_S, Load, Rig, Settings, added_ms, build_load, cores
-from treeline_bench.sim.engine import SimCase
 from treeline_bench.stats import percentile
 
 ENGINES = 2
@@ -71,7 +71,7 @@ def running(load: Load, context: Context) -> Iterator[Rig]:
 def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], context: Context) -> list[str]:
     path = context.folder / f"cases-{index}.msgpack"
     path.write_bytes(msgspec.msgpack.encode(cases))
-    argv = [sys.executable, "-m", "treeline_bench.sim", "--model", str(context.model), "--name", MODEL_NAME]
+    argv = [sys.executable, "-m", "treeline_sim", "--model", str(context.model), "--name", MODEL_NAME]
     # Fixed: an engine that learnt would make every later request a hit, whatever the picker knows.
     argv += ["--fixed", "--cases", str(path)]
     for name, port in zip(("port", "events-port", "replay-port", "load-port"), ports, strict=True):

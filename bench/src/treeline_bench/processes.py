@@ -140,8 +140,8 @@ def answers(url: str) -> bool:
         return False
 
 
-def free_ports(count: int, run: int = 1) -> list[int]:
-    """`count` ports of the loopback address, each the first of `run` neighbours that are all free now.
+def free_ports(count: int, run: int = 1, addresses: Sequence[str] = ("127.0.0.1",)) -> list[int]:
+    """`count` ports, each the first of `run` neighbours that are all free now on each of `addresses`.
 
     The kernel's ephemeral range is avoided: a client's connection could take such a port before it is bound. No two
     calls give the same, even if nothing has bound the first one's. Raises OSError when there is no such place left.
@@ -153,7 +153,8 @@ def free_ports(count: int, run: int = 1) -> list[int]:
         first = next(_first_ports)
         for _ in range(run - 1):
             next(_first_ports)
-        if first + run <= 20_000 + _PORTS and all(_is_free(first + offset) for offset in range(run)):
+        places = [(address, first + offset) for address in addresses for offset in range(run)]
+        if first + run <= 20_000 + _PORTS and all(_is_free(*place) for place in places):
             found.append(first)
     raise OSError("no free ports below the ephemeral range")
 
@@ -162,11 +163,11 @@ _PORTS = 12_000
 _first_ports = (20_000 + place % _PORTS for place in itertools.count(os.getpid() * 97))
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+def _is_free(address: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((address, port))
         except OSError:
             return False
         return True

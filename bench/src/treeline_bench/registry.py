@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import gie, picker, routing, scripts
+from treeline_bench import gie, picker, routing, routing_sim, scripts
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import throttled
 from treeline_bench.serving.datasets import DATASETS
-from treeline_bench.sim import benchmark as routing_sim
 
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark

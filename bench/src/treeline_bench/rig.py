@@ -12,6 +12,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from treeline_sim.engine import CHAT, SimCase
+from treeline_sim.http import CASE_HEADER
 from treeline_wire import headers
 
 from treeline_bench.client.messages import Call, ClosedLoop, Paced, Plan, Report
@@ -20,8 +22,6 @@ from treeline_bench.context import Display
 from treeline_bench.machine import usable_cores
 from treeline_bench.processes import Child
 from treeline_bench.prompts import PromptMaker
-from treeline_bench.sim.engine import CHAT, SimCase
-from treeline_bench.sim.http import CASE_HEADER
 from treeline_bench.stats import percentile
 
 MODEL_NAME = "tiny"

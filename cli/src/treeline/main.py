@@ -58,11 +58,20 @@ def _bench(argv: Sequence[str]) -> int:
 
 def _sim(argv: Sequence[str]) -> int:
     try:
-        from treeline_bench.sim.command import main as sim
+        from treeline_sim.command import main as sim
     except ModuleNotFoundError as error:
-        print(f"treeline sim: {error.name} is not installed: pip install treeline-bench", file=sys.stderr)
+        print(f"treeline sim: {error.name} is not installed: pip install treeline-sim", file=sys.stderr)
         return 1
     return sim(argv)
+
+
+def _conformance(argv: Sequence[str]) -> int:
+    try:
+        from treeline_conformance.command import main as conformance
+    except ModuleNotFoundError as error:
+        print(f"treeline conformance: {error.name} is not installed: pip install treeline-conformance", file=sys.stderr)
+        return 1
+    return conformance(argv)
 
 
 def _program(argv: Sequence[str]) -> int:
@@ -93,6 +102,7 @@ WORDS = {
     "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", _operate),
     "bench": Word("measure a server that is running (bench serving), or Treeline itself", _bench),
     "sim": Word("let the picker route to simulated engines, and compare policies", _sim),
+    "conformance": Word("ask an endpoint picker, any that speaks the protocol, whether it keeps it", _conformance),
     "program": Word("run a saved program of the frontend language (program run), or show it", _program),
     "doctor": Word("what this machine can run, and what is missing", _doctor),
     "version": Word("the version of Treeline and of what it stands on", _version),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+from types import FrameType
 from typing import NoReturn
 
 _ONE_LINE = 1 << 16
@@ -26,3 +28,19 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.HelpFormatter(f"{self.prog} [OPTIONS]", width=_ONE_LINE)
         formatter.add_usage(None, self._get_positional_actions(), [])
         return f"{formatter.format_help().strip()}\n"
+
+
+def take_interrupts() -> None:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt from now on, so that a run ends with what there is, and through every
+    `finally`.
+
+    Whatever the process was started with: it inherits signals that are ignored, as a shell script's background commands
+    have SIGINT, and that are blocked. Python leaves both as they are, and a run of an hour could not be ended.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from treeline_wire.command_line import Parser
+from treeline_sim.display import RichDisplay
+from treeline_wire.command_line import Parser, take_interrupts
 
 from treeline_bench.context import MODEL, ROOT, BenchmarkError
-from treeline_bench.display import RichDisplay
-from treeline_bench.interrupts import take_interrupts
 from treeline_bench.processes import ChildFailed
 from treeline_bench.programs import speculation
 from treeline_bench.programs.ablations import ABLATIONS, FULL

@@ -1,0 +1,133 @@
+"""`routing-sim --peers`: our picker behind Envoy beside other routers that run, over the same simulated engines.
+
+Method. One trace is played to each router in turn, over new engines each time: three of the default preset behind
+sockets (`treeline sim serve`), in one process. The first 40 s of the trace at its own rate for three engines, slowed
+down to what two cores bear, and the engines' time by as much: they are as busy as in a simulation, while what routers
+and sockets cost counts for less. Requests are streamed completions with text, sent when they are due, whatever became of
+the others, by a load process of `treeline bench serving`; times count from when a request was due. Hits are the
+engines' own counts (`cached_tokens` in the usage).
+
+Ours are `treeline pick` with the engines' KV events and an Envoy of one worker; the others have their policy
+`cache_aware` and their own defaults. The picker of the Gateway API Inference Extension needs Kubernetes objects:
+benchmark `gie` has it.
+
+Bias. All share the machine's cores, and ours come first. A peer is one process, ours are two. Whatever a router counts
+by the clock (how long it trusts a measurement, how often it evicts) is not slowed down with the engines. 40 s show a
+cold start and what follows, and no eviction where the trace does not fill the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from treeline_sim.traces.base import Trace
+
+from treeline_bench.context import Benchmark, BenchmarkError, Context
+from treeline_bench.metrics import row
+from treeline_bench.peers.routers import MODEL_NAME, OURS, PEERS, engines, ours
+from treeline_bench.prompts import PromptMaker
+from treeline_bench.results import Row
+from treeline_bench.serving.messages import Record
+from treeline_bench.serving.processes import Load
+from treeline_bench.stats import percentile
+
+RESULT = "routing-peers"
+ENGINES = 3
+SECONDS, QUICK_SECONDS = 40.0, 3.0
+LATE_MS = 20.0
+Routing = Callable[[Sequence[str]], AbstractContextManager[int]]
+"""Starts a router for engines at these addresses, and gives its port."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came of a trace with one router. `late`: requests that were sent over `LATE_MS` after they were due."""
+
+    name: str
+    hit_rate: float
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    errors: int
+    late: int
+
+
+def played_of(name: str, records: Sequence[Record]) -> Played:
+    """Raises BenchmarkError where nothing was answered, hits are not told, or prompts are not those that were sent."""
+    answered = [record for record in records if not record.error]
+    if not answered:
+        first = records[0]
+        raise BenchmarkError(f"{name} answered none of {len(records)} requests: {first.error} {first.detail}")
+    for record in answered:
+        if record.cached_tokens < 0 or record.prompt_tokens != record.asked_prompt_tokens:
+            told = f"{record.prompt_tokens} tokens, {record.cached_tokens} of them cached"
+            raise BenchmarkError(f"{name}: a prompt of {record.asked_prompt_tokens} tokens came back as {told}")
+    ttft_ms = [(record.tokens_ns[0] - record.due_ns) / 1e6 for record in answered]
+    return Played(
+        name,
+        hit_rate=sum(record.cached_tokens for record in answered) / sum(record.prompt_tokens for record in answered),
+        ttft_p50_ms=percentile(ttft_ms, 50),
+        ttft_p90_ms=percentile(ttft_ms, 90),
+        errors=len(records) - len(answered),
+        late=sum(record.begun_ns - record.due_ns > LATE_MS * 1e6 for record in records),
+    )
+
+
+def rows_of(trace: str, mine: Played, others: Sequence[Played], endless: float) -> list[Row]:
+    """Ours by each of the others, then the figures of all. A peer that never hits has no ratio of hits."""
+    name = f"routing.peers.{trace}"
+    rows: list[Row] = []
+    for other in others:
+        if other.hit_rate:
+            rows.append(row(f"{name}.hit_vs.{other.name}", mine.hit_rate / other.hit_rate))
+        rows.append(row(f"{name}.ttft_p90_vs.{other.name}", mine.ttft_p90_ms / other.ttft_p90_ms))
+    for one in (mine, *others):
+        rows.append(row(f"{name}.hit_rate.{one.name}", one.hit_rate, endless))
+        fields = ("ttft_p50_ms", "ttft_p90_ms", "errors", "late")
+        rows += [row(f"{name}.{field}.{one.name}", getattr(one, field)) for field in fields]
+    return rows
+
+
+def run(programs: Mapping[str, Path], trace: Trace, context: Context) -> list[Row]:
+    """Rows of one trace. `programs` are those of the peers by name."""
+    from treeline_bench.peers.script import script_of  # with the picker's room, which no other benchmark needs
+
+    context.display.phase(f"writing {trace.name}")
+    seconds = QUICK_SECONDS if context.quick else SECONDS
+    script = script_of(trace, ENGINES, seconds, PromptMaker.of_model(context.model))
+    count = len(script.moments)
+    played: list[Played] = []
+    for name, routing in _routers(programs, context):
+        context.display.phase(f"{name}: {count} requests at {script.speed:.3f} of the trace's rate", count)
+        with (
+            engines(ENGINES, script.engine, script.speed, context) as addresses,
+            routing(addresses) as port,
+            Load(script.order(port, MODEL_NAME), 1, context.folder) as load,
+        ):
+            (told,) = load.run(lambda progress: context.display.done(progress.ended))
+        if len(told.records) < count:
+            raise BenchmarkError(f"{name} is gone: {told.gone or f'{len(told.records)} of {count} were sent'}")
+        played.append(played_of(name, told.records))
+    return rows_of(trace.name, played[0], played[1:], script.endless_hit_rate)
+
+
+def _routers(programs: Mapping[str, Path], context: Context) -> Iterator[tuple[str, Routing]]:
+    """Ours first."""
+    yield OURS, partial(ours, context=context)
+    for name, program in programs.items():
+        yield name, partial(PEERS[name].running, program, context=context)
+
+
+def benchmark(programs: Mapping[str, Path], trace: Trace) -> Benchmark:
+    """For these peers."""
+    return Benchmark(
+        RESULT,
+        "Other routers on simulated engines",
+        "our picker beside other routers, simulated engines in real time",
+        partial(run, programs, trace),
+        versions={name: PEERS[name].version for name in programs},
+        command=f"routing-sim --peers {','.join(programs)} --peer-trace {trace.name}",
+    )

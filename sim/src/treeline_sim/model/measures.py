@@ -1,0 +1,36 @@
+"""What an engine measures of itself for its load reports, as our runtime does."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from treeline_sim.model.text import Prompt
+
+_FORGET = 0.9
+"""Weight of the past when a step as long as the mean has been measured."""
+
+
+class PrefillRate:
+    """Tokens per second of steps that prefill, each weighed by its tokens (our `scheduler/stats.py`)."""
+
+    def __init__(self) -> None:
+        self._tokens = self._squares = self._busy = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 before the first step."""
+        return self._squares / self._busy if self._busy else 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step."""
+        mean = self._squares / self._tokens if self._tokens else 0.0
+        keep = 1.0 - (1.0 - _FORGET) * min(1.0, tokens / mean if mean else 1.0)
+        self._tokens = keep * self._tokens + tokens
+        self._squares = keep * self._squares + tokens * tokens
+        self._busy = keep * self._busy + tokens * seconds
+
+
+def shared_blocks(one: Prompt, other: Prompt) -> int:
+    """How many blocks two prompts begin with. Names of blocks are chained: O(log blocks)."""
+    first, second = one.blocks, other.blocks
+    return bisect_left(range(min(len(first), len(second))), True, key=lambda at: first[at] != second[at])

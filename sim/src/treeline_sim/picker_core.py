@@ -1,0 +1,189 @@
+"""The endpoint picker's own core as a router: `Picker`, its index and its subscriptions, in simulated time.
+
+The one module of the benchmarks that imports another room: nothing here is a copy of what the picker does. A driver as
+`treeline_epp.fleet`, `kvevents/connection.py` and `peers/driver.py` are, without their sockets.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import cast
+
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.kvevents.reading import answer_of
+from treeline_epp.kvevents.subscription import KvSubscription
+from treeline_epp.peers.gossip import Gossip, Outgoing
+from treeline_epp.peers.seal import peer_key
+from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.picking.policies import POLICIES, create_policy
+from treeline_epp.picking.request import PickRequest
+from treeline_wire.events import EventBatch
+from treeline_wire.frames import Reply, Request
+from treeline_wire.keys import PrefixKeys
+from treeline_wire.load import TreelineLoad
+
+from treeline_sim.model.text import token_bytes
+from treeline_sim.routers import Answer, Asks, NoRoute, Others, TraceRequest
+
+MODEL = "sim"
+_KEY = peer_key(b"of simulated pickers")
+_GOSSIP_S = 0.05
+"""As `peers/driver.py` ticks."""
+DEFAULT_POLICY = PickerConfig().policy
+
+
+def policies() -> list[str]:
+    """The names of the picker's policies, its default first."""
+    return sorted(POLICIES, key=lambda name: (name != DEFAULT_POLICY, name))
+
+
+def check_policy(text: str) -> None:
+    """Raises ValueError for what the picker's `--policy` would not take."""
+    create_policy(text, random.Random(0))
+
+
+class _Keys:
+    """What the index wants of `PrefixKeys`: the bytes of each token."""
+
+    def __init__(self) -> None:
+        self.token_bytes = token_bytes()
+
+
+class PickerCore:
+    """A picker with so many endpoints."""
+
+    deaf = False
+
+    def __init__(self, policy: str, endpoints: int, seed: int) -> None:
+        """Raises ValueError for a policy that there is not; the message lists those that there are."""
+        self.picker = Picker(PickerConfig(policy=policy, seed=seed))
+        keys = cast(PrefixKeys, _Keys())
+        self._names = [f"e{number:04}" for number in range(endpoints)]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+        self.subscriptions: list[KvSubscription] = []
+        self._ids = count()
+        self.gossip: Gossip | None = None
+        self._others: Others | None = None
+        for number, name in enumerate(self._names):
+            spec = EndpointSpec(name, f"10.0.{number >> 8}.{number & 255}:8000", models=(MODEL,))
+            endpoint = self.picker.add_endpoint(spec)
+            self.subscriptions.append(KvSubscription(self.picker.index, endpoint.pod, keys))
+
+    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
+        """Pick and reserve."""
+        asked = PickRequest(
+            str(next(self._ids)),
+            model=MODEL,
+            key=request.prompt.key,
+            prompt_tokens_estimate=request.prompt.tokens,
+            max_output_tokens=request.output_tokens,
+        )
+        try:
+            lease = self.picker.reserve(self.picker.pick(asked, now), now)
+        except (NoEndpoints, Saturated) as refusal:
+            raise NoRoute(str(refusal)) from None
+        return self._numbers[lease.endpoint.spec.name], lease
+
+    def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
+        """The response headers of a stream of ours: they come with the first token."""
+        lease = cast(Lease, ticket)
+        self.picker.close(
+            lease,
+            now,
+            Outcome.HEADERS,
+            served=lease.endpoint.spec.address,
+            ttft_s=now - lease.opened_at,
+            cached_tokens=answer.cached_tokens,
+            prompt_tokens=answer.prompt_tokens,
+        )
+
+    def on_failure(self, ticket: object, overloaded: bool, now: float) -> None:
+        """The lease ends; the endpoint's breaker hears of it."""
+        self.picker.close(cast(Lease, ticket), now, Outcome.OVERLOADED if overloaded else Outcome.ERROR)
+
+    def on_connected(self, endpoint: int, connected: bool, now: float) -> Asks:
+        """As the connection and the watcher of an engine would tell."""
+        self.picker.set_ready(self._names[endpoint], connected)
+        subscription = self.subscriptions[endpoint]
+        if not connected:
+            subscription.on_disconnected(now)
+            return ()
+        return self._settled(subscription, subscription.on_connected(now), now)
+
+    def on_batch(self, endpoint: int, seq: int, batch: EventBatch, now: float) -> Asks:
+        """To the subscription."""
+        subscription = self.subscriptions[endpoint]
+        return self._settled(subscription, subscription.on_live(seq, batch, now), now)
+
+    def on_replies(self, endpoint: int, replies: Sequence[Reply], now: float) -> Asks:
+        """To the subscription."""
+        subscription = self.subscriptions[endpoint]
+        asks: list[Request] = []
+        for reply in replies:
+            asks += self._settled(subscription, subscription.on_reply(answer_of(reply), now), now)
+        return asks
+
+    def on_load(self, endpoint: int, load: TreelineLoad, now: float) -> Asks:
+        """To the picker, and as a heartbeat to the subscription."""
+        self.picker.on_load(self._names[endpoint], load, now)
+        subscription = self.subscriptions[endpoint]
+        return self._settled(subscription, subscription.on_heartbeat(load.epoch, None, now), now)
+
+    def on_tick(self, now: float) -> Mapping[int, Asks]:
+        """Housekeeping of both."""
+        self.picker.on_tick(now)
+        asked: dict[int, Asks] = {}
+        for number, subscription in enumerate(self.subscriptions):
+            asks = self._settled(subscription, subscription.on_tick(now), now)
+            if asks:
+                asked[number] = asks
+        return asked
+
+    def join(self, others: Others) -> None:
+        """From now on it tells the others what it has in flight, and hears it of them."""
+        gossip = self.gossip = Gossip(self.picker, _KEY)
+        self._others = others
+        self.picker.elsewhere = gossip.own
+        due: list[object] = []  # the newest wake-up call alone counts, as a timer that is set anew
+
+        def wake(urgent: bool) -> None:
+            due[:] = [token := object()]
+            others.after(gossip.due_in(others.now(), urgent=urgent), lambda: flush(token))
+
+        def flush(token: object) -> None:
+            if due == [token]:
+                self._tell(gossip.flush(others.now()))
+
+        def tick() -> None:
+            self._tell(gossip.tick(others.now()))
+            others.after(_GOSSIP_S, tick)
+
+        gossip.own.wake = wake
+        others.after(0.0, tick)
+
+    def on_told(self, datagram: bytes, source: int) -> None:
+        """To the gossip, which may want to answer."""
+        if self.gossip is not None and self._others is not None:
+            self._tell(self.gossip.on_datagram(datagram, _address(source), self._others.now()))
+
+    def _tell(self, outgoing: Sequence[Outgoing]) -> None:
+        assert self._others is not None
+        for datagram, address in outgoing:
+            self._others.tell(datagram, None if address is None else address[1])
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _settled(self, subscription: KvSubscription, asks: Sequence[Request], now: float) -> list[Request]:
+        asked = list(asks)
+        while subscription.busy:
+            asked += subscription.on_turn(now)
+        return asked
+
+
+def _address(router: int) -> tuple[str, int]:
+    return "router", router

@@ -1,0 +1,89 @@
+"""The paged cache against a model that looks at everything."""
+
+import random
+
+import pytest
+from treeline_sim.model.cache import PagedCache
+
+
+class NaiveCache:
+    """Blocks with the time when they were last given back, and who uses them."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.clock, self.private = capacity, 0, 0
+        self.users: dict[int, int] = {}
+        self.freed: dict[int, int] = {}
+
+    def take(self, count: int) -> list[int]:
+        gone = []
+        while self.private + len(self.users) + count > self.capacity:
+            oldest = min((block for block, used in self.users.items() if not used), key=self.freed.__getitem__)
+            del self.users[oldest]
+            gone.append(oldest)
+        self.private += count
+        return gone
+
+    def name(self, blocks: list[int]) -> None:
+        self.private -= len(blocks)
+        for block in blocks:
+            self.users[block] = self.users.get(block, 0) + 1
+
+    def give(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.users[block] -= 1
+            self.clock += 1
+            self.freed[block] = self.clock
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_evicts_what_was_given_back_first_and_nothing_that_is_used(seed: int) -> None:
+    rng = random.Random(seed)
+    cache, naive = PagedCache(16, 24), NaiveCache(24)
+    running: list[list[int]] = []
+    for _ in range(300):
+        prompt = [rng.randrange(4), *(10 * (at + 1) + rng.randrange(3) for at in range(rng.randrange(1, 7)))]
+        held = cache.matched(prompt)
+        assert held == next((at for at, block in enumerate(prompt) if block not in naive.users), len(prompt))
+        new = len(prompt) - held
+        if rng.random() < 0.6 and new + cache.unused(prompt[:held]) <= cache.room:
+            cache.use(prompt[:held])
+            for block in prompt[:held]:
+                naive.users[block] += 1
+            assert cache.take(new) == naive.take(new)
+            before = set(naive.users)
+            naive.name(prompt[held:])
+            assert cache.name(prompt[held:]) == [block for block in prompt[held:] if block not in before]
+            running.append(prompt)
+        elif running:
+            done = running.pop(rng.randrange(len(running)))
+            cache.give(done)
+            naive.give(done)
+        cache.check()
+        assert (cache.cached, cache.private) == (len(naive.users), naive.private)
+        assert cache.evictable == sum(not used for used in naive.users.values())
+
+
+def test_a_prefix_outlives_what_came_after_it() -> None:
+    cache = PagedCache(16, 4)
+    cache.take(4)
+    cache.name([1, 2, 3, 4])
+    cache.give([1, 2, 3, 4])
+    assert cache.take(2) == [4, 3]
+    assert cache.matched([1, 2, 3, 4]) == 2
+
+
+def test_a_block_computed_twice_is_kept_once() -> None:
+    cache = PagedCache(16, 4)
+    cache.take(2)
+    assert cache.name([7]) == [7]
+    assert cache.name([7]) == []
+    assert (cache.cached, cache.private, cache.room) == (1, 0, 3)
+    cache.give([7])
+    assert cache.evictable == 0
+    cache.give([7])
+    assert cache.evictable == 1
+
+
+def test_a_cache_without_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs blocks"):
+        PagedCache(16, 0)
