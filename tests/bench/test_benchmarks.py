@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.bench import Remembered
 from treeline_bench import picker, rig, routing, scripts
-from treeline_bench.client.messages import Outcome, Report
 from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.processes import free_ports
 from treeline_bench.prompts import PromptMaker
@@ -99,8 +98,8 @@ def test_every_prompt_is_held_by_one_engine(maker: PromptMaker) -> None:
 
 
 def test_a_picker_is_measured_by_its_own_cpu_time_and_beside_bare_envoy() -> None:
-    def answered(ms: float, header: str) -> Report:
-        return Report([Outcome(call, 200, sent_ns=0, done_ns=int(ms * 1e6), header=header) for call in range(4)])
+    def answered(ms: float, header: str) -> list[Record]:
+        return [Record(call, 0, 0, 0, 0, sent_ns=1, done_ns=int(ms * 1e6) + 1, header=header) for call in range(4)]
 
     bare, asking = answered(1.0, ""), answered(3.0, "16")
     rows = {row.metric: row.value for row in picker.rows_of(bare, asking, {"1kb": (answered(2000, "16"), 0.5)})}

@@ -13,8 +13,7 @@ from treeline_sim.display import RichDisplay
 from treeline_wire.command_line import Parser, take_interrupts
 
 from treeline_bench import scripts
-from treeline_bench.client.process import ClientFailed
-from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
+from treeline_bench.context import ROOT, Benchmark, BenchmarkError, ClientFailed, Context
 from treeline_bench.envoy import EnvoyMissing
 from treeline_bench.peers import options as peers
 from treeline_bench.processes import ChildFailed

@@ -17,6 +17,10 @@ class BenchmarkError(RuntimeError):
     """A benchmark could not be run, or what it measured would be wrong; the message says why."""
 
 
+class ClientFailed(RuntimeError):
+    """A load process could not carry out its order; the message ends with what it said."""
+
+
 class Display(Protocol):
     """Where a benchmark says how far it is."""
 

@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from treeline_bench.api_server import NAMESPACE, PODS, POOLS, ApiServer
-from treeline_bench.client.messages import Call, ClosedLoop
 from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.envoy import bootstrap, envoy
 from treeline_bench.metrics import row
 from treeline_bench.processes import child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
-from treeline_bench.rig import PACED_SIZE, START_S, Rig, Settings, added_ms, build_load, cores
+from treeline_bench.rig import PACED_SIZE, START_S, Rig, Settings, added_ms, answered, build_load, cores, failed
+from treeline_bench.serving.messages import Call
 
 POOL, LABELS = "bench", {"app": "bench"}
 ENDPOINTS = (2, 16, 64)
@@ -160,18 +160,18 @@ def _measure(name: str, rig: Rig, load: dict[str, list[Call]], settings: Setting
     calls, display = load[PACED_SIZE], context.display
 
     def ready() -> bool:
-        return rig.send(calls, ClosedLoop(1), count=len(calls)).errors() == 0
+        return not failed(rig.send(calls, count=len(calls)))
 
     display.phase(f"{name}: until each prompt was answered")
     rig.picker.wait_until(ready, "answering each request", START_S)
     bare, asking = rig.paced(calls, settings, display)
-    errors, per_core = bare.errors() + asking.errors(), {}
+    errors, per_core = failed(bare) + failed(asking), {}
     for size, clients in settings.concurrency.items():
         display.phase(f"{name}: saturation with {size} bodies, {settings.saturate_s:g} s")
-        rig.send(load[size], ClosedLoop(clients), count=len(load[size]))
-        report, cpu_s = rig.saturate(load[size], clients, settings.saturate_s)
-        per_core[size] = len(report.answered()) / cpu_s
-        errors += report.errors()
+        rig.send(load[size], clients=clients, count=len(load[size]))
+        records, cpu_s = rig.saturate(load[size], clients, settings.saturate_s)
+        per_core[size] = len(answered(records)) / cpu_s
+        errors += failed(records)
     return Figures(per_core, {q: added_ms(bare, asking, q) for q in (50, 99)}, errors)
 
 

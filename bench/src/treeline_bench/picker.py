@@ -25,14 +25,26 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 from treeline_sim.engine import SimCase
 
-from treeline_bench.client.messages import ClosedLoop, Outcome, Report
 from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.envoy import bootstrap, envoy
 from treeline_bench.metrics import row
 from treeline_bench.processes import Child, child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
-from treeline_bench.rig import MODEL_NAME, PACED_SIZE, START_S, Load, Rig, Settings, added_ms, build_load, cores
+from treeline_bench.rig import (
+    MODEL_NAME,
+    PACED_SIZE,
+    START_S,
+    Requests,
+    Rig,
+    Settings,
+    added_ms,
+    answered,
+    build_load,
+    cores,
+    failed,
+)
+from treeline_bench.serving.messages import Record
 from treeline_bench.stats import percentile
 
 ENGINES = 2
@@ -43,7 +55,7 @@ QUICK = Settings({"1kb": 32, "220kb": 2}, SIZES, CONCURRENCY, turns=1, turn_s=1.
 
 
 @contextmanager
-def running(load: Load, context: Context) -> Iterator[Rig]:
+def running(load: Requests, context: Context) -> Iterator[Rig]:
     """Engines, picker and Envoy, ready; stopped at the end. Raises ChildFailed."""
     picker_cores, other_cores = cores()
     folder = context.folder
@@ -79,46 +91,47 @@ def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], c
     return argv
 
 
-def hit(outcome: Outcome) -> bool:
+def hit(record: Record) -> bool:
     """Whether a request reached the engine that holds its prompt (the other one would report no cached tokens)."""
-    return outcome.header not in ("", "0")
+    return record.header not in ("", "0")
 
 
-def warm_up(rig: Rig, load: Load) -> None:
+def warm_up(rig: Rig, load: Requests) -> None:
     """Until every prompt is routed to an engine that holds it: then the tree is populated. Raises BenchmarkError."""
     calls = [call for group in load.calls.values() for call in group]
     deadline = time.monotonic() + START_S
     while True:
-        report = rig.send(calls, ClosedLoop(1), count=len(calls))
-        missed = sum(not hit(outcome) for outcome in report.answered()) + report.errors()
+        records = rig.send(calls, count=len(calls))
+        missed = sum(not hit(record) for record in records)
         if not missed:
             return
         rig.picker.check()
         if time.monotonic() > deadline:
             raise BenchmarkError(
-                f"after {START_S:g} s the picker still sends {missed} of {len(report.outcomes)} requests to engines "
+                f"after {START_S:g} s the picker still sends {missed} of {len(records)} requests to engines "
                 "without their prompts"
             )
 
 
-def rows_of(bare: Report, asking: Report, saturated: dict[str, tuple[Report, float]]) -> list[Row]:
-    """`saturated`: by size, what was answered, and the CPU-seconds of it."""
+def rows_of(bare: list[Record], asking: list[Record], saturated: dict[str, tuple[list[Record], float]]) -> list[Row]:
+    """`saturated`: by size, what came of the requests, and the CPU-seconds of it."""
     rows: list[Row] = []
     for q in (50, 99):
-        times = [outcome.latency_ms for outcome in bare.answered()]
+        times = [record.latency_ms for record in answered(bare)]
         rows += [
             row(f"picker.added_ms.p{q}", added_ms(bare, asking, q)),
             row(f"picker.bare_ms.p{q}", percentile(times, q)),
         ]
-    for name, (report, cpu_s) in saturated.items():
-        answered = report.answered()
+    for name, (records, cpu_s) in saturated.items():
+        good = answered(records)
+        wall_s = (max(record.done_ns for record in records) - min(record.sent_ns for record in records)) / 1e9
         rows += [
-            row(f"picker.rps_per_core.{name}", len(answered) / cpu_s),
-            row(f"picker.rps.{name}", len(answered) / report.wall_s()),
-            row(f"picker.hit_rate.{name}", sum(hit(outcome) for outcome in answered) / len(answered)),
+            row(f"picker.rps_per_core.{name}", len(good) / cpu_s),
+            row(f"picker.rps.{name}", len(good) / wall_s),
+            row(f"picker.hit_rate.{name}", sum(map(hit, good)) / len(good)),
         ]
-    late = [outcome.late_ns / 1e6 for report in (bare, asking) for outcome in report.outcomes]
-    errors = bare.errors() + asking.errors() + sum(report.errors() for report, _ in saturated.values())
+    late = [(record.begun_ns - record.due_ns) / 1e6 for record in (*bare, *asking)]
+    errors = failed(bare) + failed(asking) + sum(failed(records) for records, _ in saturated.values())
     return [*rows, row("picker.send_late_ms.p99", percentile(late, 99)), row("picker.errors", errors)]
 
 
@@ -134,9 +147,9 @@ def run(context: Context) -> list[Row]:
         for name in settings.sizes:
             display.phase(f"saturation with {name} bodies, {settings.saturate_s:g} s")
             saturated[name] = rig.saturate(load.calls[name], settings.concurrency[name], settings.saturate_s)
-    for report in (bare, asking, *(report for report, _ in saturated.values())):
-        if not report.answered():
-            raise BenchmarkError(f"no request was answered; the first: {next(iter(report.outcomes), None)}")
+    for records in (bare, asking, *(records for records, _ in saturated.values())):
+        if not answered(records):
+            raise BenchmarkError(f"no request was answered; the first: {next(iter(records), None)}")
     return rows_of(bare, asking, saturated)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from treeline_sim.engine import CHAT, SimCase
 from treeline_sim.http import CASE_HEADER
 from treeline_wire import headers
 
-from treeline_bench.client.messages import Call, ClosedLoop, Paced, Plan, Report
-from treeline_bench.client.process import run_client
 from treeline_bench.context import Display
 from treeline_bench.machine import usable_cores
 from treeline_bench.processes import Child
 from treeline_bench.prompts import PromptMaker
+from treeline_bench.serving.messages import Call, Order, Record
+from treeline_bench.serving.processes import Load
 from treeline_bench.stats import percentile
 
 MODEL_NAME = "tiny"
@@ -57,14 +58,14 @@ def chat_body(size: int, maker: PromptMaker, rng: random.Random) -> bytes:
 
 
 @dataclass(frozen=True)
-class Load:
+class Requests:
     """Requests of each size, and for each engine the cases it is given (the same requests; it holds its share)."""
 
     calls: dict[str, list[Call]]
     cases: list[tuple[SimCase, ...]]
 
 
-def build_load(settings: Settings, maker: PromptMaker, engines: int = 1) -> Load:
+def build_load(settings: Settings, maker: PromptMaker, engines: int = 1) -> Requests:
     """The same for the same seed."""
     rng = random.Random(settings.seed)
     calls: dict[str, list[Call]] = {}
@@ -76,7 +77,7 @@ def build_load(settings: Settings, maker: PromptMaker, engines: int = 1) -> Load
             calls[name].append(Call(CHAT, body, {CASE_HEADER: str(len(cases[0]))}))
             for engine, known in enumerate(cases):
                 known.append(SimCase(CHAT, body, held=index % engines == engine))
-    return Load(calls, [tuple(known) for known in cases])
+    return Requests(calls, [tuple(known) for known in cases])
 
 
 def cores() -> tuple[list[int], list[int]]:
@@ -97,36 +98,61 @@ class Rig:
     def send(
         self,
         calls: list[Call],
-        arrivals: ClosedLoop | Paced,
         *,
+        clients: int = 1,
+        rate_per_s: float = 0.0,
         count: int | None = None,
         seconds: float | None = None,
         port: int = 0,
-    ) -> Report:
-        """`count` requests, or those of so many seconds, to the asking listener or another one. Raises ClientFailed."""
-        port = port or self.asking_port
-        plan = Plan("127.0.0.1", port, calls, arrivals, count, seconds, keep_header=headers.CACHED_TOKENS)
-        return run_client(plan, self.folder, cores()[1])
+    ) -> list[Record]:
+        """`count` requests, or those of so many seconds, in a closed loop or at a rate, to the asking listener or
+        another one. Raises ClientFailed."""
+        moments = [at / rate_per_s for at in range(int(rate_per_s * (seconds or 0)))] if rate_per_s else None
+        order = Order(
+            host="127.0.0.1",
+            port=port or self.asking_port,
+            calls=calls,
+            count=count,
+            keep_header=headers.CACHED_TOKENS,
+            arrivals=moments,
+            concurrency=clients,
+            seconds=seconds,
+            timeout_s=30.0,
+        )
+        with Load(order, 1, self.folder, cores()[1]) as load:
+            (told,) = load.run()
+        return told.records
 
-    def paced(self, calls: list[Call], settings: Settings, display: Display) -> tuple[Report, Report]:
+    def paced(self, calls: list[Call], settings: Settings, display: Display) -> tuple[list[Record], list[Record]]:
         """(bare, asking), in turns, so that a machine that slows down slows both."""
-        bare, asking = Report([]), Report([])
-        display.phase(f"latency at {settings.rate_per_s:g} requests/s", 2 * settings.turns)
+        bare: list[Record] = []
+        asking: list[Record] = []
+        rate = settings.rate_per_s
+        display.phase(f"latency at {rate:g} requests/s", 2 * settings.turns)
         for turn in range(settings.turns):
-            for step, (report, port) in enumerate(((bare, self.bare_port), (asking, self.asking_port))):
-                arrivals = Paced(settings.rate_per_s)
-                report.outcomes.extend(self.send(calls, arrivals, seconds=settings.turn_s, port=port).outcomes)
+            for step, (records, port) in enumerate(((bare, self.bare_port), (asking, self.asking_port))):
+                records += self.send(calls, rate_per_s=rate, seconds=settings.turn_s, port=port)
                 display.done(2 * turn + step + 1)
         return bare, asking
 
-    def saturate(self, calls: list[Call], clients: int, seconds: float) -> tuple[Report, float]:
-        """What a closed loop was answered, and the CPU-seconds that the picker used for it."""
+    def saturate(self, calls: list[Call], clients: int, seconds: float) -> tuple[list[Record], float]:
+        """What came of a closed loop, and the CPU-seconds that the picker used for it."""
         before = self.picker.cpu_seconds()
-        report = self.send(calls, ClosedLoop(clients), seconds=seconds)
-        return report, self.picker.cpu_seconds() - before
+        records = self.send(calls, clients=clients, seconds=seconds)
+        return records, self.picker.cpu_seconds() - before
 
 
-def added_ms(bare: Report, asking: Report, q: float) -> float:
+def answered(records: Sequence[Record]) -> list[Record]:
+    """Those with a 200."""
+    return [record for record in records if not record.error]
+
+
+def failed(records: Sequence[Record]) -> int:
+    """How many have none."""
+    return len(records) - len(answered(records))
+
+
+def added_ms(bare: Sequence[Record], asking: Sequence[Record], q: float) -> float:
     """What asking adds to the `q`-th percentile of latencies. Raises ValueError where nothing was answered."""
-    first, second = ([outcome.latency_ms for outcome in report.answered()] for report in (bare, asking))
+    first, second = ([record.latency_ms for record in answered(records)] for records in (bare, asking))
     return percentile(second, q) - percentile(first, q)

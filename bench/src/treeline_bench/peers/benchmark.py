@@ -3,8 +3,8 @@
 Method. One trace is played to each router in turn, over new engines each time: three of the default preset behind
 sockets (`treeline sim serve`), in one process. The first 40 s of the trace at its own rate for three engines, slowed
 down to what two cores bear, and the engines' time by as much: they are as busy as in a simulation, while what routers
-and sockets cost counts for less. Requests are streamed completions with text, sent when they are due, whatever became of
-the others, by a load process of `treeline bench serving`; times count from when a request was due. Hits are the
+and sockets cost counts for less. Requests are streamed completions with text, sent when they are due, whatever became
+of the others, by a load process of `treeline bench serving`; times count from when a request was due. Hits are the
 engines' own counts (`cached_tokens` in the usage).
 
 Ours are `treeline pick` with the engines' KV events and an Envoy of one worker; the others have their policy

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 from treeline_wire.command_line import Parser, take_interrupts
 
-from treeline_bench.client.process import ClientFailed
+from treeline_bench.context import ClientFailed
 from treeline_bench.prompts import PromptError, PromptMaker
 from treeline_bench.serving.datasets import DATASETS
 from treeline_bench.serving.datasets.base import DatasetError, Ids, Shape, Texts, Words

@@ -22,23 +22,27 @@ QUOTED = 300
 class Connection(asyncio.Protocol):
     """`ask` sends a request and waits for its end, which is in the record, whatever it is."""
 
-    def __init__(self, on_token: Callable[[int], None]) -> None:
+    def __init__(self, on_token: Callable[[int], None], keep_header: str = "") -> None:
         """`on_token` is told how many chunks of output have come."""
+        self._keep_header = keep_header.lower().encode()
         self.closed = False
         self._on_token = on_token
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._record: Record | None = None
-        self._answer = Answer(keep_text=False)
+        self._answer: Answer | None = None
         self._refusal = b""
         self._ended: asyncio.Future[None] | None = None
 
-    async def ask(self, request: bytes, record: Record, timeout_s: float, *, keep_text: bool) -> str:
-        """→ the answer's text, if it is kept. Fills `record`: an error is its kind, nothing is raised."""
+    async def ask(
+        self, request: bytes, record: Record, timeout_s: float, *, keep_text: bool = False, events: bool = True
+    ) -> str:
+        """→ the answer's text, if it is kept. Fills `record`: an error is its kind, nothing is raised. An answer that
+        is no stream of `events` is not looked into."""
         assert self._transport is not None
         assert self._record is None
         loop = asyncio.get_running_loop()
-        self._record, self._answer, self._refusal = record, Answer(keep_text), b""
+        self._record, self._answer, self._refusal = record, Answer(keep_text) if events else None, b""
         self._ended = loop.create_future()
         record.sent_ns = time.monotonic_ns()
         self._transport.write(request)
@@ -47,7 +51,7 @@ class Connection(asyncio.Protocol):
             await self._ended
         finally:
             deadline.cancel()
-        return self._answer.text
+        return "" if self._answer is None else self._answer.text
 
     def end(self, error: str = UNFINISHED, detail: str = "") -> None:
         """End the running request, if there is one, and the connection."""
@@ -63,7 +67,7 @@ class Connection(asyncio.Protocol):
         self._record = None
         record.done_ns = time.monotonic_ns()
         record.error, record.detail = error, detail[:QUOTED]
-        if (usage := self._answer.usage) is not None:
+        if self._answer is not None and (usage := self._answer.usage) is not None:
             record.prompt_tokens, record.output_tokens = usage.prompt_tokens, usage.completion_tokens
             record.cached_tokens = usage.cached_tokens
         if not self._ended.done():
@@ -86,12 +90,17 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if exc is None and self._answer.finished:  # an answer may be as long as its connection
+        finished = self._answer is not None and self._answer.finished
+        if exc is None and finished:  # an answer may be as long as its connection
             self._conclude()
         else:
             self._finish("connection lost", str(exc or "closed by the server in the middle of an answer"))
 
     # ---- httptools ------------------------------------------------------------------------------------------
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._record is not None and name.lower() == self._keep_header:
+            self._record.header = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
         record = self._record
@@ -99,6 +108,8 @@ class Connection(asyncio.Protocol):
             return
         if self._parser.get_status_code() != 200:
             self._refusal += body[: QUOTED * 4 - len(self._refusal)]
+            return
+        if self._answer is None:
             return
         now = time.monotonic_ns()
         chunks = self._answer.feed(body)
@@ -118,6 +129,8 @@ class Connection(asyncio.Protocol):
         status = self._parser.get_status_code()
         if status != 200:
             self._finish(f"HTTP {status}", self._refusal.decode(errors="replace"))
+        elif self._answer is None:
+            self._finish("", "")
         elif self._answer.error:
             self._finish("error in the stream", self._answer.error)
         elif not self._answer.finished:

@@ -25,22 +25,35 @@ class Conversation(msgspec.Struct, frozen=True):
     turns: list[Turn]
 
 
+class Call(msgspec.Struct, frozen=True):
+    """A POST whose answer is any that is whole with a status of 200."""
+
+    path: str
+    body: bytes
+    headers: dict[str, str] = {}
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a load that one process carries out.
 
     `conversations` begin in this order: each at its moment of `arrivals`, seconds after the start (open loop), or with
     `concurrency` of them going on at once (closed loop). With `seconds`, none begins and no turn is sent after that.
+    `calls` in their place are sent over and over, `count` of them or until `seconds` are over.
     """
 
     host: str
     port: int
     tls: bool = False
-    path: str
+    path: str = ""
     headers: dict[str, str] = {}
     chat: bool = False
     fields: dict[str, Any] = {}
     """What every body has beside prompt and length."""
-    conversations: list[Conversation]
+    conversations: list[Conversation] = []
+    calls: list[Call] = []
+    count: int | None = None
+    keep_header: str = ""
+    """A header of answers whose value goes into the record."""
     arrivals: list[float] | None = None
     concurrency: int = 1
     seconds: float | None = None
@@ -53,7 +66,8 @@ class Record(msgspec.Struct):
     `due_ns`: when it should have been sent; everything its user waits for counts from there, so a client that is late
     makes latencies longer, not shorter. `begun_ns`: when we turned to it, `sent_ns` when it was written, which may have
     had to wait for a connection. `tokens_ns`: when each chunk that carried output came. Token counts are the
-    server's; `cached_tokens` is -1 where it told none. `error` is the kind, empty for a whole answer.
+    server's; `cached_tokens` is -1 where it told none. `error` is the kind, empty for a whole answer. `conversation` is
+    the number of a call, where there are calls.
     """
 
     conversation: int
@@ -70,6 +84,12 @@ class Record(msgspec.Struct):
     cached_tokens: int = -1
     error: str = ""
     detail: str = ""
+    header: str = ""
+
+    @property
+    def latency_ms(self) -> float:
+        """Sent to answered whole."""
+        return (self.done_ns - self.sent_ns) / 1e6
 
 
 class Told(msgspec.Struct):

@@ -15,7 +15,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from treeline_bench.client.process import ClientFailed
+from treeline_bench.context import ClientFailed
 from treeline_bench.processes import before_exec
 from treeline_bench.serving.messages import Order, Progress, Told
 
@@ -27,8 +27,8 @@ STOP_S = 10.0
 
 def shares(order: Order, processes: int) -> list[Order]:
     """Every so-manieth conversation for each, and its part of the concurrency. Never more parts than conversations, or
-    than conversations at once."""
-    count = min(processes, len(order.conversations))
+    than conversations at once; calls are one process's."""
+    count = min(processes, len(order.conversations) or 1)
     if order.arrivals is None:
         count = min(count, order.concurrency)
     return [
@@ -45,8 +45,9 @@ def shares(order: Order, processes: int) -> list[Order]:
 class Load:
     """An order that is being carried out. Use as a context manager: leaving it ends the processes."""
 
-    def __init__(self, order: Order, processes: int, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, order: Order, processes: int, folder: Path, cores: Sequence[int] | None = None) -> None:
+        """`cores`: those that the processes may run on."""
+        self._folder, self._cores = folder, cores
         self._parts = shares(order, processes)
         self._children: list[subprocess.Popen[bytes]] = []
         self._began = False
@@ -71,7 +72,7 @@ class Load:
                 with contextlib.suppress(OSError):
                     cast(BinaryIO, pipe).close()
 
-    def run(self, progress: Callable[[Progress], None]) -> list[Told]:
+    def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> list[Told]:
         """Begin, and wait for the end; `progress` is told the sum of all now and then. Raises ClientFailed.
 
         A Ctrl-C comes out as KeyboardInterrupt; `stop` then has what there is.
@@ -105,7 +106,7 @@ class Load:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,  # a Ctrl-C reaches us alone, and we stop them in order
-                preexec_fn=before_exec(None),
+                preexec_fn=before_exec(self._cores),
             )
 
     def _await_ready(self) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 
 import msgspec
 
 from treeline_bench.serving.connection import Connection
 from treeline_bench.serving.datasets.base import joined
-from treeline_bench.serving.messages import UNFINISHED, Conversation, Order, Piece, Progress, Record, Told
+from treeline_bench.serving.messages import UNFINISHED, Call, Conversation, Order, Piece, Progress, Record, Told
 
 TICK_S = 0.01
 TELL_S = 0.25
@@ -28,10 +29,13 @@ class Worker:
     def __init__(self, order: Order, tell: Callable[[Progress], None]) -> None:
         self.records: list[Record] = []
         self._order, self._tell = order, tell
-        self._head = _head(order)
+        self._head = _head(order, order.path, order.headers)
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
-        self._next = iter(enumerate(order.conversations))
+        self._heads = [_head(order, call.path, call.headers) for call in order.calls]
+        self._next: Iterator[tuple[int, Conversation | Call]] = iter(enumerate(order.conversations))
+        if order.calls:
+            self._next = islice(cycle(enumerate(order.calls)), order.count)
         self._stopping = asyncio.Event()
         self._ssl = ssl.create_default_context() if order.tls else None
         self._refused = 0
@@ -75,21 +79,21 @@ class Worker:
 
     async def _pace(self, moments: list[float], begin_ns: int, group: asyncio.TaskGroup) -> None:
         """Whatever became of the others, a conversation begins when it is due."""
-        for moment, (index, conversation) in zip(moments, self._next, strict=True):
+        for moment, (index, what) in zip(moments, self._next, strict=not self._order.calls):
             due_ns = begin_ns + int(moment * 1e9)
             if self._end_ns and due_ns >= self._end_ns:
                 return
             await self._until(due_ns)
             if not self._more():
                 return
-            group.create_task(self._converse(index, conversation, due_ns))
+            group.create_task(self._carry_out(index, what, due_ns))
 
     async def _user(self) -> None:
         """One of a fixed number: the next conversation when the last has ended."""
-        for index, conversation in self._next:
+        for index, what in self._next:
             if not self._more():
                 return
-            await self._converse(index, conversation, time.monotonic_ns())
+            await self._carry_out(index, what, time.monotonic_ns())
 
     async def _until(self, moment_ns: int) -> None:
         wait_s = (moment_ns - time.monotonic_ns()) / 1e9
@@ -104,6 +108,13 @@ class Worker:
 
     # ---- requests -------------------------------------------------------------------------------------------
 
+    async def _carry_out(self, index: int, what: Conversation | Call, due_ns: int) -> None:
+        if isinstance(what, Conversation):
+            await self._converse(index, what, due_ns)
+        else:
+            request = self._heads[index] % len(what.body) + what.body
+            await self._ask(request, Record(index, 0, 0, 0, due_ns), events=False)
+
     async def _converse(self, index: int, conversation: Conversation, due_ns: int) -> None:
         """All turns, each with what was said before; one that fails ends the conversation."""
         said: list[Piece] = []
@@ -114,7 +125,7 @@ class Worker:
             record = Record(index, number, tokens, turn.output_tokens, due_ns)
             body = self._body(said, turn.output_tokens)
             last = number + 1 == len(conversation.turns)
-            answer = await self._ask(body, record, keep_text=not last)
+            answer = await self._ask(self._head % len(body) + body, record, keep_text=not last)
             if record.error or last or not self._more():
                 return
             tokens += record.output_tokens
@@ -135,15 +146,15 @@ class Worker:
         messages = [{"role": roles[index % 2], "content": piece} for index, piece in enumerate(said)]
         return msgspec.json.encode({**fields, "messages": messages})
 
-    async def _ask(self, body: bytes, record: Record, *, keep_text: bool) -> str:
+    async def _ask(self, request: bytes, record: Record, *, keep_text: bool = False, events: bool = True) -> str:
         self.records.append(record)
         record.begun_ns = time.monotonic_ns()
-        request = self._head % len(body) + body
         answer = ""
         connection = await self._connection(record)
         if connection is not None:
             self._busy.add(connection)
-            answer = await connection.ask(request, record, self._order.timeout_s, keep_text=keep_text)
+            timeout_s = self._order.timeout_s
+            answer = await connection.ask(request, record, timeout_s, keep_text=keep_text, events=events)
             self._busy.discard(connection)
             if not connection.closed:
                 self._idle.append(connection)
@@ -162,7 +173,7 @@ class Worker:
         try:
             async with asyncio.timeout(order.timeout_s):
                 _, fresh = await loop.create_connection(
-                    lambda: Connection(self._count), order.host, order.port, ssl=self._ssl
+                    lambda: Connection(self._count, order.keep_header), order.host, order.port, ssl=self._ssl
                 )
         except OSError as error:  # TimeoutError is one
             record.sent_ns = record.done_ns = time.monotonic_ns()
@@ -222,9 +233,9 @@ class Worker:
         self._tell(Progress(len(self._busy), self._ended, self._failed, self._tokens))
 
 
-def _head(order: Order) -> bytes:
+def _head(order: Order, path: str, headers: dict[str, str]) -> bytes:
     """Everything before the body but its length, which is filled in by `%`."""
     host = f"[{order.host}]" if ":" in order.host else order.host
-    lines = [f"POST {order.path} HTTP/1.1", f"host: {host}:{order.port}", "content-type: application/json"]
-    lines += ["accept: text/event-stream", *(f"{name}: {value}" for name, value in order.headers.items())]
+    lines = [f"POST {path} HTTP/1.1", f"host: {host}:{order.port}", "content-type: application/json"]
+    lines += ["accept: text/event-stream", *(f"{name}: {value}" for name, value in headers.items())]
     return "\r\n".join(lines).replace("%", "%%").encode() + b"\r\ncontent-length: %d\r\n\r\n"

@@ -1,14 +1,17 @@
-"""The load client against a server in the same loop, which misbehaves on request."""
+"""Loads of calls whose answers are not looked into, against a server in the same loop that misbehaves on request."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from treeline_bench.client.load import carry_out
-from treeline_bench.client.messages import Call, ClosedLoop, Outcome, Paced, Plan, Report
-from treeline_bench.client.process import ClientFailed, run_client
+from treeline_bench.context import ClientFailed
+from treeline_bench.serving.messages import Call, Order, Record
+from treeline_bench.serving.processes import Load
+from treeline_bench.serving.worker import Worker
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx-kept: yes\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
@@ -73,90 +76,84 @@ async def serving() -> AsyncIterator[Server]:
         listening.close()
 
 
-def plan(server: Server, *paths: str, arrivals: ClosedLoop | Paced | None = None, **rest: object) -> Plan:
+def order(server: Server, *paths: str, **rest: Any) -> Order:
     calls = [Call(path, f"body {path}".encode()) for path in paths]
-    return Plan("127.0.0.1", server.port, calls, arrivals or ClosedLoop(2), **rest)  # type: ignore[arg-type]
+    return Order(host="127.0.0.1", port=server.port, calls=calls, **{"concurrency": 2, **rest})
 
 
-async def carry(plan: Plan) -> Report:
+async def carry(given: Order) -> list[Record]:
     async with asyncio.timeout(60):
-        return await carry_out(plan)
+        return (await Worker(given, lambda progress: None).run(time.monotonic_ns())).records
+
+
+def good(records: list[Record]) -> list[Record]:
+    return [record for record in records if not record.error]
 
 
 async def test_a_closed_loop_sends_everything_over_few_connections() -> None:
     async with serving() as server:
-        report = await carry(plan(server, "/a", "/b", arrivals=ClosedLoop(3), count=50))
-    assert len(report.outcomes) == len(report.answered()) == 50
-    assert sorted(outcome.call for outcome in report.outcomes) == [0] * 25 + [1] * 25
+        records = await carry(order(server, "/a", "/b", concurrency=3, count=50))
+    assert len(records) == len(good(records)) == 50
+    assert sorted(record.conversation for record in records) == [0] * 25 + [1] * 25
     assert server.bodies.count(b"body /a") == 25
     assert server.connections == 3
 
 
 async def test_times_are_in_order_and_a_header_is_kept_on_request() -> None:
     async with serving() as server:
-        report = await carry(plan(server, "/a", count=1, keep_header="x-kept"))
-    (outcome,) = report.outcomes
-    assert outcome.sent_ns < outcome.done_ns
-    assert outcome.header == "yes"
-    assert report.wall_s() == pytest.approx(outcome.latency_ms / 1000)
+        (record,) = await carry(order(server, "/a", count=1, keep_header="X-Kept"))
+    assert record.sent_ns < record.done_ns
+    assert record.header == "yes"
 
 
 async def test_a_connection_that_the_server_closes_is_replaced() -> None:
     async with serving() as server:
-        report = await carry(plan(server, "/closing", "/chunked", arrivals=ClosedLoop(1), count=6))
-    assert [outcome.status for outcome in report.outcomes] == [503, 200] * 3
-    assert report.errors() == 3
+        records = await carry(order(server, "/closing", "/chunked", concurrency=1, count=6))
+    assert [record.error for record in records] == ["HTTP 503", ""] * 3
     assert server.connections >= 3
 
 
 @pytest.mark.parametrize(
-    ("path", "error"), [("/cut", "closed"), ("/nonsense", "not HTTP"), ("/silent", "no answer in 1 s")]
+    ("path", "error"), [("/cut", "connection lost"), ("/nonsense", "not HTTP"), ("/silent", "timeout")]
 )
 async def test_what_is_no_whole_answer_is_an_error(path: str, error: str) -> None:
     async with serving() as server:
-        report = await carry(plan(server, path, "/fine", arrivals=ClosedLoop(1), count=2, timeout_s=1))
-    bad, good = report.outcomes
-    assert bad.status == 0
-    assert error in bad.error
-    assert good.status == 200
+        bad, fine = await carry(order(server, path, "/fine", concurrency=1, count=2, timeout_s=1))
+    assert (bad.error, fine.error) == (error, "")
 
 
 async def test_a_paced_load_keeps_its_pace_and_does_not_wait_for_answers() -> None:
+    moments = [at / 200 for at in range(40)]
     async with serving() as server:
-        report = await carry(plan(server, "/slowly", arrivals=Paced(200, connections=2), count=40))
-    assert len(report.answered()) == 40
-    sent = sorted(outcome.sent_ns for outcome in report.outcomes)
+        records = await carry(order(server, "/slowly", arrivals=moments))
+    assert len(good(records)) == 40
+    sent = sorted(record.sent_ns for record in records)
     assert (sent[-1] - sent[0]) / 1e9 >= 0.15  # 39 gaps of 5 ms
     assert server.connections > 2  # answers take ten gaps: two connections would not do
 
 
 async def test_a_run_ends_when_its_time_is_over() -> None:
     async with serving() as server:
-        report = await carry(plan(server, "/a", seconds=0.2))
-    assert report.answered()
-    assert report.wall_s() >= 0.1
+        records = await carry(order(server, "/a", seconds=0.2))
+    assert good(records)
+    assert records[-1].done_ns - records[0].sent_ns >= 1e8
 
 
-async def test_plans_without_an_end_or_without_calls_are_refused() -> None:
-    endless = Plan("127.0.0.1", 1, [Call("/", b"")], ClosedLoop(1))
-    with pytest.raises(ValueError, match="end"):
-        await carry_out(endless)
-    with pytest.raises(ValueError, match="call"):
-        await carry_out(Plan("127.0.0.1", 1, [], ClosedLoop(1), count=1))
-
-
-async def test_the_client_works_as_a_process(tmp_path: Path) -> None:
+async def test_calls_are_one_process_work(tmp_path: Path) -> None:
     async with serving() as server:
-        report = await asyncio.to_thread(run_client, plan(server, "/a", count=20), tmp_path)
-    assert len(report.answered()) == 20
+
+        def work() -> list[Record]:
+            with Load(order(server, "/a", count=20), 2, tmp_path) as load:
+                (told,) = load.run()
+            return told.records
+
+        records = await asyncio.to_thread(work)
+    assert len(good(records)) == 20
 
 
-def test_a_client_that_cannot_start_its_load_says_why(tmp_path: Path) -> None:
-    nobody = Plan("127.0.0.1", 9, [Call("/", b"")], ClosedLoop(1), count=1)
-    with pytest.raises(ClientFailed, match="onnect"):
-        run_client(nobody, tmp_path)
-
-
-def test_an_empty_report_has_no_duration() -> None:
-    assert Report([]).wall_s() == 0
-    assert Outcome(0).latency_ms == 0
+def test_a_load_process_that_cannot_run_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ClientFailed, match="a load process ended"),
+        Load(Order(host="127.0.0.1", port=9, calls=[Call("/", b"")], arrivals=[-1.0, "x"]), 1, tmp_path) as load,  # type: ignore[list-item]
+    ):
+        load.run()
