@@ -13,10 +13,10 @@ from treeline_bench.prompts import PromptMaker
 from treeline_bench.registry import BENCHMARKS
 from treeline_bench.rig import chat_body
 from treeline_bench.routing import Settings, checked, rows_of
-from treeline_bench.serving.datasets.base import Words
+from treeline_bench.serving.datasets import Words
 from treeline_bench.serving.messages import Record, Told
 from treeline_bench.serving.summary import Summary, summarise
-from treeline_sim.http import CASE_HEADER
+from treeline_sim.connection import CASE_HEADER
 
 SMALL = Settings(groups=3, repeats=4, prefix=64, suffix=16, output=2)
 

@@ -14,8 +14,8 @@ import zmq.asyncio
 from tokenizers import Tokenizer
 from treeline_bench.processes import answers
 from treeline_sim.cache import SimCache
+from treeline_sim.connection import CASE_HEADER
 from treeline_sim.engine import CHAT, COMPLETIONS, SimCase, SimEngine, SimOptions
-from treeline_sim.http import CASE_HEADER
 from treeline_wire import frames, headers
 from treeline_wire.events import BlockStored, block_hash, decode_batch, hash_of, root_digest
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load

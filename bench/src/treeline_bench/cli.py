@@ -15,7 +15,7 @@ from treeline_wire.command_line import Parser, take_interrupts
 from treeline_bench import scripts
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, ClientFailed, Context
 from treeline_bench.envoy import EnvoyMissing
-from treeline_bench.peers import options as peers
+from treeline_bench.peers import benchmark as peers
 from treeline_bench.processes import ChildFailed
 from treeline_bench.prompts import PromptError
 from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select

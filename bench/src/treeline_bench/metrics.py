@@ -6,13 +6,35 @@ that selects no entry of its own: `routing.hit_rate.random` is described by `rou
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 from treeline_sim.traces import TRACES
 
-from treeline_bench.metric import BOUND, EXPECTED, Metric, detail
 from treeline_bench.results import Row
 
+
+@dataclass(frozen=True)
+class Metric:
+    """What a figure means. `reference` is None where it is measured beside the value; `source`: where it is from."""
+
+    unit: str
+    meaning: str
+    better: Literal["lower", "higher"]
+    reference: float | None = None
+    source: str = ""
+    beside: str = ""
+    """What was measured beside it, in a word."""
+    headline: bool = True
+    """Shown in the README's summary."""
+
+
+detail = partial(Metric, headline=False)
+"""A metric that the README's summary leaves out."""
+
+EXPECTED = "expected on 2 cores"
+BOUND = "the bound that was set"
 _ORACLE = "an oracle: each shared prefix is computed once"
 _RANDOM = "random routing, same run"
 _PAPER = "SGLang's paper"

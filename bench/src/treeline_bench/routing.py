@@ -30,8 +30,7 @@ from treeline_bench.processes import child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
 from treeline_bench.serving import measure
-from treeline_bench.serving.datasets import DATASETS
-from treeline_bench.serving.datasets.base import Shape, Words
+from treeline_bench.serving.datasets import DATASETS, Shape, Words
 from treeline_bench.serving.messages import Progress
 from treeline_bench.serving.plan import Plan
 from treeline_bench.serving.server import find

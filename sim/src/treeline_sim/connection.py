@@ -8,16 +8,21 @@ from typing import cast
 
 import httptools
 
+CASE_HEADER = "x-bench-case"
+"""Names the prompt of a request, so that an engine need not tokenize 220 KB to answer at once."""
+_CASE = CASE_HEADER.encode()
 MAX_BODY_BYTES = 32 << 20
 MAX_URL_BYTES = 8192
 
 
 class Connection(asyncio.Protocol):
     """Reads whole requests, one at a time, and hands them to `serve(connection, method, path, body)`, which answers
-    with `send`, or with `start`, `chunk`, …, `end`. `on_gone` is called when the client goes before its answer has
-    ended. A body over the limit is a 413; what is no HTTP closes the connection."""
+    with `send`, or with `start`, `chunk`, …, `end`, or with `write` of a whole answer. `on_gone` is called when the
+    client goes before its answer has ended. A body over the limit is a 413; what is no HTTP closes the connection."""
 
     def __init__(self, serve: Callable[[Connection, str, str, bytes], None]) -> None:
+        self.case = ""
+        """The value of the request's `CASE_HEADER`."""
         self._serve = serve
         self.on_gone: Callable[[], None] | None = None
         self._transport: asyncio.Transport | None = None
@@ -47,7 +52,11 @@ class Connection(asyncio.Protocol):
     # From the parser
 
     def on_message_begin(self) -> None:
-        self._url, self._body, self._size = b"", [], 0
+        self._url, self._body, self._size, self.case = b"", [], 0, ""
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == _CASE:
+            self.case = value.decode("latin-1")
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -82,7 +91,11 @@ class Connection(asyncio.Protocol):
         content_type: str = "application/json",
     ) -> None:
         """A whole answer."""
-        self._write(_head(status, {"content-length": str(len(content)), **(headers or {})}, content_type) + content)
+        self.write(response(status, content, headers, content_type))
+
+    def write(self, answer: bytes) -> None:
+        """A whole answer that is encoded already."""
+        self._write(answer)
         self._done()
 
     def start(self, headers: Mapping[str, str]) -> None:
@@ -112,6 +125,13 @@ class Connection(asyncio.Protocol):
         """Hang up."""
         if self._transport is not None:
             self._transport.close()
+
+
+def response(
+    status: int, content: bytes, headers: Mapping[str, str] | None = None, content_type: str = "application/json"
+) -> bytes:
+    """The bytes of a whole answer."""
+    return _head(status, {"content-length": str(len(content)), **(headers or {})}, content_type) + content
 
 
 def _head(status: int, headers: Mapping[str, str], content_type: str) -> bytes:

@@ -19,7 +19,7 @@ from treeline_wire.prompt import Prompt, prompt_of_chat, prompt_of_completion
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_sim.cache import SimCache
-from treeline_sim.http import SimProtocol, response
+from treeline_sim.connection import Connection, response
 from treeline_sim.publisher import TOPIC, Publisher
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -88,7 +88,7 @@ class SimEngine:
 
     def _fixed_answers(self) -> dict[str, bytes]:
         def json_response(value: Any) -> bytes:
-            return response(msgspec.json.encode(value))
+            return response(200, msgspec.json.encode(value))
 
         model = {"id": self._options.name, "object": "model", "created": 0, "owned_by": "treeline"}
         models = {"object": "list", "data": [model | {"max_model_len": CONTEXT_LENGTH}]}
@@ -97,9 +97,9 @@ class SimEngine:
             "/health": ok,
             "/live": ok,
             "/ready": ok,
-            "/metrics": response(_METRICS),
+            "/metrics": response(200, _METRICS),
             "/v1/models": json_response(models),
-            "/treeline/tokenizer": response(self._bundle.to_json()),
+            "/treeline/tokenizer": response(200, self._bundle.to_json()),
             "/server_info": json_response(self._server_info()),
         }
 
@@ -126,6 +126,9 @@ class SimEngine:
             },
         }
 
+    def _serve_request(self, connection: Connection, method: str, path: str, body: bytes) -> None:
+        connection.write(self.answer(method, path, connection.case))
+
     def answer(self, method: str, path: str, case: str) -> bytes:
         """The whole response to a request; a new prompt's blocks are published, unless the cache is fixed."""
         if method == "POST" and path in (COMPLETIONS, CHAT):
@@ -133,7 +136,7 @@ class SimEngine:
             return known if known is not None else self._serve(path, case)
         found = self._fixed.get(path)
         if found is None or method != "GET":
-            return response(b'{"error":{"message":"not found","type":"not_found"}}', status="404 Not Found")
+            return response(404, b'{"error":{"message":"not found","type":"not_found"}}')
         return found
 
     def _serve(self, path: str, case: str) -> bytes:
@@ -165,13 +168,13 @@ class SimEngine:
             },
         }
         counts = {headers.CACHED_TOKENS: str(cached), headers.PROMPT_TOKENS: str(prompt)}
-        return response(msgspec.json.encode(body), counts)
+        return response(200, msgspec.json.encode(body), counts)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[Mapping[str, int]], None]) -> None:
         """Serve until `stop` is set. `on_ready` is told the ports: http, events, replay, load."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: SimProtocol(self.answer), self._options.host, self._options.port, backlog=1024
+            lambda: Connection(self._serve_request), self._options.host, self._options.port, backlog=1024
         )
         publishing = asyncio.create_task(self._publisher.run())
         publisher = self._publisher

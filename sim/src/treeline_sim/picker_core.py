@@ -27,7 +27,7 @@ from treeline_wire.keys import PrefixKeys
 from treeline_wire.load import TreelineLoad
 
 from treeline_sim.model.text import token_bytes
-from treeline_sim.routers import Answer, Asks, NoRoute, Others, TraceRequest
+from treeline_sim.routers import Answer, Asks, NoRoute, Others, Router, TraceRequest
 
 MODEL = "sim"
 _KEY = peer_key(b"of simulated pickers")
@@ -53,7 +53,7 @@ class _Keys:
         self.token_bytes = token_bytes()
 
 
-class PickerCore:
+class PickerCore(Router):
     """A picker with so many endpoints."""
 
     deaf = False
@@ -174,9 +174,6 @@ class PickerCore:
         assert self._others is not None
         for datagram, address in outgoing:
             self._others.tell(datagram, None if address is None else address[1])
-
-    def close(self) -> None:
-        """Nothing is held."""
 
     def _settled(self, subscription: KvSubscription, asks: Sequence[Request], now: float) -> list[Request]:
         asked = list(asks)

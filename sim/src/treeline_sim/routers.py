@@ -61,98 +61,52 @@ class Others(Protocol):
         ...
 
 
-class Router(Protocol):
-    """One process that routes. `now` is simulated time; endpoints are numbers. `deaf`: it wants no news of engines."""
+class Router:
+    """One process that routes. `now` is simulated time; endpoints are numbers.
 
-    deaf: bool
-
-    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """The endpoint, and a ticket that is given back once. Raises NoRoute."""
-        ...
-
-    def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
-        """The first token has come."""
-        ...
-
-    def on_failure(self, ticket: object, overloaded: bool, now: float) -> None:
-        """The endpoint refused it, or died."""
-        ...
-
-    def on_connected(self, endpoint: int, connected: bool, now: float) -> Asks:
-        """The way to an endpoint's publisher is there (again), or is lost."""
-        ...
-
-    def on_batch(self, endpoint: int, seq: int, batch: EventBatch, now: float) -> Asks:
-        """KV events."""
-        ...
-
-    def on_replies(self, endpoint: int, replies: Sequence[Reply], now: float) -> Asks:
-        """The publisher's answer to a question."""
-        ...
-
-    def on_load(self, endpoint: int, load: TreelineLoad, now: float) -> Asks:
-        """A load report."""
-        ...
-
-    def on_tick(self, now: float) -> Mapping[int, Asks]:
-        """A tenth of a second has passed."""
-        ...
-
-    def join(self, others: Others) -> None:
-        """It is one of several; called before anything else."""
-        ...
-
-    def on_told(self, datagram: bytes, source: int) -> None:
-        """Another router has sent this."""
-        ...
-
-    def close(self) -> None:
-        """It is not used any more."""
-        ...
-
-
-class Deaf:
-    """A router that hears nothing: what the others have in common with it."""
+    This one hears nothing of engines (`deaf`), learns nothing and asks nothing; `route` is a subclass's.
+    """
 
     deaf = True
 
+    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
+        """The endpoint, and a ticket that is given back once. Raises NoRoute."""
+        raise NotImplementedError
+
     def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
-        """Nothing is learnt."""
+        """The first token has come."""
 
     def on_failure(self, ticket: object, overloaded: bool, now: float) -> None:
-        """Nothing is learnt."""
+        """The endpoint refused it, or died."""
 
     def on_connected(self, endpoint: int, connected: bool, now: float) -> Asks:
-        """Nothing is asked."""
+        """The way to an endpoint's publisher is there (again), or is lost."""
         return ()
 
     def on_batch(self, endpoint: int, seq: int, batch: EventBatch, now: float) -> Asks:
-        """Nothing is asked."""
+        """KV events."""
         return ()
 
     def on_replies(self, endpoint: int, replies: Sequence[Reply], now: float) -> Asks:
-        """Nothing is asked."""
+        """The publisher's answer to a question."""
         return ()
 
     def on_load(self, endpoint: int, load: TreelineLoad, now: float) -> Asks:
-        """Nothing is asked."""
+        """A load report."""
         return ()
 
     def on_tick(self, now: float) -> Mapping[int, Asks]:
-        """Nothing is asked."""
+        """A tenth of a second has passed."""
         return {}
 
     def join(self, others: Others) -> None:
-        """It has nothing to say."""
+        """It is one of several; called before anything else."""
 
     def on_told(self, datagram: bytes, source: int) -> None:
-        """Nothing is learnt."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+        """Another router has sent this."""
 
 
-class Oracle(Deaf):
+class Oracle(Router):
     """Knows every cache and queue as they are, and sends a request to where its first token comes soonest; of equals to
     the one with most of it cached. Greedy: it does not think of those who come later."""
 
@@ -165,7 +119,7 @@ class Oracle(Deaf):
         return min(best)[2], None
 
 
-class HitOracle(Deaf):
+class HitOracle(Router):
     """Knows every cache and queue, too, and sends a request to where most of its prompt is cached or about to be; of
     equals to the shortest queue. It minds no queue, so its hit rate is a goal and its latency is none."""
 

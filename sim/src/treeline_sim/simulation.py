@@ -148,8 +148,6 @@ class Simulation:
         while queue and (self._coming or self._open):
             self.now, _, call, args = heapq.heappop(queue)
             call(*args)
-        for router in self.routers:
-            router.close()
         outcome = self.outcome
         for engine in self.engines:
             if engine is not None:
@@ -368,7 +366,6 @@ class Simulation:
             self._ask(number, endpoint, self.routers[number].on_connected(endpoint, True, self.now))
 
     def _restart_router(self, number: int) -> None:
-        self.routers[number].close()
         self.routers[number] = self._make(self.engines, number)
         self._introduce(number)
         for endpoint in range(self.config.endpoints):

@@ -14,12 +14,11 @@ from treeline_bench import cli
 from treeline_bench.context import MODEL, Display
 from treeline_bench.processes import child
 from treeline_bench.programs import command
-from treeline_bench.programs.ablations import ABLATIONS, FULL, Ablation
+from treeline_bench.programs.ablations import ABLATIONS, FULL, Ablation, Serving
 from treeline_bench.programs.command import command_of, main
 from treeline_bench.programs.figures import Measured
 from treeline_bench.programs.oracle import Found
 from treeline_bench.programs.run import Plan, Ran
-from treeline_bench.programs.server import Serving
 from treeline_bench.programs.workloads import WORKLOADS
 from treeline_bench.results import read_result
 from treeline_runtime.args import parse_args

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from support.lang_backend import FakeBackend
-from treeline_bench.programs.data import Data
-from treeline_bench.programs.workloads import WORKLOADS, Workload, judge, mmlu, multi_turn, tree_of_thought
+from treeline_bench.programs.workloads import WORKLOADS, Data, Workload
 from treeline_bench.prompts import PromptMaker
 
 SCALE = 0.1
@@ -71,26 +70,26 @@ def test_lengths_are_scaled_but_never_nothing(maker: PromptMaker) -> None:
 
 
 def test_questions_of_a_subject_share_its_examples(maker: PromptMaker) -> None:
-    asked = mmlu.make(data(maker), 2 * mmlu.QUESTIONS).arguments
-    assert sorted(Counter(one["examples"] for one in asked).values()) == [mmlu.QUESTIONS, mmlu.QUESTIONS]
+    asked = WORKLOADS["mmlu"].make(data(maker), 20).arguments
+    assert sorted(Counter(one["examples"] for one in asked).values()) == [10, 10]
     assert len({one["question"] for one in asked}) == len(asked)
 
 
 def test_branches_of_a_thought_grow_from_one_another(maker: PromptMaker) -> None:
-    asked = [request for request in run(tree_of_thought.WORKLOAD, maker).requests if request.kind == "generate"]
+    asked = [request for request in run(WORKLOADS["tree_of_thought"], maker).requests if request.kind == "generate"]
     by_stage = Counter(request.prompt.text.count("Assistant:") for request in asked)
     assert by_stage == {1: 2, 2: 4, 3: 8, 4: 16}
-    tokens = round(tree_of_thought.THOUGHT * SCALE)
+    tokens = round(256 * SCALE)
     assert {request.sampling.limit for request in asked} == {tokens}
 
 
 def test_a_judge_reads_all_that_was_found(maker: PromptMaker) -> None:
-    *branches, last = [request for request in run(judge.WORKLOAD, maker).requests if request.kind == "generate"]
+    *branches, last = [request for request in run(WORKLOADS["judge"], maker).requests if request.kind == "generate"]
     [article] = {request.prompt.text.partition("\nJudge:")[0] for request in branches}
     assert last.prompt.text.startswith(article)
-    assert last.prompt.text.count("\nFound: ") == judge.BRANCHES == len(branches)
+    assert last.prompt.text.count("\nFound: ") == 6 == len(branches)
 
 
 def test_a_conversation_has_all_of_its_turns_in_the_prompt(maker: PromptMaker) -> None:
-    texts = [request.prompt.text for request in run(multi_turn.SHORT_ANSWERS, maker).requests]
+    texts = [request.prompt.text for request in run(WORKLOADS["multi_turn_short"], maker).requests]
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_bench.prompts import PromptMaker
-from treeline_bench.serving.arrivals import arrivals
-from treeline_bench.serving.datasets import DATASETS
-from treeline_bench.serving.datasets.base import DatasetError, Ids, Shape, Texts, Words
+from treeline_bench.serving.datasets import DATASETS, DatasetError, Ids, Shape, Texts, Words
 from treeline_bench.serving.messages import Conversation
+from treeline_bench.serving.plan import arrivals
 
 SMALL = {
     "random": Shape(num_prompts=20, input_len=30, output_len=9),

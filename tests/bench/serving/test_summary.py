@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 from treeline_bench.serving.figures import figures, medians, ratios
-from treeline_bench.serving.goodput import parse_limits
 from treeline_bench.serving.messages import UNFINISHED, Record, Told
-from treeline_bench.serving.summary import Summary, measures, summarise
+from treeline_bench.serving.summary import Summary, measures, parse_limits, summarise
 
 MS = 1_000_000
 

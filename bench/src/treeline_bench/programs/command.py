@@ -17,10 +17,9 @@ from treeline_wire.command_line import Parser, take_interrupts
 from treeline_bench.context import MODEL, ROOT, BenchmarkError
 from treeline_bench.processes import ChildFailed
 from treeline_bench.programs import speculation
-from treeline_bench.programs.ablations import ABLATIONS, FULL
+from treeline_bench.programs.ablations import ABLATIONS, CACHE_TOKENS, FULL, PAGE_TOKENS, Serving
 from treeline_bench.programs.figures import rows_of, table_of
 from treeline_bench.programs.run import WARM_UP, WARM_UP_ON_GPU, Plan, run
-from treeline_bench.programs.server import CACHE_TOKENS, PAGE_TOKENS, Serving
 from treeline_bench.programs.workloads import WORKLOADS
 from treeline_bench.prompts import PromptError
 from treeline_bench.report import measured, publish

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from treeline_bench.context import BenchmarkError, Display
-from treeline_bench.programs.ablations import FULL, NONE, Ablation
-from treeline_bench.programs.data import Data
+from treeline_bench.programs.ablations import FULL, NONE, Ablation, Serving
 from treeline_bench.programs.figures import Measured
 from treeline_bench.programs.record import Recorded, compare, hits
-from treeline_bench.programs.server import Serving
 from treeline_bench.programs.speculation import call_ratios
-from treeline_bench.programs.workloads import Batch, Workload
+from treeline_bench.programs.workloads import Batch, Data, Workload
 from treeline_bench.prompts import PromptMaker
 
 AT_ONCE = 64

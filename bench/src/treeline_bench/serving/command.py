@@ -16,14 +16,13 @@ from treeline_wire.command_line import Parser, take_interrupts
 
 from treeline_bench.context import ClientFailed
 from treeline_bench.prompts import PromptError, PromptMaker
-from treeline_bench.serving.datasets import DATASETS
-from treeline_bench.serving.datasets.base import DatasetError, Ids, Shape, Texts, Words
-from treeline_bench.serving.goodput import parse_limits
+from treeline_bench.serving.datasets import DATASETS, DatasetError, Ids, Shape, Texts, Words
 from treeline_bench.serving.measure import Run, run
 from treeline_bench.serving.output import PREFIX, check_writable, write_json, write_results
 from treeline_bench.serving.plan import Plan
 from treeline_bench.serving.report import Live, show
 from treeline_bench.serving.server import Server, ServerError, find, tokenizer
+from treeline_bench.serving.summary import parse_limits
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 LAST_ARRIVALS_S = 1.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from treeline_bench.serving.datasets.base import Texts
+from treeline_bench.serving.datasets import Texts
 from treeline_bench.serving.messages import Conversation, Order, Progress, Record, Told
 from treeline_bench.serving.plan import Plan
 from treeline_bench.serving.processes import Load

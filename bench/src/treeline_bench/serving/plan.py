@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from treeline_bench.serving.arrivals import arrivals
-from treeline_bench.serving.datasets.base import Dataset, Shape, Texts
+from treeline_bench.serving.datasets import Dataset, Shape, Texts
 from treeline_bench.serving.messages import Conversation, Order, Turn
 from treeline_bench.serving.server import Server
 
@@ -85,3 +84,14 @@ class Plan:
         pace = f"{self.concurrency} at once" if self.rate_per_s is None else f"{self.rate_per_s:g} requests/s"
         bound = "" if self.duration_s is None else f", {self.duration_s:g} s"
         return f"{self.dataset.name}, {pace}{bound}, seed {self.seed}"
+
+
+def arrivals(count: int, rate_per_s: float, rng: random.Random) -> list[float]:
+    """Moments of a Poisson process in seconds, the first at 0. Raises ValueError for a rate that is not above 0."""
+    if rate_per_s <= 0:
+        raise ValueError(f"a rate must be above 0, not {rate_per_s:g}")
+    moments, now = [], 0.0
+    for _ in range(count):
+        moments.append(now)
+        now += rng.expovariate(rate_per_s)
+    return moments

@@ -98,7 +98,7 @@ class Load:
     # ---- children -------------------------------------------------------------------------------------------
 
     def _spawn(self, order_path: Path, number: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "treeline_bench.serving.worker_process"]
+        command = [sys.executable, "-m", "treeline_bench.serving.worker"]
         with self._log(number).open("wb") as log:
             return subprocess.Popen(
                 [*command, str(order_path), str(self._told_path(number))],

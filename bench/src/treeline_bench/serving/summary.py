@@ -8,9 +8,11 @@ from itertools import pairwise
 
 import msgspec
 
-from treeline_bench.serving.goodput import is_good
 from treeline_bench.serving.messages import UNFINISHED, Record, Told
 from treeline_bench.stats import at_percent
+
+MEASURES = ("ttft", "tpot", "e2e")
+"""What a good answer may be bounded by."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -186,3 +188,25 @@ def _client(told: Sequence[Told], records: Sequence[Record]) -> Client:
         lag_ms_p99=lag.p99 if lag else 0.0,
         busy_share=max(one.busy_share for one in told),
     )
+
+
+def parse_limits(words: Sequence[str]) -> dict[str, float]:
+    """Measure → milliseconds. Raises ValueError, which says how a limit is written."""
+    limits: dict[str, float] = {}
+    for word in words:
+        name, colon, number = word.partition(":")
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = 0.0
+        if name not in MEASURES or not colon or not limit > 0:
+            raise ValueError(f"a limit is one of {', '.join(MEASURES)}, a colon and milliseconds, not {word!r}")
+        if name in limits:
+            raise ValueError(f"there are two limits for {name}")
+        limits[name] = limit
+    return limits
+
+
+def is_good(measured: Mapping[str, float | None], limits: Mapping[str, float]) -> bool:
+    """Whether an answer kept all limits. What an answer does not have (time per token, of one token) keeps any."""
+    return all((value := measured[name]) is None or value <= limit for name, limit in limits.items())
