@@ -14,7 +14,7 @@ from treeline_bench.registry import BENCHMARKS
 from treeline_bench.rig import chat_body
 from treeline_bench.routing import Settings, checked, rows_of
 from treeline_bench.serving.datasets import Words
-from treeline_bench.serving.messages import Record, Told
+from treeline_bench.serving.messages import LoadReport, Record
 from treeline_bench.serving.summary import Summary, summarise
 from treeline_sim.connection import CASE_HEADER
 
@@ -52,7 +52,7 @@ def summary(cached: int = 64, prompt: int = 80, output: int = 2, ms: float = 10,
     whole = Record(0, 0, 80, 2, 0, done_ns=20_000_000, tokens_ns=[int(ms * 1e6)])
     whole.prompt_tokens, whole.output_tokens, whole.cached_tokens = prompt, output, cached
     other = Record(1, 0, 80, 2, 0, done_ns=20_000_000, error="HTTP 503") if error else whole
-    return summarise([Told([whole, other], 0, [], 0.1)], {})
+    return summarise([LoadReport([whole, other], 0, [], 0.1)], {})
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": 79}, {"output": 1}])

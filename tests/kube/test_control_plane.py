@@ -16,9 +16,9 @@ from support.control_plane import BUILD, ROOT, ControlPlane, ControlPlaneFailed
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 CHILD = """
-import subprocess, sys
-from treeline_bench.control_plane.plane import die_with_parent
-child = subprocess.Popen(["sleep", "60"], preexec_fn=die_with_parent)
+import signal, subprocess, sys
+from treeline_bench.processes import before_exec
+child = subprocess.Popen(["sleep", "60"], preexec_fn=before_exec(ending=signal.SIGKILL))
 print(child.pid, flush=True)
 sys.stdin.read()
 """

@@ -55,7 +55,7 @@ class Remembered:
     def phase(self, text: str, total: int | None = None) -> None:
         self.phases.append(text if total is None else f"{text} ({total})")
 
-    def done(self, parts: int) -> None:
+    def done(self, parts: int, note: str = "") -> None:
         self.phases.append(str(parts))
 
 

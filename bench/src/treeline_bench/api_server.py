@@ -2,7 +2,7 @@
 one namespace, leases that are kept as they are written, events that are forgotten.
 
 Watches begin where they are asked to, or with everything there is (`sendInitialEvents`, which client-go tries first).
-Answers are JSON whatever is preferred, as Kubernetes allows. Nobody is kept out.
+Answers are JSON whatever is preferred, as Kubernetes allows. There is no authentication.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Change:
     after: dict[str, Any] | None
 
     def seen_by(self, request: web.Request) -> bytes:
-        """The event for whoever watches, empty for none: what no selector chooses any more counts as deleted."""
+        """The event for a watch, empty for none: what the selector does not choose any more counts as deleted."""
         was = self.before is not None and _wanted(request, self.before)
         if self.after is not None and _wanted(request, self.after):
             return _line("MODIFIED" if was else "ADDED", self.after)
@@ -71,7 +71,7 @@ class Change:
 
 
 class ApiServer:
-    """Objects, and whoever watches them. `held` keeps lists and watches of pods and pools waiting: the picker's world
+    """Objects, and their watches. `held` keeps lists and watches of pods and pools waiting: the picker's world
     before it has synced. `followed`: somebody has asked for them."""
 
     def __init__(self) -> None:
@@ -159,8 +159,8 @@ class ApiServer:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.strip("/").split("/")
-        if (told := _discovery(parts)) is not None:
-            return web.json_response(told)
+        if (kinds := _discovery(parts)) is not None:
+            return web.json_response(kinds)
         found = _addressed(parts)
         if found is None:
             return _status(404, "NotFound")

@@ -27,8 +27,8 @@ class Display(Protocol):
     def phase(self, text: str, total: int | None = None) -> None:
         """A new step begins, of `total` parts if that is known."""
 
-    def done(self, parts: int) -> None:
-        """So many parts of the step are done."""
+    def done(self, parts: int, note: str = "") -> None:
+        """So many parts of the step are done; `note` says how it goes."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Other rooms as processes: started, waited for, measured, and stopped whatever happens.
 
 A child runs in a session of its own, so that a Ctrl-C reaches only us and we stop the children in order; on Linux it is
-also told to end when we die. Its output goes to a log file whose last lines are quoted when it fails.
+ended by the kernel when we die. Its output goes to a log file whose last lines are quoted when it fails.
 """
 
 from __future__ import annotations
@@ -117,13 +117,14 @@ def child(
         started.stop()
 
 
-def before_exec(cores: Sequence[int] | None) -> Callable[[], None]:
-    """For the child, between fork and exec: end with the parent, run on `cores` only (both: Linux)."""
+def before_exec(cores: Sequence[int] | None = None, ending: int = signal.SIGTERM) -> Callable[[], None]:
+    """For the child, between fork and exec (Linux): it gets the signal `ending` when the thread that started it ends,
+    and runs on `cores` only."""
 
     def prepare() -> None:
         if sys.platform == "linux":
             pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, ending)
             if cores is not None:
                 os.sched_setaffinity(0, cores)
 

@@ -120,8 +120,8 @@ class Rig:
             timeout_s=30.0,
         )
         with Load(order, 1, self.folder, cores()[1]) as load:
-            (told,) = load.run()
-        return told.records
+            (report,) = load.run()
+        return report.records
 
     def paced(self, calls: list[Call], settings: Settings, display: Display) -> tuple[list[Record], list[Record]]:
         """(bare, asking), in turns, so that a machine that slows down slows both."""

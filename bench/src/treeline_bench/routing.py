@@ -24,14 +24,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from treeline_bench.context import Benchmark, BenchmarkError, Context, Display
+from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.metrics import row
 from treeline_bench.processes import child, free_ports
 from treeline_bench.prompts import PromptMaker
 from treeline_bench.results import Row
 from treeline_bench.serving import measure
 from treeline_bench.serving.datasets import DATASETS, Shape, Words
-from treeline_bench.serving.messages import Progress
 from treeline_bench.serving.plan import Plan
 from treeline_bench.serving.server import find
 from treeline_bench.serving.summary import Summary
@@ -119,19 +118,6 @@ def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[
     return argv, ports["port"]
 
 
-class _Shown:
-    """How far a load is, on a benchmark's display."""
-
-    def __init__(self, display: Display) -> None:
-        self._display = display
-
-    def phase(self, text: str, total: int) -> None:
-        self._display.phase(text, total)
-
-    def update(self, progress: Progress) -> None:
-        self._display.done(progress.ended)
-
-
 def checked(summary: Summary, settings: Settings) -> Summary:
     """Raises BenchmarkError when a runtime counted other lengths than were asked for, or answered nothing."""
     found = (summary.prompt_tokens, summary.output_tokens)
@@ -151,7 +137,7 @@ def _run_policy(policy: str, settings: Settings, context: Context) -> Summary:
         up.wait_until(lambda: "ready: http" in up.log_path.read_text(errors="replace"), "starting", START_S)
         server = find(policy, f"http://127.0.0.1:{port}", "", MODEL_NAME)
         texts = Words(PromptMaker.of_model(context.model))
-        (measured,) = measure.run(settings.plan(), [server], texts, {}, _Shown(display)).measured
+        (measured,) = measure.run(settings.plan(), [server], texts, {}, display).measured
         return checked(measured.rounds[0], settings)
 
 

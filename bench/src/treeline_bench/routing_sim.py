@@ -9,10 +9,10 @@ in the middle: for our policy, the oracles, and the two others whose first token
 
 Hit rates are compared with the better of two oracles, which see every cache and queue as they are: one takes the
 endpoint where the first token comes soonest, one where most is cached, however long its queue: on some traces that is a
-hit rate which nobody would want at its price. Times are compared with the best other policy.
+hit rate that is not worth its price. Times are compared with the best other policy.
 
 Bias. Latencies of networks and proxies are next to nothing here, texts are random (nothing is shared but what the trace
-says), and lengths of outputs are told to the picker as `max_tokens`. A seed makes the trace and all else; other seeds
+says), and the picker knows lengths of outputs, as `max_tokens`. A seed makes the trace and all else; other seeds
 move most ratios by some hundredths, and by tenths where the 90th percentile is that of few requests: where about one in
 sixteen computes its prefix, or one prefix has most of the load.
 """

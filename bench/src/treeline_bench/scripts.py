@@ -99,7 +99,7 @@ def printed(script: Path, args: Sequence[str], limit_s: float) -> str:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=before_exec(None),
+        preexec_fn=before_exec(),
     )
     try:
         out, said = process.communicate(timeout=limit_s)

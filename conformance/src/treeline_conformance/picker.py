@@ -31,7 +31,7 @@ class PickerError(RuntimeError):
 @dataclass(frozen=True)
 class Target:
     """A picker that is to be tested. `command` starts it, if the suite is to; `address` is HOST:PORT otherwise.
-    Ports are 0 where nobody says them."""
+    Ports are 0 where they are unknown."""
 
     name: str
     address: str = ""

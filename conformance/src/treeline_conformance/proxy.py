@@ -29,7 +29,7 @@ _BYTES_S: Final = 1 << 20
 """Long bodies take their time on a machine that is busy: so many bytes a second are patience enough."""
 _MORE_BYTES: Final = 1 << 20
 _MORE_ANSWERS: Final = 1_000
-"""More than was sent may come back where a body is written anew; not without end."""
+"""More than was sent may come back where a body is rewritten; not without end."""
 _CHANNEL: Final = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", -1),
@@ -116,7 +116,7 @@ class Stream:
         """Raises Stalled where the picker reads nothing, GrpcEnded where it has ended the stream by an error."""
         self.said.append(("proxy", message))
         writing = asyncio.ensure_future(self._call.write(message))
-        writing.add_done_callback(_seen)  # nobody may be there any more to hear of it
+        writing.add_done_callback(_seen)  # its stream may have ended
         done, _ = await asyncio.wait({writing}, timeout=self.patience_s)
         if not done:
             writing.cancel()
@@ -141,7 +141,7 @@ class Stream:
         return None
 
     async def _read(self, seconds: float) -> pb.ProcessingResponse | None:
-        """A read that is given up would cancel the call, so it goes on for whoever reads next. Raises TimeoutError."""
+        """A read that is given up would cancel the call, so it goes on for the next read. Raises TimeoutError."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
             self._reading.add_done_callback(_seen)

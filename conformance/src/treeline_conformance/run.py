@@ -100,7 +100,7 @@ def _picker(target: Target, everyone: list[Pod], kubeconfig: Path) -> tuple[Pick
     }
     words, used = filled_in(target.command, values)
     if "port" not in used:
-        raise PickerError("--start has no {port}, so the picker would listen nobody knows where")
+        raise PickerError("--start has no {port}, so the picker would listen on an unknown port")
     others = (f"127.0.0.1:{values[name]}" if name in used else "" for name in ("health_port", "metrics_port"))
     return Picker(target, f"127.0.0.1:{port}", *others), words
 

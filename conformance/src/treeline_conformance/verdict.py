@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
 
 
 class Need(enum.Enum):
-    """What a case needs of the run, in words for whoever reads that it is not applicable."""
+    """What a case needs of the run, in words that say why it is not applicable."""
 
     KUBERNETES = "the picker does not follow the suite's Kubernetes API"
     STARTED = "the picker was not started by the suite (--start)"

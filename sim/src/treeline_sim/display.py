@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -12,6 +14,8 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+
+NOTE_EVERY_S = 10.0
 
 
 class RichDisplay:
@@ -26,12 +30,14 @@ class RichDisplay:
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
             console=console,
             transient=True,
             refresh_per_second=2,
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._noted_at = 0.0
 
     def __enter__(self) -> RichDisplay:
         self._console.print(f"[bold]{self._name}[/bold]")
@@ -42,13 +48,19 @@ class RichDisplay:
         self._progress.stop()
 
     def phase(self, text: str, total: int | None = None) -> None:
+        """A new step begins, of `total` parts if that is known."""
+        self._noted_at = time.monotonic()
         if not self._console.is_terminal:
             self._console.print(f"  {text}", highlight=False, markup=False)
             return
         if self._task is not None:
             self._progress.remove_task(self._task)
-        self._task = self._progress.add_task(text, total=total)
+        self._task = self._progress.add_task(text, total=total, note="")
 
-    def done(self, parts: int) -> None:
+    def done(self, parts: int, note: str = "") -> None:
+        """So many parts of the step are done; the note is beside the bar, or a line now and then without a terminal."""
         if self._task is not None:
-            self._progress.update(self._task, completed=parts)
+            self._progress.update(self._task, completed=parts, note=note)
+        elif note and time.monotonic() - self._noted_at > NOTE_EVERY_S:
+            self._noted_at = time.monotonic()
+            self._console.print(f"    {parts} ended, {note}", highlight=False, markup=False)

@@ -148,7 +148,7 @@ class PickerCore(Router):
         gossip = self.gossip = Gossip(self.picker, _KEY)
         self._others = others
         self.picker.elsewhere = gossip.own
-        due: list[object] = []  # the newest wake-up call alone counts, as a timer that is set anew
+        due: list[object] = []  # the newest wake-up call alone counts, as with a timer that is reset
 
         def wake(urgent: bool) -> None:
             due[:] = [token := object()]

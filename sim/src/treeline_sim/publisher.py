@@ -50,7 +50,7 @@ class Publisher:
         self.load_port = _bind(self._load, host, load_port)
 
     def publish(self, seq: int, payload: bytes) -> None:
-        """Send a batch to whoever listens."""
+        """Send a batch to the subscribers."""
         self._events.send_multipart(frames.live(TOPIC, seq, payload), zmq.NOBLOCK)
 
     async def run(self) -> None:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from treeline_bench.serving.figures import figures, medians, ratios
-from treeline_bench.serving.messages import UNFINISHED, Record, Told
+from treeline_bench.serving.messages import UNFINISHED, LoadReport, Record
 from treeline_bench.serving.summary import Summary, measures, parse_limits, summarise
 
 MS = 1_000_000
@@ -30,8 +30,8 @@ def record(
     )
 
 
-def told(*records: Record, lag_ms: float = 0, busy: float = 0.1) -> Told:
-    return Told(list(records), 1000 * MS, [int(lag_ms * MS)], busy)
+def told(*records: Record, lag_ms: float = 0, busy: float = 0.1) -> LoadReport:
+    return LoadReport(list(records), 1000 * MS, [int(lag_ms * MS)], busy)
 
 
 def summary(*records: Record, limits: dict[str, float] | None = None) -> Summary:
@@ -122,7 +122,7 @@ def test_a_load_of_which_nothing_was_answered_has_no_times() -> None:
         "mean_concurrency": 1,
         "errors": 1,
     }
-    assert summarise([Told([], 5, [], 0.0)], {}).requests == 0
+    assert summarise([LoadReport([], 5, [], 0.0)], {}).requests == 0
 
 
 def test_several_processes_are_one_load() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.fake_openai import DONE, FakeOpenAI, delta, event, serving, token, usage, whole
-from treeline_bench.serving.messages import UNFINISHED, Conversation, Order, Progress, Record, Told, Turn
+from treeline_bench.serving.messages import UNFINISHED, Conversation, LoadReport, Order, Progress, Record, Turn
 from treeline_bench.serving.worker import GONE_AFTER, Worker
 
 BAD = b"HTTP/1.1 400 x\r\ncontent-length: 3\r\n\r\nno!"
@@ -25,7 +25,7 @@ def order(server: FakeOpenAI, what: list[Conversation], **more: Any) -> Order:
     return Order(host="127.0.0.1", port=server.port, path=path, conversations=what, **settings)
 
 
-async def carry_out(given: Order, told: list[Progress] | None = None) -> Told:
+async def carry_out(given: Order, told: list[Progress] | None = None) -> LoadReport:
     async with asyncio.timeout(30):
         return await Worker(given, (told if told is not None else []).append).run(time.monotonic_ns())
 
@@ -208,7 +208,7 @@ async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
     assert 0 < found.busy_share < 2, "of one core: this process has the server's thread too, a load process has not"
 
 
-async def stopped_when(under_way: threading.Event, given: Order) -> Told:
+async def stopped_when(under_way: threading.Event, given: Order) -> LoadReport:
     """What a worker tells that is stopped at that moment."""
     worker = Worker(given, [].append)
     running = asyncio.create_task(worker.run(time.monotonic_ns()))
@@ -256,5 +256,5 @@ async def test_a_fault_of_our_own_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
 
 def test_records_survive_their_way_between_processes() -> None:
 
-    told = Told([Record(1, 2, 3, 4, 5, tokens_ns=[7, 8])], 9, [1], 0.5)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Told) == told
+    told = LoadReport([Record(1, 2, 3, 4, 5, tokens_ns=[7, 8])], 9, [1], 0.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=LoadReport) == told

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.control_plane import ControlPlane, programs_or_skip
 from support.operator_trouble import unscheduled
-from treeline_bench.control_plane.plane import die_with_parent
+from treeline_bench.processes import before_exec
 from treeline_operator.api.conditions import Reason
 from treeline_operator.plan.facts import condition_of
 from treeline_operator.status.causes import Cause, diagnose
@@ -77,7 +77,7 @@ def scheduler(control_plane: ControlPlane) -> Iterator[ControlPlane]:
         control_plane.request("PATCH", f"/api/v1/nodes/{name}", ready, content_type=merge)
     config = control_plane.kubeconfig("system:kube-scheduler", ("system:masters",))
     command = [str(folder / "kube-scheduler"), f"--kubeconfig={config}", "--leader-elect=false", "--secure-port=0"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=die_with_parent)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, preexec_fn=before_exec())
     yield control_plane
     process.kill()
     process.wait(30)

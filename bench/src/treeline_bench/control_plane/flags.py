@@ -66,7 +66,7 @@ def apiserver(files: Files, etcd_port: int, port: int, *, audit: bool) -> list[s
         f"--etcd-servers=http://127.0.0.1:{etcd_port}",
         "--bind-address=127.0.0.1",
         f"--secure-port={port}",
-        # nobody connects there, and it must not be loopback: an address for documentation
+        # not connected to, and it must not be loopback: an address for documentation
         "--advertise-address=192.0.2.1",
         "--endpoint-reconciler-type=none",
         f"--tls-cert-file={files.serving.cert}",

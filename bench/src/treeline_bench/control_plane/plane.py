@@ -5,14 +5,12 @@ Nothing of them outlives this process.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
 import signal
 import ssl
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -27,7 +25,7 @@ from treeline_bench.context import ROOT, BenchmarkError
 from treeline_bench.control_plane import flags
 from treeline_bench.control_plane.pki import Authority, context_of
 from treeline_bench.control_plane.programs import programs
-from treeline_bench.processes import free_ports
+from treeline_bench.processes import before_exec, free_ports
 
 START_TIMEOUT_S = 60.0
 ADMIN = ("admin", ("system:masters",))
@@ -284,7 +282,7 @@ class ControlPlane:
                 stderr=log,
                 cwd=self.folder,
                 start_new_session=True,  # a Ctrl-C reaches only us, and we stop them in order
-                preexec_fn=die_with_parent,
+                preexec_fn=before_exec(ending=signal.SIGKILL),
             ).result()
 
     def _await_ready(self) -> None:
@@ -303,10 +301,3 @@ class ControlPlane:
             if time.monotonic() > deadline:
                 raise ControlPlaneFailed(f"waited {START_TIMEOUT_S} s for {what}:\n{self.log('apiserver')}")
             time.sleep(0.05)
-
-
-def die_with_parent() -> None:
-    """In a child before its exec, on Linux: the kernel kills it when the thread that started it ends."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

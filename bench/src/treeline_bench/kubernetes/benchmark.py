@@ -14,7 +14,7 @@ kubelet and no scheduler: pods are made and stay Pending. 500 pools in 25 namesp
   pool, two NetworkPolicies of its gateway); a picker setting of the gateway's oldest pool (1, and statuses of the other
   pools). The first 160 are made one after another, the rest eight at a time; all count in `.p50` and `.p95`, `.alone`
   and `.together` are the two parts.
-- `operator.idle_writes`: the operator starts anew with `--resync-seconds 30`; its writes in the API server's audit log
+- `operator.idle_writes`: the operator is restarted with `--resync-seconds 30`; its writes in the API server's audit log
   from that start on, for 10 minutes, renewals of the lease left out. `operator.idle_reconciles` shows that it looked.
 - `epp.models_consistent_s`: a picker follows one gateway with 4 pools; 16 clients make 1,000 changes of InferenceModels
   (created, renamed, deleted) as fast as the API server answers; from the last answer until the picker's `/endpoints`

@@ -64,14 +64,14 @@ def _picker(pool: Pool, number: int) -> Change:
     seconds = FIRST_TTFT_S + number
     name = f"{pool.gateway}-epp"
 
-    def told(_: str, obj: Object) -> bool:
+    def has_flag(_: str, obj: Object) -> bool:
         if obj["metadata"]["name"] != name:
             return False
         containers = obj["spec"]["template"]["spec"]["containers"]
         return any(f"--max-ttft-seconds={seconds}" in (each.get("args") or ()) for each in containers)
 
     spec = {"endpointPicker": {"parameters": {"maxTtftSeconds": seconds}}}
-    return Change(pool, spec, (Want("Deployment", f"{name} with {seconds} s", told),))
+    return Change(pool, spec, (Want("Deployment", f"{name} with {seconds} s", has_flag),))
 
 
 def _new_revision(pool: Pool) -> Want:

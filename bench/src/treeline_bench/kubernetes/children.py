@@ -44,7 +44,7 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Want:
-    """A child as it should be: its kind, and how it is told from others; ``what`` names it in an error."""
+    """A child as it should be: its kind, and how to recognise it; ``what`` names it in an error."""
 
     kind: str
     what: str

@@ -64,8 +64,8 @@ def _with_status(api: Api, fleet: Fleet) -> tuple[int, int]:
     pools: list[Any] = []
     for name in fleet.namespace_names():
         pools += api.get(objects.pools_path(name))["items"]
-    told = [pool["status"] for pool in pools if pool.get("status", {}).get("conditions")]
-    return len(told), sum("observedGeneration" in status for status in told)
+    found = [pool["status"] for pool in pools if pool.get("status", {}).get("conditions")]
+    return len(found), sum("observedGeneration" in status for status in found)
 
 
 def _measured(context: Context, api: Api, children: Children, fleet: Fleet, process: Child) -> Iterator[Row]:

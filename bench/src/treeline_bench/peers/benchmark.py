@@ -60,15 +60,15 @@ class Played:
 
 
 def played_of(name: str, records: Sequence[Record]) -> Played:
-    """Raises BenchmarkError where nothing was answered, hits are not told, or prompts are not those that were sent."""
+    """Raises BenchmarkError where nothing was answered, hits are not counted, or prompts are other than sent."""
     answered = [record for record in records if not record.error]
     if not answered:
         first = records[0]
         raise BenchmarkError(f"{name} answered none of {len(records)} requests: {first.error} {first.detail}")
     for record in answered:
         if record.cached_tokens < 0 or record.prompt_tokens != record.asked_prompt_tokens:
-            told = f"{record.prompt_tokens} tokens, {record.cached_tokens} of them cached"
-            raise BenchmarkError(f"{name}: a prompt of {record.asked_prompt_tokens} tokens came back as {told}")
+            counted = f"{record.prompt_tokens} tokens, {record.cached_tokens} of them cached"
+            raise BenchmarkError(f"{name}: a prompt of {record.asked_prompt_tokens} tokens came back as {counted}")
     ttft_ms = [(record.tokens_ns[0] - record.due_ns) / 1e6 for record in answered]
     return Played(
         name,
@@ -111,10 +111,10 @@ def run(programs: Mapping[str, Path], trace: Trace, context: Context) -> list[Ro
             routing(addresses) as port,
             Load(script.order(port, MODEL_NAME), 1, context.folder) as load,
         ):
-            (told,) = load.run(lambda progress: context.display.done(progress.ended))
-        if len(told.records) < count:
-            raise BenchmarkError(f"{name} is gone: {told.gone or f'{len(told.records)} of {count} were sent'}")
-        played.append(played_of(name, told.records))
+            (report,) = load.run(lambda progress: context.display.done(progress.ended))
+        if len(report.records) < count:
+            raise BenchmarkError(f"{name} is gone: {report.gone or f'{len(report.records)} of {count} were sent'}")
+        played.append(played_of(name, report.records))
     return rows_of(trace.name, played[0], played[1:], script.endless_hit_rate)
 
 
@@ -162,7 +162,7 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def chosen(args: argparse.Namespace, console: Console) -> Benchmark:
-    """The benchmark that was asked for; `console` is told which peers are left out and how to have them. Raises
+    """The benchmark that was asked for; `console` shows which peers are left out and how to have them. Raises
     ValueError and KeyError, which say what to write, BenchmarkError where no peer is here."""
     if args.names != ["routing-sim"]:
         raise ValueError("--peers belongs to routing-sim alone: treeline bench routing-sim --peers smg")

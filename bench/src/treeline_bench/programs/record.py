@@ -25,8 +25,8 @@ class Asked:
 
 
 class Recording(HttpClient):
-    """Keeps what is sent to `/generate`, hints too, and what is answered, in the order of the answers: whoever goes on
-    from one is behind it."""
+    """Keeps what is sent to `/generate`, hints too, and what is answered, in the order of the answers: a request that
+    goes on from one is behind it."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)

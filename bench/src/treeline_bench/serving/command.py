@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
+from treeline_sim.display import RichDisplay
 from treeline_wire.command_line import Parser, take_interrupts
 
 from treeline_bench.context import ClientFailed
@@ -20,7 +21,7 @@ from treeline_bench.serving.datasets import DATASETS, DatasetError, Ids, Shape, 
 from treeline_bench.serving.measure import Run, run
 from treeline_bench.serving.output import PREFIX, check_writable, write_json, write_results
 from treeline_bench.serving.plan import Plan
-from treeline_bench.serving.report import Live, show
+from treeline_bench.serving.report import show
 from treeline_bench.serving.server import Server, ServerError, find, tokenizer
 from treeline_bench.serving.summary import parse_limits
 
@@ -116,7 +117,7 @@ def _prompts(group: argparse._ArgumentGroup) -> None:
         metavar="PATH_OR_HF_ID",
         help="to count with (default: the server's)",
     )
-    add("--token-ids", action="store_true", help="send ids in place of text: nobody needs a tokenizer")
+    add("--token-ids", action="store_true", help="send ids in place of text: no tokenizer is needed")
 
 
 def _report(group: argparse._ArgumentGroup) -> None:
@@ -223,9 +224,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_benc
             check_writable(args.results / f"{PREFIX}{args.dataset}.json")
         servers = [find(name, url, args.api_key, args.model) for name, url in named.items()]
         texts = texts_of(args, servers[0])
-        with Live(console) as live:
+        with RichDisplay("serving", console) as display:
             console.print(plan.words(), highlight=False, markup=False)
-            found = run(plan, servers, texts, limits, live)
+            found = run(plan, servers, texts, limits, display)
         return _report_on(found, plan, args, argv, console)
     except (ServerError, DatasetError, PromptError, ClientFailed, OSError) as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

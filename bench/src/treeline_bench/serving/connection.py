@@ -23,7 +23,7 @@ class Connection(asyncio.Protocol):
     """`ask` sends a request and waits for its end, which is in the record, whatever it is."""
 
     def __init__(self, on_token: Callable[[int], None], keep_header: str = "") -> None:
-        """`on_token` is told how many chunks of output have come."""
+        """`on_token` is called with the number of new chunks of output."""
         self._keep_header = keep_header.lower().encode()
         self.closed = False
         self._on_token = on_token

@@ -50,7 +50,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Shape:
-    """What datasets can be told. None: the dataset's own default. A dataset ignores what does not concern it, and
+    """Options of datasets. None: the dataset's own default. A dataset ignores what does not concern it, and
     `check_only` says what does."""
 
     num_prompts: int | None = None

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
+from treeline_bench.context import Display
+from treeline_bench.results import number
 from treeline_bench.serving.datasets import Texts
-from treeline_bench.serving.messages import Conversation, Order, Progress, Record, Told
+from treeline_bench.serving.messages import Conversation, LoadReport, Order, Progress, Record
 from treeline_bench.serving.plan import Plan
 from treeline_bench.serving.processes import Load
 from treeline_bench.serving.server import Server, ServerError
 from treeline_bench.serving.summary import Summary, summarise
-
-
-class Shown(Protocol):
-    """Where the run says how far it is."""
-
-    def phase(self, text: str, total: int) -> None:
-        """Something of so many requests begins."""
-
-    def update(self, progress: Progress) -> None:
-        """How far it is."""
 
 
 @dataclass
@@ -47,35 +39,50 @@ class Run:
         return next((one.gone for each in self.measured for one in each.rounds if one.gone), "")
 
 
-def run(plan: Plan, servers: Sequence[Server], texts: Texts, limits: dict[str, float], shown: Shown) -> Run:
+def run(plan: Plan, servers: Sequence[Server], texts: Texts, limits: dict[str, float], display: Display) -> Run:
     """Raises ServerError where a warm-up request fails, DatasetError, ClientFailed."""
     found = Run([Measured(server) for server in servers])
     with tempfile.TemporaryDirectory(prefix="treeline-bench-") as name:
         folder = Path(name)
         if plan.warm_up:
             for server in servers:
-                shown.phase(f"{server.name}: warm-up", plan.warm_up)
-                _check(server, _carry_out(plan.warm_up_order(server, texts), 1, folder, shown.update))
+                display.phase(f"{server.name}: warm-up", plan.warm_up)
+                _check(server, _carry_out(plan.warm_up_order(server, texts), 1, folder, _follow(display)))
         try:
-            _rounds(plan, found.measured, texts, limits, shown, folder)
+            _rounds(plan, found.measured, texts, limits, display, folder)
         except KeyboardInterrupt:
             found.interrupted = True
     return found
 
 
 def _rounds(
-    plan: Plan, all_measured: list[Measured], texts: Texts, limits: dict[str, float], shown: Shown, folder: Path
+    plan: Plan, all_measured: list[Measured], texts: Texts, limits: dict[str, float], display: Display, folder: Path
 ) -> None:
     """Until all are done, or a server is gone."""
     for round_ in range(plan.rounds):
-        shown.phase("making prompts", 0)
+        display.phase("making prompts")
         conversations = plan.conversations(texts, round_)
         for measured in all_measured if round_ % 2 == 0 else all_measured[::-1]:
-            shown.phase(_title(measured.server, plan, round_), _requests(conversations))
+            display.phase(_title(measured.server, plan, round_), _requests(conversations))
             order = plan.order(measured.server, conversations, round_)
-            _round(order, plan, folder, limits, measured, shown.update)
+            _round(order, plan, folder, limits, measured, _follow(display))
             if measured.rounds[-1].gone:
                 return
+
+
+def _follow(display: Display) -> Callable[[Progress], None]:
+    """Shows how far a load is."""
+    seen, seen_at = Progress(0, 0, 0, 0), time.monotonic()
+
+    def show(progress: Progress) -> None:
+        nonlocal seen, seen_at
+        now = time.monotonic()
+        rate = (progress.tokens - seen.tokens) / max(now - seen_at, 1e-3)
+        note = f"{progress.running} running, {number(round(rate))} chunks/s"
+        display.done(progress.ended, note + (f", {progress.failed} failed" if progress.failed else ""))
+        seen, seen_at = progress, now
+
+    return show
 
 
 def _title(server: Server, plan: Plan, round_: int) -> str:
@@ -98,23 +105,23 @@ def _round(
     stand beside, which a part would distort."""
     with Load(order, plan.processes, folder) as load:
         try:
-            told = load.run(progress)
+            reports = load.run(progress)
         except KeyboardInterrupt:
-            told = load.stop()
-            if not measured.rounds and any(one.records for one in told):
-                measured.rounds.append(summarise(told, limits))
+            reports = load.stop()
+            if not measured.rounds and any(one.records for one in reports):
+                measured.rounds.append(summarise(reports, limits))
             raise
-    measured.rounds.append(summarise(told, limits))
+    measured.rounds.append(summarise(reports, limits))
 
 
-def _carry_out(order: Order, processes: int, folder: Path, progress: Callable[[Progress], None]) -> list[Told]:
+def _carry_out(order: Order, processes: int, folder: Path, progress: Callable[[Progress], None]) -> list[LoadReport]:
     with Load(order, processes, folder) as load:
         return load.run(progress)
 
 
-def _check(server: Server, told: Sequence[Told]) -> None:
+def _check(server: Server, reports: Sequence[LoadReport]) -> None:
     """Raises ServerError for the first warm-up request that failed."""
-    failed = next((record for one in told for record in one.records if record.error), None)
+    failed = next((record for one in reports for record in one.records if record.error), None)
     if failed is not None:
         raise ServerError(f"{server.name}: {explain(failed)}")
 

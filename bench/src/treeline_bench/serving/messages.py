@@ -1,4 +1,4 @@
-"""What a load process is told and what it tells: msgspec structs, in files and in lines of JSON."""
+"""Orders to a load process and its reports: msgspec structs, in files and in lines of JSON."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Record(msgspec.Struct):
         return (self.done_ns - self.sent_ns) / 1e6
 
 
-class Told(msgspec.Struct):
-    """What a process says at the end. `lag_ns`: how late its timers were, which is how late it saw what arrived."""
+class LoadReport(msgspec.Struct):
+    """What a load process has done. `lag_ns`: how late its timers were, which is how late it saw what arrived."""
 
     records: list[Record]
     begin_ns: int

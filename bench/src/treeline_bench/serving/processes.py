@@ -17,7 +17,7 @@ import msgspec
 
 from treeline_bench.context import ClientFailed
 from treeline_bench.processes import before_exec
-from treeline_bench.serving.messages import Order, Progress, Told
+from treeline_bench.serving.messages import LoadReport, Order, Progress
 
 HEAD_START_S = 0.05
 """From the word to begin to the beginning."""
@@ -72,8 +72,8 @@ class Load:
                 with contextlib.suppress(OSError):
                     cast(BinaryIO, pipe).close()
 
-    def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> list[Told]:
-        """Begin, and wait for the end; `progress` is told the sum of all now and then. Raises ClientFailed.
+    def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> list[LoadReport]:
+        """Begin, and wait for the end; `progress` hears the sum of all now and then. Raises ClientFailed.
 
         A Ctrl-C comes out as KeyboardInterrupt; `stop` then has what there is.
         """
@@ -82,9 +82,9 @@ class Load:
         begin = time.monotonic_ns() + int(HEAD_START_S * 1e9)
         self._write(f"{begin}\n".encode())
         self._follow(progress)
-        return self._told()
+        return self._reports()
 
-    def stop(self) -> list[Told]:
+    def stop(self) -> list[LoadReport]:
         """End early; what there is so far, which is nothing before the beginning. Raises ClientFailed."""
         if not self._began:
             return []
@@ -93,7 +93,7 @@ class Load:
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(deadline - time.monotonic(), 0.1))
-        return self._told()
+        return self._reports()
 
     # ---- children -------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Load:
         command = [sys.executable, "-m", "treeline_bench.serving.worker"]
         with self._log(number).open("wb") as log:
             return subprocess.Popen(
-                [*command, str(order_path), str(self._told_path(number))],
+                [*command, str(order_path), str(self._report_path(number))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -148,15 +148,15 @@ class Load:
                         latest[key.data] = msgspec.json.decode(lines[-1], type=Progress)
                 progress(_sum(latest))
 
-    def _told(self) -> list[Told]:
+    def _reports(self) -> list[LoadReport]:
         found = []
         for number, child in enumerate(self._children):
-            path = self._told_path(number)
+            path = self._report_path(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(STOP_S)
             if child.returncode != 0 or not path.exists():
                 raise self._failed(number)
-            found.append(msgspec.msgpack.decode(path.read_bytes(), type=Told))
+            found.append(msgspec.msgpack.decode(path.read_bytes(), type=LoadReport))
         return found
 
     def _failed(self, number: int) -> ClientFailed:
@@ -166,8 +166,8 @@ class Load:
     def _log(self, number: int) -> Path:
         return self._folder / f"load{number}.log"
 
-    def _told_path(self, number: int) -> Path:
-        return self._folder / f"told{number}.msgpack"
+    def _report_path(self, number: int) -> Path:
+        return self._folder / f"report{number}.msgpack"
 
 
 def _sum(parts: Sequence[Progress]) -> Progress:

@@ -1,77 +1,25 @@
-"""What people see: progress on stderr, tables on stdout."""
+"""What people see: tables on stdout."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from treeline_bench.results import number
-from treeline_bench.serving import messages
 from treeline_bench.serving.figures import QUANTILES, RATES, TIMES, Line, medians, ratios
 from treeline_bench.serving.measure import Measured, Run
 from treeline_bench.serving.summary import Client
 
-SAY_EVERY_S = 10.0
 WORDS = {
     "ttft_ms": "time to first token",
     "itl_ms": "between chunks (itl)",
     "tpot_ms": "per output token (tpot)",
     "e2e_ms": "whole answer (e2e)",
 }
-
-
-class Live:
-    """Progress: a line that is drawn anew on a terminal, one now and then elsewhere. Use as a context manager."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[now]}"),
-            console=console,
-            transient=True,
-            refresh_per_second=2,  # drawing takes time on cores that are being measured
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("", now="")
-        self._seen = messages.Progress(0, 0, 0, 0)
-        self._seen_at = self._said_at = 0.0
-
-    def __enter__(self) -> Live:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def phase(self, text: str, total: int) -> None:
-        self._seen, self._seen_at = messages.Progress(0, 0, 0, 0), time.monotonic()
-        self._said_at = self._seen_at
-        self._progress.reset(self._task, description=text, total=total or None, now="")
-        if not self._console.is_terminal and total:
-            self._console.print(f"  {text}: {total} requests", highlight=False, markup=False)
-
-    def update(self, progress: messages.Progress) -> None:
-        now = time.monotonic()
-        rate = (progress.tokens - self._seen.tokens) / max(now - self._seen_at, 1e-3)
-        said = f"{progress.running} running, {number(round(rate))} chunks/s"
-        if progress.failed:
-            said += f", {progress.failed} failed"
-        self._seen, self._seen_at = progress, now
-        self._progress.update(self._task, completed=progress.ended, now=said)
-        if not self._console.is_terminal and now - self._said_at > SAY_EVERY_S:
-            self._said_at = now
-            self._console.print(f"    {progress.ended} ended, {said}", highlight=False, markup=False)
 
 
 def show(run: Run, console: Console) -> None:

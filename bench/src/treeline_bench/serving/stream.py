@@ -75,7 +75,7 @@ class Answer:
         self.error = ""
         """What the server said in the middle of the stream."""
         self.finished = False
-        """It has told an end: a finish_reason, or [DONE]."""
+        """It has an end: a finish_reason, or [DONE]."""
         self._keep_text = keep_text
         self._texts: list[str] = []
         self._rest = b""

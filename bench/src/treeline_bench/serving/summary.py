@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
-from treeline_bench.serving.messages import UNFINISHED, Record, Told
+from treeline_bench.serving.messages import UNFINISHED, LoadReport, Record
 from treeline_bench.stats import at_percent
 
 MEASURES = ("ttft", "tpot", "e2e")
@@ -142,13 +142,13 @@ def measures(record: Record) -> dict[str, float | None]:
     }
 
 
-def summarise(told: Sequence[Told], limits: Mapping[str, float]) -> Summary:
+def summarise(reports: Sequence[LoadReport], limits: Mapping[str, float]) -> Summary:
     """All processes of one load together. `limits`: of a good answer, in ms; none are asked for when empty."""
-    records = [record for one in told for record in one.records]
+    records = [record for one in reports for record in one.records]
     whole = [record for record in records if not record.error]
     failed = [record for record in records if record.error not in ("", UNFINISHED)]
     measured = [measures(record) for record in whole]
-    begin = min(one.begin_ns for one in told)
+    begin = min(one.begin_ns for one in reports)
     end = max((record.done_ns for record in records), default=begin)
     duration_s = max(end - begin, 1) / 1e9
     chunks = sum(len(record.tokens_ns) for record in whole)
@@ -174,19 +174,19 @@ def summarise(told: Sequence[Told], limits: Mapping[str, float]) -> Summary:
         tpot_ms=Figures.of([value for one in measured if (value := one["tpot"]) is not None]),
         e2e_ms=Figures.of([value for one in measured if (value := one["e2e"]) is not None]),
         good=sum(is_good(one, limits) for one in measured) if limits else None,
-        client=_client(told, records),
-        gone=next((one.gone for one in told if one.gone), ""),
+        client=_client(reports, records),
+        gone=next((one.gone for one in reports if one.gone), ""),
     )
 
 
-def _client(told: Sequence[Told], records: Sequence[Record]) -> Client:
+def _client(reports: Sequence[LoadReport], records: Sequence[Record]) -> Client:
     late = Figures.of([(record.begun_ns - record.due_ns) / 1e6 for record in records])
-    lag = Figures.of([each / 1e6 for one in told for each in one.lag_ns])
+    lag = Figures.of([each / 1e6 for one in reports for each in one.lag_ns])
     return Client(
-        processes=len(told),
+        processes=len(reports),
         late_ms_p99=late.p99 if late else 0.0,
         lag_ms_p99=lag.p99 if lag else 0.0,
-        busy_share=max(one.busy_share for one in told),
+        busy_share=max(one.busy_share for one in reports),
     )
 
 

@@ -23,12 +23,12 @@ import uvloop
 
 from treeline_bench.serving.connection import Connection
 from treeline_bench.serving.datasets import joined
-from treeline_bench.serving.messages import UNFINISHED, Call, Conversation, Order, Piece, Progress, Record, Told
+from treeline_bench.serving.messages import UNFINISHED, Call, Conversation, LoadReport, Order, Piece, Progress, Record
 
 TICK_S = 0.01
 TELL_S = 0.25
 GONE_AFTER = 20
-"""Connections refused one after the other until we believe that nobody is there any more."""
+"""So many refused connections in a row mean that the server is gone."""
 RETRY_S = 0.1
 """Between two of them, in a closed loop: a server that is gone would else be asked as fast as we can."""
 
@@ -42,7 +42,8 @@ class Worker:
         self._head = _head(order, order.path, order.headers)
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
-        self._heads = [_head(order, call.path, call.headers) for call in order.calls]
+        heads = (_head(order, call.path, call.headers) for call in order.calls)
+        self._requests = [head % len(call.body) + call.body for head, call in zip(heads, order.calls, strict=True)]
         self._next: Iterator[tuple[int, Conversation | Call]] = iter(enumerate(order.conversations))
         if order.calls:
             self._next = islice(cycle(enumerate(order.calls)), order.count)
@@ -60,7 +61,7 @@ class Worker:
         for connection in list(self._busy):
             connection.end()
 
-    async def run(self, begin_ns: int) -> Told:
+    async def run(self, begin_ns: int) -> LoadReport:
         """Begin at a moment of the monotonic clock; ends when everything has ended."""
         order = self._order
         if order.seconds is not None:
@@ -83,7 +84,7 @@ class Worker:
         self._progress()
         await self._look_again()
         busy = (time.process_time() - computed_s) / took_s
-        return Told(self.records, begin_ns, self._lag_ns, busy, self._gone)
+        return LoadReport(self.records, begin_ns, self._lag_ns, busy, self._gone)
 
     # ---- arrivals -------------------------------------------------------------------------------------------
 
@@ -122,8 +123,7 @@ class Worker:
         if isinstance(what, Conversation):
             await self._converse(index, what, due_ns)
         else:
-            request = self._heads[index] % len(what.body) + what.body
-            await self._ask(request, Record(index, 0, 0, 0, due_ns), events=False)
+            await self._ask(self._requests[index], Record(index, 0, 0, 0, due_ns), events=False)
 
     async def _converse(self, index: int, conversation: Conversation, due_ns: int) -> None:
         """All turns, each with what was said before; one that fails ends the conversation."""
@@ -207,7 +207,7 @@ class Worker:
             await asyncio.wait_for(self._stopping.wait(), RETRY_S)
 
     async def _look_again(self) -> None:
-        """Whether the server is gone that the last requests lost their connections to: nobody asked it since."""
+        """Whether the server is gone: the last requests lost their connections, and none was sent since."""
         last = max(self.records, key=lambda record: record.done_ns, default=None)
         if last is None or last.error != "connection lost" or self._stopping.is_set():
             return
@@ -229,14 +229,14 @@ class Worker:
 
     async def _watch(self) -> None:
         """How late timers are, and a line of progress now and then."""
-        told_ns = due_ns = time.monotonic_ns()
+        shown_ns = due_ns = time.monotonic_ns()
         while True:
             due_ns = max(due_ns + int(TICK_S * 1e9), time.monotonic_ns())
             await asyncio.sleep((due_ns - time.monotonic_ns()) / 1e9)
             now = time.monotonic_ns()
             self._lag_ns.append(max(0, now - due_ns))
-            if now - told_ns > TELL_S * 1e9:
-                told_ns = now
+            if now - shown_ns > TELL_S * 1e9:
+                shown_ns = now
                 self._progress()
 
     def _progress(self) -> None:
@@ -254,19 +254,19 @@ def _head(order: Order, path: str, headers: dict[str, str]) -> bytes:
 # ---- the process --------------------------------------------------------------------------------------------
 
 
-def main(order_path: str, told_path: str) -> None:
+def main(order_path: str, report_path: str) -> None:
     _allow_many_files()
     order = msgspec.msgpack.decode(Path(order_path).read_bytes(), type=Order)
     # A collection of the whole heap in the middle of a run would be measured as the server's latency.
     gc.collect()
     gc.freeze()
     gc.disable()
-    told = uvloop.run(_run(order))
-    if told is not None:
-        Path(told_path).write_bytes(msgspec.msgpack.encode(told))
+    report = uvloop.run(_run(order))
+    if report is not None:
+        Path(report_path).write_bytes(msgspec.msgpack.encode(report))
 
 
-async def _run(order: Order) -> Told | None:
+async def _run(order: Order) -> LoadReport | None:
     worker = Worker(order, _say)
     lines = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -276,9 +276,9 @@ async def _run(order: Order) -> Told | None:
     if not begin:
         return None
     stopping = asyncio.create_task(_stop_on_line(lines, worker))
-    told = await worker.run(int(begin))
+    report = await worker.run(int(begin))
     stopping.cancel()
-    return told
+    return report
 
 
 async def _stop_on_line(lines: asyncio.StreamReader, worker: Worker) -> None:

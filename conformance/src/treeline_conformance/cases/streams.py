@@ -135,7 +135,7 @@ async def unfinished(bench: Bench, mode: Mode) -> None:
     stream = bench.proxy.open_stream()
     await stream.send(Asking(mode).headers_message())
     await stream.half_close()
-    with contextlib.suppress(Failed):  # how it ends is nobody's business: the client has gone
+    with contextlib.suppress(Failed):  # however it ends: the client has gone
         while await stream.receive("the end of the stream") is not None:
             pass
     (await bench.ask(mode)).routed()

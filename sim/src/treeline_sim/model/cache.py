@@ -36,7 +36,7 @@ class PagedCache:
 
     @property
     def evictable(self) -> int:
-        """Cached blocks that nobody uses."""
+        """Cached blocks without a reference."""
         return len(self._evictable)
 
     @property

@@ -2,9 +2,9 @@
 
 Theory of operation. Time passes in *steps*. A step computes chunks of waiting prompts, at most `chunk_tokens` in all,
 and one token of each running request. It begins with what is known then and ends at `ends_at`; what came meanwhile
-waits for the next. While nobody waits, as many steps as change nothing but lengths are taken at once (a *jump*): until
-a request is done, or memory ends. A request that comes shortens a jump to the step it falls into, so that jumps are
-never seen from outside. Memory is counted in blocks, also of running requests: which step takes a block for which
+waits for the next. While no request waits, as many steps as change nothing but lengths are taken at once (a *jump*):
+until a request is done, or memory ends. A request that comes shortens a jump to the step it falls into, so that jumps
+are never seen from outside. Memory is counted in blocks, also of running requests: which step takes a block for which
 request is known from where its prompt ends, so a jump's need is a sum over remainders and not a walk over requests.
 
 Scheduling is that of our runtime, SGLang's and vLLM's with chunked prefill: first come, first served; a prompt whose
@@ -34,7 +34,7 @@ FOREVER = float("inf")
 _ALPHA = 0.2
 """Weight of a new measurement in the reported duration of a decode step."""
 _ESTIMATED = 64
-"""Waiting requests that a load report looks up anew, as our runtime does: what several of them begin with is computed
+"""Waiting requests that a load report looks up again, as our runtime does: what several of them begin with is computed
 once, and counts once."""
 
 
@@ -141,7 +141,7 @@ class Engine:
         return work.written + (self._step - work.began_step if work.phase is Phase.RUNNING else 0)
 
     def abort(self, work: Work) -> None:
-        """Nobody wants it any more. Legal in every phase; one whose prompt is being computed ends with that."""
+        """Cancel it. Legal in every phase; one whose prompt is being computed ends with that."""
         if work.phase is Phase.WAITING:
             self._waiting.remove(work)
             self._waiting_uncached -= work.uncached

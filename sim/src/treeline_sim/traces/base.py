@@ -32,7 +32,7 @@ class Draw:
         return Text(self.block_size).extended(tokens, self.rng)
 
     def request(self, at: float, prompt: Text, output_tokens: int) -> TraceRequest:
-        """A request whose output nobody has seen before."""
+        """A request with a new output."""
         return TraceRequest(at, prompt, prompt.extended(output_tokens, self.rng), output_tokens)
 
     def arrivals(self, rate: float | None = None) -> Iterator[float]:

@@ -94,7 +94,7 @@ def mooncake_like(draw: Draw) -> Iterator[TraceRequest]:
 
 
 def shuffled_documents(draw: Draw) -> Iterator[TraceRequest]:
-    """Retrieval that ranks anew for each question: 300 documents of 500 to 3,000 tokens, popular by Zipf's law; after a
+    """Retrieval with a ranking for each question: 300 documents of 500 to 3,000 tokens, popular by Zipf's law; after a
     system prompt of 400 come four of them in any order, and a question of 20 to 100; 50 to 300 out. Two prompts with
     the same documents share those before the first that differs. Our own."""
     system, documents = draw.text(400), [draw.text(draw.log_between(500, 3000)) for _ in range(300)]
