@@ -57,14 +57,12 @@ def inputs(context: GatewayContext) -> str:
         "drain": context.drain_s,
         **context.fragments_hash("epp"),
     }
-    if context.shared.salts:
-        # Clients are kept apart by the picker alone then: one of a former version, which cannot, is not left as it is.
-        made_from["salts"] = True
+    if context.shared.has_clients:
+        made_from["clients"] = True
     unanswered = context.shared.edge.limits.unanswered_requests
     if unanswered != ClientLimits().unanswered_requests:  # left out where it is the default, as all else
         made_from["unanswered"] = unanswered
     if tokenizers := Tokenizers.of(context.shared).inputs:
-        # One of a former version asks nobody for tokenizers: it is not left as it is, either.
         made_from["tokenizers"] = tokenizers
     if (secret := _tls_secret(context)) is not None:
         made_from["tls"] = secret
