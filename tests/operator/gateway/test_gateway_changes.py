@@ -8,7 +8,7 @@ import re
 import pytest
 from support.gateway_cluster import ATTACHED, Cluster, container, converged, pool
 from treeline_operator.actions import Apply, Delete, Scale
-from treeline_operator.plan import edge, gateway_common
+from treeline_operator.plan import edge, epp, gateway_common
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.protections import FIELDS
 from treeline_operator.world import Images, Observed, Platform
@@ -141,6 +141,9 @@ def make_other_pods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_common, "LINGER_S", 9)
     monkeypatch.setattr(edge, "_LINGER_S", 19)
     monkeypatch.setattr(edge, "ADMIN_PORT", 19901)
+    picker, envoy = epp.arguments, edge.arguments
+    monkeypatch.setattr(epp, "arguments", lambda context: [*picker(context), "--newer"])
+    monkeypatch.setattr(edge, "arguments", lambda context: envoy(context)[:-1])
 
 
 @pytest.mark.parametrize("other_pods", [False, True])

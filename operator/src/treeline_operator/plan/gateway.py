@@ -9,7 +9,7 @@ from treeline_operator import names
 from treeline_operator.actions import Action, CreateKeys, Delete, Plan, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import edge, epp
-from treeline_operator.plan.diff import applying, differences, prune
+from treeline_operator.plan.diff import applying, prune
 from treeline_operator.plan.facts import annotation, find, is_observed, label
 from treeline_operator.plan.gateway_common import (
     IMAGE,
@@ -285,11 +285,9 @@ class _Planning:
             self._scale(there, workload["spec"]["replicas"])
 
     def _is_made_otherwise(self, desired: dict[str, Any], there: Observed) -> bool:
-        """Whether our own rendering of the pods is no longer that of the last write."""
+        """Whether what we want is no longer what we wrote last, be it that a field is gone."""
         write = applying(desired, there, "", ignore_paths=(_REPLICAS,))
-        if write is None or write.drift:
-            return False
-        return any(path.startswith("spec.template") for path in differences(desired, there.object))
+        return write is not None and not write.drift and bool(annotation(there.object, names.APPLIED))
 
     def _has_configuration(self, there: Observed) -> bool:
         """Whether the configuration that the pods mount is there; we cannot write that of another release."""
