@@ -12,8 +12,8 @@ from typing import Any
 
 from treeline_operator.controller.informer import Timing
 from treeline_operator.controller.kinds import CHILDREN
+from treeline_operator.controller.lease import LeaseTiming
 from treeline_operator.controller.run import Options, operate
-from treeline_operator.settings import LeaseTiming
 from treeline_operator.world import Platform
 
 from support.control_plane import ControlPlane
