@@ -64,16 +64,9 @@ class Chance:
                         "maxUnavailable": lambda: self._one(0, 1, "0%", "100%"),
                         "surgeTimeoutSeconds": lambda: self._one(0, 600),
                         "paused": lambda: self._one(True, False),
-                        "templateVersion": lambda: 1,
                     }
                 ),
                 "disruptionBudget": lambda: {"maxUnavailable": self._one(1, 2, "50%", 1, 3, 0)},
-                "roles": lambda: self._one(
-                    [],
-                    [{"name": "both"}],
-                    [{"name": "both", "replicas": 2}],
-                    [{"name": "decode", "replicas": 1}],
-                ),
             },
             always=("model",),
         )

@@ -78,7 +78,7 @@ def deployment(name: str, replicas: int, ready: int, *, conditions: Any = ()) ->
 
 def revision(of: InferencePool, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
     """The Deployment of the pool's current revision, as the planner makes it."""
-    wanted = target_revision(of, (), Platform())
+    wanted = target_revision(of, ())
     name = names.deployment(of.name, wanted.name)
     meta = {
         "name": name,
@@ -116,7 +116,7 @@ def pod(
         labels.POOL: of.name,
         labels.SERVING: serving,
         names.COMPONENT: "runtime",
-        names.REVISION: revision or target_revision(of, (), Platform()).name,
+        names.REVISION: revision or target_revision(of, ()).name,
     }
     meta: dict[str, Any] = {"labels": marks, "uid": f"uid-{name}"}
     if deleting:

@@ -17,7 +17,7 @@ from treeline_wire.command_line import Parser
 from treeline_wire.logs import set_up
 from treeline_wire.settings import add_flags, values
 
-from treeline_operator.settings import LeaseTiming, Settings
+from treeline_operator.settings import Settings
 from treeline_operator.world import Images, Platform
 
 log = logging.getLogger("treeline_operator")
@@ -47,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
     scope = p.add_argument_group("scope")
     add_flags(scope, Settings)
     add_flags(scope, Platform)
-    lease = p.add_argument_group("leader election")
-    add_flags(lease, Settings, "leader election")
-    add_flags(lease, LeaseTiming)
+    add_flags(p.add_argument_group("leader election"), Settings, "leader election")
     add_flags(p.add_argument_group("pages"), Settings, "pages")
     add_flags(p.add_argument_group("images, where a pool names none"), Images)
     work = p.add_argument_group("work")
@@ -78,14 +76,9 @@ async def _serve(given: argparse.Namespace) -> int:
     from treeline_operator.controller.lease import identity_of
     from treeline_operator.controller.run import Options, operate
 
-    try:
-        lease = LeaseTiming(**values(LeaseTiming, given))
-    except ValueError as exc:
-        log.error("%s", exc)
-        return 2
     identity, pod = identity_of(os.environ, socket.gethostname(), uuid.uuid4().hex[:8])
     platform = Platform(images=Images(**values(Images, given)), **values(Platform, given))
-    options = Options(identity=identity, pod=pod, lease=lease, platform=platform, **values(Settings, given))
+    options = Options(identity=identity, pod=pod, platform=platform, **values(Settings, given))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _signalled, stop, number)

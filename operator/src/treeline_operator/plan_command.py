@@ -26,7 +26,6 @@ from treeline_operator.api.parts import API_VERSION, GROUP, Resource
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.store import MODEL, POOL
-from treeline_operator.plan.facts import label
 from treeline_operator.plan.gateway import template_problem as gateway_problem
 from treeline_operator.plan.presets import PresetProblem, resolved
 from treeline_operator.plan.runtime import template_problem
@@ -250,7 +249,6 @@ def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
         yield "# nothing to do: the cluster is as the files ask"
     if explaining:
         yield from _notes(simulation)
-    yield from _newer_template(simulation)
     if steps:
         counts = {verb: sum(step.verb == verb for step in steps) for verb in ("create", "change", "scale", "delete")}
         yield "# " + ", ".join(f"{count} to {verb}" for verb, count in counts.items() if count)
@@ -278,34 +276,6 @@ def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:
             yield from ("---", yaml.safe_dump(_unowned(step.after), sort_keys=False).rstrip())
     if explaining:
         yield from _notes(simulation)
-
-
-def _newer_template(simulation: Simulation) -> Iterator[str]:
-    """What asking for this operator's pod templates would change beyond the plan; it replaces pods."""
-    version = simulation.platform.template_version
-    other = simulation.with_template_version(version)
-    other.run()
-    rolled = [step for step in _final(other) if step.action.ref.kind == "Deployment" and step.verb != "scale"]
-    rolled = [step for step in rolled if step.after is not None]
-    if not rolled:
-        return
-    yield f"# with rollout.templateVersion: {version} these pods would be replaced as well:"
-    for step in rolled:
-        ref = step.action.ref
-        before = step.before or _current(simulation, step)
-        yield f"# roll {ref.kind} {ref.namespace}/{ref.name}"
-        yield from _lines(_template(before), _template(step.after), f"pods of {ref.namespace}/{step.key.name}")
-
-
-def _current(simulation: Simulation, step: SimulatedStep) -> Object | None:
-    """The Deployment that a new revision of a pool takes the place of: its youngest with pods."""
-    found = [
-        observed.object
-        for observed in simulation.objects("apps/v1", "Deployment", step.key.namespace)
-        if label(observed.object, "treeline.dev/pool") == step.key.name
-    ]
-    found.sort(key=lambda obj: (obj["spec"].get("replicas", 1) > 0, obj["metadata"].get("creationTimestamp", "")))
-    return found[-1] if found else None
 
 
 def _template(deployment: Object | None) -> Object:

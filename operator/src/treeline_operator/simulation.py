@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
@@ -114,16 +113,6 @@ class Simulation:
             pool = observer.pool(ref.namespace, ref.name)
             if isinstance(pool, InferencePool):
                 yield observer.pool_world(pool, self.now)
-
-    def with_template_version(self, version: int) -> Simulation:
-        """A copy in which every pool asks for at least this version of the pod template."""
-        other = replace(self, steps=[], notes={}, _store=copy.deepcopy(self._store), _applied=dict(self._applied))
-        for ref, _ in sorted(self._store.pools()):
-            obj = self.get(ref)
-            assert obj is not None
-            spec: Object = obj["spec"]
-            other.put({**obj, "spec": {**spec, "rollout": {**spec.get("rollout", {}), "templateVersion": version}}})
-        return other
 
     def _plan(self, observer: Observer, key: Key) -> Plan | None:
         match key.kind:

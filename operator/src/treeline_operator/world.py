@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from treeline_operator.api.model import InferenceModel
     from treeline_operator.api.pool import InferencePool
 
-TEMPLATE_VERSION = 2
-"""The version of the pod template generator. Raise it with every change to what it renders for unchanged inputs."""
-
 
 class Key(NamedTuple):
     """One unit of reconciliation: what is planned, applied and retried as a whole, never twice at once."""
@@ -260,7 +257,6 @@ class Platform:
         f"missing from the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
     )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
-    template_version: int = TEMPLATE_VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,8 +234,6 @@ REFUSED_POOLS = [
     ("engine: {cache: {claimName: a, accessModes: [ReadWriteMany]}}", "set size for claimName"),
     ("rollout: {strategy: Replace, maxSurge: 10%}", "remove maxSurge, or use strategy SurgeIfCapacity"),
     ("rollout: {strategy: Replace, maxSurge: 2}", "remove maxSurge, or use strategy SurgeIfCapacity"),
-    ("roles: [{name: prefill, replicas: 1}, {name: decode, replicas: 1}]", "use role both, or remove roles"),
-    ("roles: [{name: both, replicas: 2}]", "remove replicas here"),
     ("template: {metadata: {labels: {treeline.dev/pool: x}}}", "remove them from template.metadata.labels"),
     *(
         (
@@ -309,7 +307,6 @@ REFUSED_BY_SHAPE = [
         "autoscaling: {type: HPA, maxReplicas: 2, hpa: {metrics: []}}",
         "spec.autoscaling.hpa.metrics",
     ),
-    ("InferencePool", "roles: [{name: both}, {name: both}]", "Duplicate value"),
     ("InferencePool", "template: {spec: {containers: [{name: a}, {name: a}]}}", "Duplicate value"),
     ("InferencePool", "template: {speck: {}}", "unknown field"),
     ("InferencePool", "engine: {threadz: 1}", "unknown field"),
@@ -369,7 +366,7 @@ ACCEPTED_POOLS = [
     "gateway: {name: g, standalone: {serviceType: LoadBalancer, annotations: {a.b/c: d}, apiKeysSecretRef: {name: k}}}",
     "autoscaling: {type: HPA, maxReplicas: 4, hpa: {metrics: [{type: Resource, resource: {name: cpu}}]}}",
     "autoscaling: {type: KEDA, minReplicas: 0, maxReplicas: 1, keda: {triggers: [{type: cron, metadata: {a: b}}]}}",
-    "rollout: {strategy: Replace, maxSurge: 0, maxUnavailable: 1, templateVersion: 3}",
+    "rollout: {strategy: Replace, maxSurge: 0, maxUnavailable: 1}",
     "rollout: {maxSurge: 0, maxUnavailable: 1, paused: true}",
     "rollout: {maxSurge: 25%, maxUnavailable: 100%, surgeTimeoutSeconds: 0}",
     "rollout: {strategy: Replace, maxSurge: 0%, maxUnavailable: 10%}",
@@ -380,7 +377,6 @@ ACCEPTED_POOLS = [
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8}, engine: {type: vllm}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8}, engine: {type: sglang, dataParallel: 4}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8}, engine: {type: custom, image: i}}",
-    "roles: [{name: both}]",
     "{model: {uri: 'hf://o/n@v1.0', name: 'm:8b'}, engine: {type: vllm}}",
     "template: {metadata: {labels: {a: b}, annotations: {kubectl.kubernetes.io/default-container: runtime}},"
     " spec: {containers: [{name: runtime, env: []}], hostIPC: true}}",

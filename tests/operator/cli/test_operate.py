@@ -31,7 +31,6 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ["--resync-seconds", "0"],
         ["--resync-seconds", "nan"],
-        ["--workers", "0"],
         ["--api-server-port", "0"],
         ["--namespace", "a/b"],
         ["--namespace", ""],
@@ -45,11 +44,6 @@ def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
     assert ended.value.code == 2
-
-
-def test_a_lease_that_cannot_work_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--lease-duration-seconds", "5", "--host", "127.0.0.1", "--health-port", "0"]) == 2
-    assert "duration > renew deadline" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,11 @@ import io
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from treeline_operator import plan_command
 from treeline_operator.plan_command import main
 from treeline_operator.simulation import merged
-from treeline_operator.world import TEMPLATE_VERSION, Platform
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
@@ -202,23 +199,6 @@ def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
     assert "kubernetes.io/metadata.name: ops" in text
     assert "treeline-system" not in text
     assert "imagePullSecrets" in text
-
-
-def test_what_a_newer_template_would_replace_is_shown_but_not_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    observed = as_cluster(tmp_path, POOL)
-
-    class Newer(Platform):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options, template_version=TEMPLATE_VERSION + 1)
-
-    monkeypatch.setattr(plan_command, "Platform", Newer)
-    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
-    assert text.startswith("# nothing to do")
-    assert f"# with rollout.templateVersion: {TEMPLATE_VERSION + 1} these pods would be replaced as well:" in text
-    assert "# roll Deployment default/a-" in text
-    assert "# roll Deployment default/treeline-epp" in text
 
 
 @pytest.mark.parametrize(

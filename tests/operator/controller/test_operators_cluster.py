@@ -97,7 +97,6 @@ async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
     """As a process of its own: its pages, its memory, a standby beside it, SIGTERM, the lease handed over."""
     command = [sys.executable, "-m", "treeline_operator", "--kubeconfig", str(room.plane.admin)]
     command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--host", "127.0.0.1"]
-    command += ["--lease-retry-seconds", "0.3"]
     ports = free_ports(4)
     one, two = await asyncio.gather(spawn(command, *ports[:2]), spawn(command, *ports[2:]))
     replicas = [(one, *ports[:2]), (two, *ports[2:])]

@@ -7,10 +7,11 @@ import re
 
 import pytest
 from support.gateway_cluster import ATTACHED, Cluster, container, converged, pool
-from treeline_operator import names
 from treeline_operator.actions import Apply, Delete, Scale
+from treeline_operator.plan import edge, epp, gateway_common
 from treeline_operator.plan.gateway import plan_gateway
-from treeline_operator.world import TEMPLATE_VERSION, Images, Observed, Platform
+from treeline_operator.plan.protections import FIELDS
+from treeline_operator.world import Images, Observed, Platform
 
 
 def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
@@ -132,56 +133,95 @@ def test_what_somebody_changed_is_set_back_and_what_is_not_ours_stays() -> None:
     assert cluster.get("Service", "treeline-gateway")["spec"]["clusterIP"] == "10.0.0.1"
 
 
-NEXT = TEMPLATE_VERSION + 1
-NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"), template_version=NEXT)
+NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"))
 
 
-@pytest.mark.parametrize("platform", [NEWER, dataclasses.replace(NEWER, template_version=TEMPLATE_VERSION)])
-def test_an_operator_upgrade_rolls_nothing(platform: Platform) -> None:
-    p, cluster = pool("a"), converged(pool("a"))
+def make_other_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on pickers and Envoys are rendered as by another release of the operator."""
+    monkeypatch.setattr(gateway_common, "LINGER_S", 9)
+    monkeypatch.setattr(edge, "_LINGER_S", 19)
+    monkeypatch.setattr(edge, "ADMIN_PORT", 19901)
+    picker, envoy = epp.arguments, edge.arguments
+    monkeypatch.setattr(epp, "arguments", lambda context: [*picker(context), "--newer"])
+    monkeypatch.setattr(edge, "arguments", lambda context: envoy(context)[:-1])
+
+
+@pytest.mark.parametrize("other_pods", [False, True])
+def test_an_operator_upgrade_rolls_nothing(other_pods: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p, cluster, platform = pool("a"), converged(pool("a")), NEWER
+    if other_pods:
+        make_other_pods(monkeypatch)
     before = {name: cluster.get("Deployment", name)["spec"] for name in cluster.names("Deployment")}
     plan = plan_gateway(cluster.world(p, platform=platform))
     assert plan.actions == ()
-    left_alone = [note for note in plan.notes if f"template version {TEMPLATE_VERSION}" in note]
-    assert len(left_alone) == (2 if platform.template_version == NEXT else 0)
+    left_alone = [note for note in plan.notes if "stay as they were made" in note]
+    assert len(left_alone) == (2 if other_pods else 0)
     # Its number of pods is not the template's.
     more = pool("a", endpointPicker={"replicas": 2}, gateway={"standalone": {"replicas": 4}})
     plans = cluster.converge(more, platform=platform)
-    kinds = {type(a) for plan in plans for a in plan.actions if a.ref.kind == "Deployment"}
-    assert kinds == ({Scale} if platform.template_version == NEXT else {Apply})
+    assert {type(a) for plan in plans for a in plan.actions if a.ref.kind == "Deployment"} == {Scale}
     for name, spec in before.items():
         now = cluster.get("Deployment", name)["spec"]
         assert now["template"] == spec["template"]
         assert now["replicas"] == {"treeline-epp": 2, "treeline-edge": 4}[name]
 
 
-def test_any_pool_may_ask_for_the_newer_version() -> None:
-    cluster = converged(pool("a"), pool("b", created=1))
-    asking = [pool("a"), pool("b", created=1, rollout={"templateVersion": NEXT})]
-    cluster.converge(*asking, platform=NEWER)
-    for name in ("treeline-epp", "treeline-edge"):
-        deployment = cluster.get("Deployment", name)
-        assert deployment["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT)
-        assert container(cluster, name)["image"] == f"{name.removeprefix('treeline-')}:2"
-    # More than this operator has is as much as it has.
-    eager = [pool("a", rollout={"templateVersion": 9}), asking[1]]
-    assert plan_gateway(cluster.world(*eager, platform=NEWER)).actions == ()
-    # An older operator, put back, leaves alone what the newer one made.
-    assert plan_gateway(cluster.world(pool("a"), asking[1], platform=Platform())).actions == ()
-
-
-def test_a_change_of_the_spec_is_made_by_the_newest_generator() -> None:
+def test_a_change_of_the_spec_is_made_by_the_newest_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = converged(pool("a"))
-    cluster.converge(pool("a", endpointPicker={"policy": "random"}), platform=NEWER)
+    make_other_pods(monkeypatch)
+    changed = pool("a", endpointPicker={"policy": "random"})
+    cluster.converge(changed, platform=NEWER)
     assert container(cluster, "treeline-epp")["image"] == "epp:2"
     # Envoy was not asked to be anything else.
     assert container(cluster, "treeline-edge")["image"] == "treeline-edge:latest"
+    # A rollback of the operator leaves alone what the newer one made.
+    monkeypatch.undo()
+    assert plan_gateway(cluster.world(changed, platform=Platform())).actions == ()
 
 
-def test_an_old_envoy_whose_configuration_was_deleted_is_made_anew() -> None:
+def test_an_old_envoy_whose_configuration_was_deleted_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, p = converged(pool("a")), pool("a")
+    make_other_pods(monkeypatch)
     ref = next(ref for ref in cluster.objects if re.fullmatch("treeline-edge-[0-9a-f]{10}", ref.name))
     del cluster.objects[ref]
     cluster.converge(p, platform=NEWER)
     assert container(cluster, "treeline-edge")["image"] == "edge:2"
     assert container(cluster, "treeline-epp")["image"] == "treeline-epp:latest"
+
+
+PARTS = {
+    "keys": {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "keys"}}}},
+    "shared keys": {"gateway": {"isolation": "Shared", "standalone": {"apiKeysSecretRef": {"name": "keys"}}}},
+    "foreign engine": {"engine": {"type": "vllm"}, "accelerator": {"type": "nvidia"}},
+    "foreign engine, keys": {
+        "engine": {"type": "vllm"},
+        "accelerator": {"type": "nvidia"},
+        "gateway": {"standalone": {"apiKeysSecretRef": {"name": "keys"}}},
+    },
+    "tls": {"gateway": {"standalone": {"tls": {"secretRef": {"name": "cert"}}}}},
+    "picker tls": {"gateway": {"standalone": {"pickerTls": {"secretRef": {"name": "cert"}}}}},
+    "limits": {"gateway": {"standalone": {"limits": {"unansweredRequests": 7, "connections": 99}}}},
+    "routing shown": {"gateway": {"standalone": {"exposeRouting": True}}},
+    "quotas": {
+        "endpointPicker": {"flowControl": {"enabled": True, "quotas": {"configMapRef": {"name": "quotas"}}}},
+    },
+    "parameters": {"endpointPicker": {"parameters": {"maxBodyBytes": 4096, "trustRequestHeaders": True}}},
+    "refuses": {"endpointPicker": {"failureMode": "FailClose"}},
+    "drain": {"drain": {"timeoutSeconds": 900}},
+    "traces": {"tracing": {"endpoint": "http://collector:4317"}},
+    "attached": ATTACHED,
+    "tokenizers": {"engine": {"type": "sglang"}, "model": {"uri": "hf://org/name"}},
+}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_pods_get_everything_that_a_change_of_a_pool_means_for_them(what: str) -> None:
+    """Pods are kept while their inputs are the same: an input that is missing there would keep a change from them."""
+    changed = pool("a", **PARTS[what])
+    for first, then in ((pool("a"), changed), (changed, pool("a", gateway={"unprotected": [*FIELDS]}))):
+        cluster = converged(first)
+        cluster.converge(then)
+        anew = converged(then)
+        assert cluster.names("Deployment") == anew.names("Deployment")
+        for name in anew.names("Deployment"):
+            assert cluster.get("Deployment", name)["spec"] == anew.get("Deployment", name)["spec"], name

@@ -48,7 +48,7 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
         assert set(numbers(let_in["edge"])) <= set(numbers(envoy["egress"][1]))
         reached = {port[0] if isinstance(port, tuple) else port for port in numbers(to_pods)}
         assert {port[0] if isinstance(port, tuple) else port for port in numbers(let_in["epp"])} <= reached
-        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+        template = deployment(p, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
         assert to_pods["to"][0]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     for name, policy in (("edge", envoy), ("epp", picker)):
         template = cluster.get("Deployment", f"treeline-{name}")["spec"]["template"]["metadata"]["labels"]

@@ -61,7 +61,7 @@ def parts(case: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_made_is_what_was_agreed(case: str) -> None:
-    """The whole of it, as text. A change of a pod template here wants a new TEMPLATE_VERSION, or pods roll unasked."""
+    """The whole of it, as text."""
     golden.check(GOLDEN, case, parts(case), BASE, parts(BASE))
 
 
@@ -205,7 +205,7 @@ def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: l
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
     context = GatewayContext.of(Cluster().world(*pools), share(pools)["treeline"], "uid")
     for p in pools:
-        template = deployment(p, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+        template = deployment(p, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
         assert template["spec"]["terminationGracePeriodSeconds"] <= context.grace_s
 
 

@@ -79,7 +79,7 @@ def everything(of: InferencePool, platform: Platform) -> tuple[list[dict[str, An
     cluster.converge(of, platform=platform)
     policies = [cluster.get("NetworkPolicy", name) for name in cluster.names("NetworkPolicy")]
     policies.append(pods_policy(of, of.spec.gateway.parent_refs, platform, {}))
-    template = deployment(of, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+    template = deployment(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
     pods = {"runtime": Pod("ns", template["metadata"]["labels"])}
     for component in ("epp", "edge"):
         name = f"treeline-{component}"
@@ -147,7 +147,7 @@ def test_asking_for_the_api_ports_of_engines_does_not_open_that_of_ours() -> Non
 def test_an_api_on_one_of_our_ports_moves_ours(port: int) -> None:
     of = pool("a", engine={"port": port})
     policies, pods = everything(of, Platform())
-    template = deployment(of, TargetRevision("r", "", 1, None), 1, {"labels": {}}, Images())["spec"]["template"]
+    template = deployment(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
     (container,) = template["spec"]["containers"]
     numbers = {p["name"]: p["containerPort"] for p in container["ports"]}
     flags = dict(zip(container["args"][::2], container["args"][1::2], strict=False))

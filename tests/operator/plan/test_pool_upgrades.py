@@ -5,30 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from support.pool_world import SimCluster, a_pool, kinds, settled
+import msgspec
+import pytest
+from support.pool_world import a_pool, kinds, settled
+from treeline_epp.kube.pools import own_pool
 from treeline_operator import names
 from treeline_operator.actions import Apply, Scale
-from treeline_operator.world import TEMPLATE_VERSION, Images
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan import revision, runtime
+from treeline_operator.world import Images
 
-NEXT = TEMPLATE_VERSION + 1
 
-
-def test_an_upgrade_rolls_no_pods_until_it_is_asked_to() -> None:
+def test_an_upgrade_rolls_no_pods_until_the_pool_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = settled(a_pool(replicas=2))
     (before,) = cluster.deployments()
-    cluster.platform = replace(cluster.platform, template_version=NEXT, images=Images(runtime="treeline-runtime:next"))
+    cluster.platform = replace(cluster.platform, images=Images(runtime="treeline-runtime:next"))
+    monkeypatch.setattr(runtime, "_DEPLOY_MARGIN_S", 7)
+    monkeypatch.setattr(runtime, "_GRACE_MARGIN_S", 11)
     plan = cluster.plan(a_pool(replicas=2))
     assert plan.actions == ()
-    assert any(f"rollout.templateVersion: {NEXT} asks for the newest" in note for note in plan.notes)
+    assert any("left as it was made" in note for note in plan.notes)
     assert [type(a) for a in cluster.plan(a_pool(replicas=3)).actions] == [Scale]
 
-    asked = a_pool(replicas=2, rollout={"templateVersion": NEXT})
-    cluster.converge(asked)
+    changed = a_pool(replicas=2, template={"metadata": {"annotations": {"example.com/restarted": "1"}}})
+    cluster.converge(changed)
     (serving,) = [obj for obj in cluster.deployments().values() if obj["spec"]["replicas"]]
     assert serving["metadata"]["name"] != before
-    assert serving["metadata"]["annotations"][names.TEMPLATE_VERSION] == str(NEXT)
-    # Asked no more: what is there stays.
-    assert cluster.plan(a_pool(replicas=2)).actions == ()
+    assert _runtime(serving)["image"] == "treeline-runtime:next"
+    # A rollback of the operator leaves alone what the newer one made.
+    monkeypatch.undo()
+    cluster.platform = replace(cluster.platform, images=Images())
+    assert cluster.plan(changed).actions == ()
 
 
 def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended() -> None:
@@ -43,11 +50,6 @@ def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended(
     assert isinstance(action, Apply)
     assert action.drift == ("spec.template.spec.containers[runtime].args[1]",)
     assert _runtime(action.object)["image"] == "treeline-runtime:cpu"
-
-
-def test_more_than_this_operator_has_is_told() -> None:
-    plan = SimCluster().plan(a_pool(rollout={"templateVersion": 7}))
-    assert any(f"asks for 7, this operator has {TEMPLATE_VERSION}" in note for note in plan.notes)
 
 
 def test_lost_annotations_start_no_rollout() -> None:
@@ -70,6 +72,24 @@ def test_lost_annotations_start_no_rollout() -> None:
     plan = cluster.plan(a_pool(replicas=2))
     assert plan.actions == ()
     assert any("left as it was made" in note for note in plan.notes)
+
+
+LATER: dict[str, Any] = {"ofALaterVersion": {"a": [1, None]}}
+
+
+@pytest.mark.parametrize("more", [{}, {"engine": {"type": "vllm"}, "accelerator": {"type": "nvidia"}}])
+def test_fields_of_a_later_version_are_passed_over_and_change_no_revision(more: dict[str, Any]) -> None:
+    """CRDs go first, and an operator may be rolled back: both leave an operator with fields that it does not know."""
+    known = {"model": {"uri": "builtin://tiny"}, "engine": {}, "gateway": {}, "drain": {}, **more}
+    meta = {"name": "tiny", "namespace": "serving", "uid": "pool-uid"}
+    body = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta}
+    sections = ("model", "engine", "gateway", "drain")
+    grown = {**known, **{section: {**known[section], **LATER} for section in sections}, **LATER}
+    then, now = (InferencePool.from_object({**body, "spec": spec}) for spec in (known, grown))
+    assert now.spec == then.spec
+    assert revision.inputs(now) == revision.inputs(then)
+    of_picker = (own_pool(msgspec.Raw(msgspec.json.encode({**body, "spec": spec}))) for spec in (known, grown))
+    assert len(set(map(repr, of_picker))) == 1
 
 
 def _runtime(deployment: dict[str, Any]) -> dict[str, Any]:

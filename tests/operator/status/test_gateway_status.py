@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from support.gateway_cluster import converged
+from support.gateway_cluster import pool as gateway_pool
 from support.operator_gateway_states import (
     BALANCED,
     BOTH_APIS,
@@ -185,3 +187,19 @@ def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_
         found = conditions_of(seen)[T.READY]
         assert found["status"] == status, found
         assert (status == "True") or "listener https is not Programmed: Invalid: no certificate" in found["message"]
+
+
+def test_a_gateway_whose_envoys_are_made_from_former_settings_is_not_ready_yet():
+    """The gateway is planned by itself: a pool must not be told ready before its API keys are asked for."""
+    picker, envoy, service, slices = gateway_children()
+    made = converged(plain := gateway_pool("a"))
+    marks = made.get("Deployment", "treeline-edge")["metadata"]["annotations"]
+    meta = {**envoy.object["metadata"], "annotations": marks}
+    parts = (picker, Observed.of({**envoy.object, "metadata": meta}), service, slices)
+    drains = {"drain": {"timeoutSeconds": plain.spec.drain.timeout_seconds}}
+    found = conditions_of(world(pool(**drains), gateway_parts=parts))[T.GATEWAY_READY]
+    assert found["status"] == "True"
+    keys = {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "keys"}}}}
+    found = conditions_of(world(pool(**drains, **keys), gateway_parts=parts))[T.GATEWAY_READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.PODS_STARTING)
+    assert "gets new settings" in found["message"]

@@ -28,7 +28,7 @@ from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.pool import MAX_ENDPOINTS, not_understood, pool_status
-from treeline_operator.world import TEMPLATE_VERSION, Observed, PickerEndpoint, PickerView
+from treeline_operator.world import Observed, PickerEndpoint, PickerView
 
 T = ConditionType
 
@@ -74,7 +74,6 @@ def test_the_figures_of_a_pool_that_serves():
         "modelName": "big",
         "revision": revision_name,
         "replicaSummary": "2/2",
-        "templateVersion": TEMPLATE_VERSION,
         "endpoints": [
             {"name": "tiny-1", "address": "10.0.0.1:8000", "ready": True, "serving": True},
             {"name": "tiny-2", "address": "10.0.0.2:8000", "ready": True, "serving": True},

@@ -23,7 +23,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.plan.engines.registry import ADAPTERS
 from treeline_operator.plan.revision import target_revision
 from treeline_operator.status.pool import pool_status
-from treeline_operator.world import PickerView, Platform
+from treeline_operator.world import PickerView
 
 T = ConditionType
 
@@ -71,7 +71,7 @@ def rolling(old_spec, new_spec, **changes):
     """A pool whose spec has changed: an old pod serves, the new one starts."""
     before, now = pool(**old_spec), pool(**new_spec)
     old = revision(before, 1, 1)
-    of_old = target_revision(before, (), Platform()).name
+    of_old = target_revision(before, ()).name
     pods = (pod(now, "old-1", revision=of_old, **ready(1)), pod(now, "new-1", phase="Pending"))
     return world(now, children=(old, revision(now, 1, 0)), pods=pods, picker=view(now, "old-1"), **changes)
 

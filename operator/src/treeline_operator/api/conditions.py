@@ -374,7 +374,7 @@ class Reason(StrEnum):
     SIGNALS_MISSING = _passes(
         "SignalsMissing",
         "No picker of the pool tells of the demand; the replicas stay as they are.",
-        "See EndpointPickerReady. Pickers of before this version tell nothing: raise rollout.templateVersion.",
+        "See EndpointPickerReady.",
     )
     KEDA_MISSING = _needs_you(
         "KedaMissing",

@@ -1,4 +1,4 @@
-"""Owns how many pods there are and how they change: autoscaling, drain, rollout, roles."""
+"""Owns how many pods there are and how they change: autoscaling, drain, rollout."""
 
 from __future__ import annotations
 
@@ -167,28 +167,3 @@ class Rollout(Part):
     More gives a cluster autoscaler time to add nodes; a pool of one pod does not serve while its pod is replaced."""
     paused: StrictBool = False
     """Keep old and new pods as they are."""
-    template_version: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Use at least this version of the operator's pod template. An operator upgrade rolls no pods until this is
-    raised."""
-
-
-class Role(Part):
-    """One role of a pool that separates prefill from decode."""
-
-    RULES = (
-        forbidden(
-            "self.name == 'both'",
-            "the runtime cannot pass a prefill's cache to a decode yet: use role both, or remove roles",
-            field=".name",
-        ),
-        forbidden(
-            "self.name != 'both' || !has(self.replicas)",
-            "the pods of role both are counted by spec.replicas: remove replicas here",
-            field=".replicas",
-        ),
-    )
-
-    name: Literal["both", "prefill", "decode"]
-    """What the pods of this role do."""
-    replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
-    """Pods of this role."""

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from treeline_operator.api.engine import TENSOR_PARALLEL_FLAGS, Accelerator, Engine
 from treeline_operator.api.gateway import EndpointPicker, Gateway, Tracing
-from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain, Role, Rollout
+from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain, Rollout
 from treeline_operator.api.parts import (
     BY_TYPE,
     DOCUMENTED,
@@ -158,8 +158,6 @@ class PoolSpec(Part):
     """How a change reaches the pods."""
     disruption_budget: DisruptionBudget = Field(default_factory=DisruptionBudget)
     """How many pods may be missing while nodes are drained."""
-    roles: Annotated[tuple[Role, ...], Field(max_length=3, json_schema_extra=LIST_MAP)] = ()
-    """Roles of the pods; absent means that every pod does both."""
     tracing: Tracing | None = None
     """Traces of requests, by engines treeline and vllm, the picker and our own Envoy; absent means none. The latter two
     send theirs to the collector of the oldest pool of the gateway that names one."""
@@ -308,8 +306,6 @@ class PoolStatus(TypedDict, total=False):
     it, and where the uri names a commit itself."""
     revision: str
     """The revision that the spec asks for."""
-    templateVersion: int
-    """Version of the pod template that the revision was made with."""
     endpoints: Annotated[list[EndpointStatus], Field(max_length=50, json_schema_extra=LIST_MAP)]
     """The pods as the picker sees them, 50 at most."""
     gateway: GatewayStatus

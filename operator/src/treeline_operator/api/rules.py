@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from treeline_operator.api.cel import holds
+from treeline_operator.quantity import quantity
+
+if TYPE_CHECKING:
+    from cel_expr_python import cel as evaluator
 
 KEYWORD = "x-kubernetes-validations"
 RefusalReason = Literal["FieldValueInvalid", "FieldValueForbidden", "FieldValueRequired", "FieldValueDuplicate"]
@@ -63,7 +67,7 @@ def _pruned(value: Any) -> Any:
 
 def _violations(value: Ruled, plain: dict[str, Any], path: str) -> Iterator[str]:
     for rule in value.RULES:
-        if not holds(rule.cel, plain):
+        if not _holds(rule.cel, plain):
             yield f"{(path + rule.field).lstrip('.') or 'object'}: {rule.message}"
     for name, field in type(value).model_fields.items():
         alias, inner = field.alias or name, getattr(value, name)
@@ -73,3 +77,33 @@ def _violations(value: Ruled, plain: dict[str, Any], path: str) -> Iterator[str]
             for index, item in enumerate(inner):
                 if isinstance(item, Ruled):
                     yield from _violations(item, plain[alias][index], f"{path}.{alias}[{index}]")
+
+
+def _holds(rule: str, value: Any) -> bool:
+    """Whether a rule of `self` holds. One that cannot be evaluated does not, as at the API server."""
+    return _compiled(rule).eval(data={"self": value}).value() is True
+
+
+@functools.cache
+def _compiled(rule: str) -> evaluator.Expression:
+    return _environment().compile(rule)
+
+
+@functools.cache
+def _environment() -> evaluator.Env:
+    """CEL's own functions, and those that Kubernetes adds of which our rules use some: of quantities.
+
+    The evaluator is loaded when it is first asked, which the running operator never does.
+    """
+    from cel_expr_python import cel
+
+    string, number = cel.Type.STRING, cel.Type.INT
+    of_text = cel.Overload("string_to_quantity", string, [string], False, lambda text: text)
+    compare = cel.Overload("quantity_compare", number, [string, string], True, _compare)
+    functions = [cel.FunctionDecl("quantity", [of_text]), cel.FunctionDecl("compareTo", [compare])]
+    return cel.NewEnv(variables={"self": cel.Type.DYN}, functions=functions)
+
+
+def _compare(one: str, other: str) -> int:
+    left, right = quantity(one) or 0, quantity(other) or 0
+    return (left > right) - (left < right)

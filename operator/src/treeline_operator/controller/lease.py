@@ -11,23 +11,38 @@ only when the one before has ended, so whoever holds the lease by our pod's uid 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import logging
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.connection import Retry
+from treeline_kube.credentials import SERVICE_ACCOUNT
 from treeline_kube.errors import AlreadyExists, Conflict, KubeError, LostLease, NotFound
 
-from treeline_operator.settings import JITTER, LeaseTiming
 from treeline_operator.world import Ref
 
 log = logging.getLogger(__name__)
+
+_JITTER: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTiming:
+    """Seconds: others may take over after `duration_s`; we give up after `renew_s`; tries are `retry_s` apart."""
+
+    duration_s: float = 15.0
+    renew_s: float = 10.0
+    retry_s: float = 2.0
 
 
 class Elector:
@@ -77,7 +92,7 @@ class Elector:
             if self.leader != waits_for:
                 waits_for = self.leader
                 log.info("standby: waiting for the lease %s, held by %s", self._ref.name, waits_for or "nobody")
-            await asyncio.sleep(self._timing.retry_s * self._random.uniform(1, 1 + JITTER))
+            await asyncio.sleep(self._timing.retry_s * self._random.uniform(1, 1 + _JITTER))
 
     async def hold(self) -> None:
         """Renew for ever; LostLease when somebody else leads or the lease could not be renewed in time."""
@@ -250,6 +265,21 @@ def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[st
     name, uid = environ.get("POD_NAME") or host, environ.get("POD_UID", "")
     pod = f"{name}_{uid}_" if uid else ""
     return f"{pod or f'{name}_'}{process}", pod
+
+
+def own_account(namespace: str, token: Path = SERVICE_ACCOUNT) -> dict[str, Any] | None:
+    """An owner reference to our ServiceAccount, which our token names, for what is to go with it; None outside a pod.
+
+    Only for objects of `namespace`: an owner in another one counts as gone, and its objects are collected.
+    """
+    try:
+        claims = token.read_text().split(".")[1]
+        told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]
+        account, home = told["serviceaccount"], told["namespace"]
+        owner = {"apiVersion": "v1", "kind": "ServiceAccount", "name": account["name"], "uid": account["uid"]}
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return None
+    return owner if home == namespace else None
 
 
 def _stamp() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -74,8 +74,8 @@ class Reconciler:
     _refused: dict[Key, Cause] = field(default_factory=dict)
     _lost: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
     """By namespace, which names its pools do not have, as their statuses are to say."""
-    _acknowledged: dict[Key, _Acknowledged] = field(default_factory=dict)
-    """What each gateway's last plan knew of its pools."""
+    _common: dict[Key, object] = field(default_factory=dict)
+    """What each gateway's last plan decided for all its pools: where that changes, they are looked at again."""
     _warnings: Warnings = field(init=False)
     _gateways: Gateways = field(init=False)
     _alarms: Alarms = field(default_factory=Alarms)
@@ -127,10 +127,6 @@ class Reconciler:
         plan = self._planned(key, lambda: plan_pool(world))
         done = await self._execute(key, plan, pool) if plan else Done()
         gateway = key._replace(kind="gateway", name=pool.spec.gateway.name)
-        acknowledged = self._acknowledged.get(gateway, _NOTHING_ACKNOWLEDGED)
-        if not pool.deleting and acknowledged.settings.get(pool.metadata.uid) != _gateway_settings(pool):
-            # Told before, the status would speak of a gateway that does not know the spec yet. Its plan wakes us.
-            return _outcome(plan, done)
         await self._turn()
         after = self.observer.pool_world(pool, self.clock())
         refused = self._refused.get(key) or self._refused.get(gateway)
@@ -210,16 +206,11 @@ class Reconciler:
         plan = self._planned(key, lambda: plan_gateway(world))
         shared = shared_by(world)
         done = await self._execute(key, plan, shared.owner if shared else None) if plan else Done()
-        known = self._acknowledged.pop(key, _NOTHING_ACKNOWLEDGED)
-        acknowledged = known if done.stale else _acknowledge(shared)
-        if acknowledged.settings:
-            self._acknowledged[key] = acknowledged
-        all_of_them = self._refused.get(key) != before or known.common != acknowledged.common
-        self.wake(
-            Key("pool", pool.namespace, pool.name)
-            for pool in world.pools
-            if all_of_them or known.settings.get(pool.metadata.uid) != acknowledged.settings.get(pool.metadata.uid)
-        )
+        known, common = self._common.pop(key, None), _common(shared)
+        if common is not None:
+            self._common[key] = common
+        if self._refused.get(key) != before or known != common:
+            self.wake(Key("pool", pool.namespace, pool.name) for pool in world.pools)
         return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
 
     async def _render(self, key: Key) -> None:
@@ -328,28 +319,13 @@ def _sooner(one_s: float | None, other_s: float | None) -> float | None:
     return min((delay for delay in (one_s, other_s) if delay is not None), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Acknowledged:
-    """What a gateway's plan knew: of each pool by its uid, and what holds for all of them."""
-
-    settings: Mapping[str, object]
-    common: object = None
-
-
-_NOTHING_ACKNOWLEDGED: Final = _Acknowledged({})
-
-
-def _acknowledge(shared: SharedGateway | None) -> _Acknowledged:
+def _common(shared: SharedGateway | None) -> object:
+    """What the status of every pool of a gateway depends on, beside its own spec and the gateway's objects."""
     if shared is None:
-        return _NOTHING_ACKNOWLEDGED
-    owner = shared.owner
-    common = (owner.metadata.uid, owner.deleting, _gateway_settings(owner), shared.salts, shared.protections)
-    return _Acknowledged({pool.metadata.uid: _gateway_settings(pool) for pool in shared.members}, common)
-
-
-def _gateway_settings(pool: InferencePool) -> object:
-    """What of a pool's spec its clients meet at the gateway."""
-    return pool.spec.gateway, pool.spec.endpoint_picker, pool.spec.tracing
+        return None
+    owner, spec = shared.owner, shared.owner.spec
+    settings = spec.gateway, spec.endpoint_picker, spec.tracing
+    return owner.metadata.uid, owner.deleting, settings, shared.salts, shared.protections
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:

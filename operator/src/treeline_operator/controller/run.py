@@ -18,13 +18,12 @@ from treeline_kube.errors import KubeError, LostLease
 from treeline_kube.yaml_depth import deep_json
 
 from treeline_operator.api.parts import API_VERSION
-from treeline_operator.controller.account import own_account
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
 from treeline_operator.controller.kinds import OPTIONAL
-from treeline_operator.controller.lease import Candidate, Elector
+from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming, own_account
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer, keys_for_change
 from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
@@ -35,7 +34,7 @@ from treeline_operator.controller.scaler import Scaler
 from treeline_operator.controller.signals import HttpSource
 from treeline_operator.controller.store import POOL, Change, Store
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
-from treeline_operator.settings import LeaseTiming, Settings
+from treeline_operator.settings import Settings
 from treeline_operator.world import Key, Platform
 
 log = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ class Options(Settings):
     lease: LeaseTiming = field(default_factory=LeaseTiming)
     picker_port: int | None = None
     shutdown_s: float = 10.0
+    workers: int = 8
     timing: Timing = field(default_factory=Timing)
 
 
@@ -119,7 +119,6 @@ class Operator:
         async with asyncio.TaskGroup() as group:
             for coroutine in (
                 self.queue.run(),
-                self.informer.watch(),
                 self._recorder.run(),
                 self._downloads.run(),
                 self._resync(),
@@ -202,7 +201,7 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
     metrics, vitals = Metrics(), Vitals()
 
     async with AsyncExitStack() as stack:
-        stack.enter_context(deep_json())  # kopf decodes in its own way
+        stack.enter_context(deep_json())  # objects are decoded anew wherever they are looked at
         pages = await Pages(vitals, metrics).open(options.host, options.health_port, options.metrics_port)
         stack.push_async_callback(pages.close)
         cluster = await _connect(options, metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Final
 
 import betterproto2
 from envoy_data_plane.envoy.config.accesslog import v3 as accesslog_v3
@@ -11,6 +12,7 @@ from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutatio
 from envoy_data_plane.envoy.config.core import v3 as core_v3
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route import v3 as route_v3
+from envoy_data_plane.envoy.config.trace.v3 import OpenTelemetryConfig, TracingHttp
 from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessLog
 from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import ApiKeyAuth
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
@@ -18,14 +20,17 @@ from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import He
 from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm_v3
+from envoy_data_plane.envoy.extensions.request_id.uuid.v3 import UuidRequestIdConfig
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
-from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.envoy.type.tracing.v3 import CustomTag
+from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
 from envoy_data_plane.google.protobuf import Any, Struct
 from treeline_wire import headers
 
-from treeline_operator.envoy import keys, overload, paths, tracing
+from treeline_operator.envoy import keys, overload, paths
 from treeline_operator.envoy.config import (
+    COLLECTOR_CLUSTER,
     EXT_PROC_CLUSTER,
     LISTENER,
     LONGEST_HOLD,
@@ -34,11 +39,14 @@ from treeline_operator.envoy.config import (
     EnvoyConfig,
     address,
 )
-from treeline_operator.envoy.isolation import LOG_FIELDS, isolation_header
 from treeline_operator.envoy.replies import anything_else, expression, header, reply, status
 from treeline_operator.envoy.tls import from_file, to_clients
 
 _OTHER_HOSTS = "envoy.retry_host_predicates.previous_hosts"
+_CLIENT_LOG_FIELDS: Final = {"api_client": f"%REQ({headers.CLIENT.upper()})%"}
+"""What the access log says of the client whom the API key belongs to."""
+_TRACED_AS: Final = "treeline-edge"
+_SPANS_TIMEOUT: Final = timedelta(seconds=1)
 
 
 def listener(config: EnvoyConfig) -> Listener:
@@ -90,8 +98,8 @@ def _connection_manager(config: EnvoyConfig) -> hcm_v3.HttpConnectionManager:
         # A client's own request id is kept, so that its logs, ours and the runtime's can be joined.
         preserve_external_request_id=True,
         always_set_request_id_in_response=True,
-        request_id_extension=tracing.request_ids(config),
-        tracing=tracing.spans(config),
+        request_id_extension=_request_ids(config),
+        tracing=_spans(config),
         common_http_protocol_options=overload.connection_options(config),
         http2_protocol_options=overload.http2_options(config),
         request_headers_timeout=timedelta(seconds=config.limits.headers_timeout_s),
@@ -117,7 +125,7 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
     request.append(HeaderChange(remove="test-epp-endpoint-selection"))
     # A runtime that sees this and no destination knows that no picker was asked, who would have known every name.
     request.append(_set(headers.EDGE, "true"))
-    if (isolation := isolation_header(config)) is not None:
+    if (isolation := _isolation_header(config)) is not None:
         request.append(_set(headers.ISOLATION, isolation))
     hidden = [] if config.expose_cached_tokens else [headers.CACHED_TOKENS, headers.PROMPT_TOKENS]
     response = [HeaderChange(remove=name) for name in (*hidden, headers.DESTINATION, headers.SERVED)]
@@ -279,8 +287,53 @@ def _access_log(config: EnvoyConfig) -> list[accesslog_v3.AccessLog]:
         "ms": "%DURATION%",
         "first_byte_ms": "%RESPONSE_DURATION%",
         "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
-        **LOG_FIELDS,
+        **_CLIENT_LOG_FIELDS,
     }
     log_format = core_v3.SubstitutionFormatString(json_format=Struct.from_dict(line))
     file = FileAccessLog(path=config.access_log, log_format=log_format)
     return [accesslog_v3.AccessLog(name="envoy.access_loggers.file", typed_config=Any.pack(file))]
+
+
+def _isolation_header(config: EnvoyConfig) -> str | None:
+    """The value of the header that the edge sets on every request; None where it sets none.
+
+    Without API keys there is nobody to tell apart. Clients that share a cache are kept from learning of each other, but
+    not where everybody is to see the routing.
+    """
+    if not config.knows_clients:
+        return None
+    if config.isolation == "PerKey":
+        return headers.PER_KEY
+    return None if config.expose_cached_tokens else headers.SHARED
+
+
+def _spans(config: EnvoyConfig) -> hcm_v3.HttpConnectionManagerTracing | None:
+    """Envoy's own spans, of a request, of the picker's call and of each attempt at an endpoint; None for none.
+
+    Envoy writes the span of an attempt into the request that it sends, over whatever the picker has set there; the
+    picker learns of Envoy's spans by the call's metadata. So `ingress` has the picker's spans under its call, and a
+    runtime's under the attempt that reached it.
+    """
+    asked = config.tracing
+    if asked is None:
+        return None
+    service = core_v3.GrpcService(
+        envoy_grpc=core_v3.GrpcServiceEnvoyGrpc(cluster_name=COLLECTOR_CLUSTER), timeout=_SPANS_TIMEOUT
+    )
+    tracer = OpenTelemetryConfig(grpc_service=service, service_name=_TRACED_AS)
+    return hcm_v3.HttpConnectionManagerTracing(
+        provider=TracingHttp(name="envoy.tracers.opentelemetry", typed_config=Any.pack(tracer)),
+        # Of requests that come without a trace; of the others their senders have decided.
+        random_sampling=Percent(value=100 * asked.ratio),
+        spawn_upstream_span=True,
+        # As in the access log, a query string is not repeated.
+        custom_tags=[CustomTag(tag="http.url", value="%PATH(NQ)%")],
+    )
+
+
+def _request_ids(config: EnvoyConfig) -> hcm_v3.RequestIdExtension | None:
+    """By default Envoy notes in a request's id whether it is traced: a client's own id stays what it is."""
+    if config.tracing is None:
+        return None
+    plain = UuidRequestIdConfig(pack_trace_reason=False, use_request_id_for_trace_sampling=False)
+    return hcm_v3.RequestIdExtension(typed_config=Any.pack(plain))

@@ -66,10 +66,12 @@ def inputs(context: GatewayContext) -> str:
         "domain": context.platform.cluster_domain,
         **context.fragments_hash("edge"),
     }
+    if context.shared.counts_outputs:
+        made_from["countsOutputs"] = True
     if context.shared.has_clients and not context.shared.kept_apart:
         made_from["isolation"] = "Shared"
-    if len(_engines(context)) > 1:  # left out where all pools have the same, as they had before it was counted
-        made_from["engines"] = _engines(context)
+    if (engines := _engines(context)) != ("treeline",):
+        made_from["engines"] = engines
     if (tracing := context.shared.tracing) is not None:
         made_from["tracing"] = tracing.environment
     return names.digest(canonical(made_from))

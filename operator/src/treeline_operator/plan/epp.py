@@ -7,8 +7,8 @@ from typing import Final
 from treeline_wire import ports
 
 from treeline_operator import names, rbac
+from treeline_operator.api.flow_control import FlowControl, Quotas
 from treeline_operator.api.gateway import ClientLimits
-from treeline_operator.plan import flow_control
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.engines.base import HUNG_GRACE_S
 from treeline_operator.plan.gateway_common import (
@@ -19,6 +19,7 @@ from treeline_operator.plan.gateway_common import (
     service_account,
 )
 from treeline_operator.plan.objects import (
+    SECRET_MODE,
     Object,
     container_port,
     http_get,
@@ -32,6 +33,9 @@ from treeline_operator.plan.tokenizers import Tokenizers
 
 KEYS_DIR: Final = "/etc/treeline/kv-keys"
 TLS_DIR: Final = "/etc/treeline/tls"
+QUOTAS_DIR: Final = "/etc/treeline/quotas"
+_QUOTAS_VOLUME: Final = "quotas"
+_QUOTAS_FILE: Final = "quotas.yaml"
 _REQUESTS: Final = {"cpu": "100m", "memory": "256Mi"}
 _SERVED: Final = (("ext-proc", ports.EXT_PROC), ("control", ports.EDS), ("metrics", ports.METRICS))
 _RBAC: Final = "rbac.authorization.k8s.io"
@@ -57,14 +61,12 @@ def inputs(context: GatewayContext) -> str:
         "drain": context.drain_s,
         **context.fragments_hash("epp"),
     }
-    if context.shared.salts:
-        # Clients are kept apart by the picker alone then: one of a former version, which cannot, is not left as it is.
-        made_from["salts"] = True
+    if context.shared.has_clients:
+        made_from["clients"] = True
     unanswered = context.shared.edge.limits.unanswered_requests
     if unanswered != ClientLimits().unanswered_requests:  # left out where it is the default, as all else
         made_from["unanswered"] = unanswered
     if tokenizers := Tokenizers.of(context.shared).inputs:
-        # One of a former version asks nobody for tokenizers: it is not left as it is, either.
         made_from["tokenizers"] = tokenizers
     if (secret := _tls_secret(context)) is not None:
         made_from["tls"] = secret
@@ -141,7 +143,7 @@ def workload(context: GatewayContext, image: str) -> Object:
             mount("kv-keys", KEYS_DIR),
             mount("tmp", "/tmp", read_only=False),
             *tokenizers.mounts,
-            *flow_control.mounts(picker.flow_control),
+            *_quota_mounts(picker.flow_control),
         ],
     }
     tracing = context.shared.tracing
@@ -154,7 +156,7 @@ def workload(context: GatewayContext, image: str) -> Object:
             secret_volume("kv-keys", names.kv_keys(gateway)),
             {"name": "tmp", "emptyDir": {}},
             *tokenizers.volumes,
-            *flow_control.volumes(picker.flow_control),
+            *_quota_volumes(picker.flow_control),
         ],
     }
     if (tls := _tls_secret(context)) is not None:
@@ -207,10 +209,55 @@ def arguments(context: GatewayContext) -> list[str]:
         words.append("--trust-edge")
     if context.shared.tracing is not None:
         words.append("--tracing")
-    return [*words, *flow_control.flags(picker.flow_control), *Tokenizers.of(context.shared).flags]
+    return [*words, *_flow_flags(picker.flow_control), *Tokenizers.of(context.shared).flags]
 
 
 def _tls_secret(context: GatewayContext) -> str | None:
     """The Secret of mutual TLS with our own Envoy, where that is asked for."""
     tls = context.shared.edge.picker_tls if context.shared.mode == "standalone" else None
     return None if tls is None else tls.secret_ref.name
+
+
+def _flow_flags(settings: FlowControl | None) -> list[str]:
+    """What flow control asks of the picker."""
+    if settings is None:
+        return []
+    mode = "requests" if settings.endpoint_requests is not None else "wait"
+    found: dict[str, object] = {
+        "--flow-control": mode if settings.enabled else None,
+        "--flow-wait-seconds": settings.wait_seconds,
+        "--flow-endpoint-requests": settings.endpoint_requests,
+        "--flow-max-requests": settings.max_requests,
+        "--flow-max-bytes": settings.max_bytes,
+        "--flow-ttl-seconds": settings.ttl_seconds,
+        "--hold-empty-pool-seconds": settings.hold_empty_pool_seconds,
+        "--fairness-header": settings.fairness_header,
+        "--quotas-file": None if settings.quotas is None else f"{QUOTAS_DIR}/{_QUOTAS_FILE}",
+    }
+    return [f"{flag}={_text(value)}" for flag, value in found.items() if value is not None]
+
+
+def _quota_mounts(settings: FlowControl | None) -> list[Object]:
+    """Where the picker finds the quotas: a folder, since the kubelet never renews a single mounted file."""
+    return [] if settings is None or settings.quotas is None else [mount(_QUOTAS_VOLUME, QUOTAS_DIR)]
+
+
+def _quota_volumes(settings: FlowControl | None) -> list[Object]:
+    """What is mounted there."""
+    return [] if settings is None or settings.quotas is None else [_quota_volume(settings.quotas)]
+
+
+def _quota_volume(quotas: Quotas) -> Object:
+    if (ref := quotas.config_map_ref) is not None:
+        return {
+            "name": _QUOTAS_VOLUME,
+            "configMap": {"name": ref.name, "items": [{"key": ref.key, "path": _QUOTAS_FILE}]},
+        }
+    ref = quotas.secret_ref
+    assert ref is not None, "the API server admits quotas with one of the two alone"
+    items = [{"key": ref.key, "path": _QUOTAS_FILE}]
+    return {"name": _QUOTAS_VOLUME, "secret": {"secretName": ref.name, "items": items, "defaultMode": SECRET_MODE}}
+
+
+def _text(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

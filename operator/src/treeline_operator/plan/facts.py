@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
 
-from treeline_operator import names
 from treeline_operator.world import Observed
 
 
@@ -27,12 +26,6 @@ def label(obj: Mapping[str, Any], name: str) -> str:
 def annotation(obj: Mapping[str, Any], name: str) -> str:
     """The value of an annotation; empty without it."""
     return str((obj["metadata"].get("annotations") or {}).get(name, ""))
-
-
-def template_version(deployment: Mapping[str, Any]) -> int:
-    """Of the generator that made a Deployment's pods; 0 where somebody removed the annotation."""
-    text = annotation(deployment, names.TEMPLATE_VERSION)
-    return int(text) if text.isdigit() else 0
 
 
 def created(obj: Mapping[str, Any]) -> datetime:

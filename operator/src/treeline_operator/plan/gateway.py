@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from treeline_operator import names
@@ -12,10 +12,9 @@ from treeline_operator.plan import edge, epp
 from treeline_operator.plan.diff import applying, prune
 from treeline_operator.plan.facts import annotation, find, is_observed, label
 from treeline_operator.plan.gateway_common import (
+    IMAGE,
     Component,
     GatewayContext,
-    ImageDecision,
-    decide_image,
     disruption_budget,
     service_account,
 )
@@ -29,6 +28,7 @@ from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0
 _PROTECTIONS: Final = "protections"
+_REPLICAS: Final = "spec.replicas"
 
 
 def shared(world: GatewayWorld) -> SharedGateway | None:
@@ -209,12 +209,14 @@ class _Planning:
         """What an earlier plan wanted and this one does not."""
         return prune(self._world.children, self._wanted, self._context.owner_uid)
 
-    def _apply(self, desired: dict[str, Any], why: str) -> None:
+    def _apply(self, desired: dict[str, Any], why: str, ignore_paths: tuple[str, ...] = ()) -> bool:
+        """Whether the object has to be written."""
         ref = Ref.of(desired)
         self._wanted.append(ref)
-        action = applying(desired, find(self._world.children, ref.kind, ref.name), why)
+        action = applying(desired, find(self._world.children, ref.kind, ref.name), why, ignore_paths=ignore_paths)
         if action is not None:
             self.actions.append(action)
+        return action is not None
 
     def _keys(self) -> None:
         """The key pair must be there before the first pod that mounts it; nobody can be asked whether it is."""
@@ -232,11 +234,8 @@ class _Planning:
 
     def _picker(self) -> None:
         context = self._context
-        observed = find(self._world.children, "Deployment", names.epp(context.gateway))
-        images, settings = context.platform.images, context.shared.picker
-        decided = decide_image(context, observed, epp.inputs(context), settings.image, images.epp)
-        if not self._kept(decided, settings.replicas, "the picker"):
-            self._apply_pods("epp", lambda: [(epp.workload(context, decided.image), "the picker")])
+        image = context.shared.picker.image or context.platform.images.epp
+        self._apply_pods("epp", epp.inputs(context), image, lambda image: _picker_of(context, image))
         self._apply(disruption_budget(context, "epp"), "evictions of pickers one at a time")
 
     def _monitor(self, component: Component, port: str) -> None:
@@ -250,45 +249,60 @@ class _Planning:
             self._wanted.append(Ref.of(monitor))
 
     def _envoy(self) -> None:
-        context, children = self._context, self._world.children
-        observed = find(children, "Deployment", names.edge(context.gateway))
-        images, settings = context.platform.images, context.shared.edge
-        decided = decide_image(context, observed, edge.inputs(context), settings.image, images.edge)
-        config_of_kept = decided.kept and _mounted(decided.kept)
-        if config_of_kept and find(children, "ConfigMap", config_of_kept) is None:
-            # Its configuration is gone, and this version cannot write that of another.
-            decided = ImageDecision(settings.image or images.edge)
-        if not self._kept(decided, settings.replicas, "Envoy"):
-            self._apply_pods("edge", lambda: _envoy_of(context, decided.image))
+        context = self._context
+        image = context.shared.edge.image or context.platform.images.edge
+        self._apply_pods("edge", edge.inputs(context), image, lambda image: _envoy_of(context, image))
         self._apply(disruption_budget(context, "edge"), "evictions of Envoys one at a time")
-        self._keep_mounted(observed)
+        self._keep_mounted(find(self._world.children, "Deployment", names.edge(context.gateway)))
 
-    def _apply_pods(self, component: Component, make: Callable[[], Iterable[tuple[dict[str, Any], str]]]) -> None:
-        """A fragment of a template that makes no sense leaves the component's pods as they are."""
+    def _apply_pods(
+        self, component: Component, inputs: str, image: str, make: Callable[[str], list[tuple[dict[str, Any], str]]]
+    ) -> None:
+        """Write a component's Deployment, which `make` returns last for an image, after what its pods mount.
+
+        While `inputs` are those of the Deployment that is there, its pods keep the image and the template that they
+        were made with, so that an upgrade of the operator rolls none of them. What somebody else changed is undone.
+        A fragment of a template that makes no sense leaves the pods as they are.
+        """
         name = self._context.name_of(component)
+        there = find(self._world.children, "Deployment", name)
+        same = there is not None and annotation(there.object, names.INPUTS) == inputs
         try:
-            made = list(make())
+            made = make((annotation(there.object, IMAGE) if there is not None and same else "") or image)
+            if there is not None and same and self._is_made_otherwise(made[-1][0], there):
+                if self._has_configuration(there):
+                    self._keep(there, made[-1][0]["spec"]["replicas"])
+                    return
+                made = make(image)
         except TemplateInvalid as problem:
             self.notes.append(f"Deployment {name} stays as it is: {problem}")
             self._wanted.append(Ref("apps/v1", "Deployment", self._world.namespace, name))
             return
-        for obj, why in made:
-            self._apply(obj, why)
+        *mounted, (workload, why) = made
+        for obj, of_what in mounted:
+            self._apply(obj, of_what)
+        if not self._apply(workload, why, ignore_paths=(_REPLICAS,)) and there is not None:
+            self._scale(there, workload["spec"]["replicas"])
 
-    def _kept(self, decided: ImageDecision, replicas: int, what: str) -> bool:
-        """Whether the Deployment is left as another version made it; only its number of pods is followed."""
-        if decided.kept is None:
-            return False
-        kept, obj = decided.kept, decided.kept.object
-        version = annotation(obj, names.TEMPLATE_VERSION)
-        self.notes.append(
-            f"{what} stays as template version {version} made it; rollout.templateVersion: "
-            f"{self._context.platform.template_version} of a pool rolls it"
-        )
-        self._wanted.append(kept.ref)
-        if obj["spec"].get("replicas", 1) != replicas:
-            self.actions.append(Scale(kept.ref, kept.uid, replicas, f"replicas of {what}"))
-        return True
+    def _is_made_otherwise(self, desired: dict[str, Any], there: Observed) -> bool:
+        """Whether what we want is no longer what we wrote last, be it that a field is gone."""
+        write = applying(desired, there, "", ignore_paths=(_REPLICAS,))
+        return write is not None and not write.drift and bool(annotation(there.object, names.APPLIED))
+
+    def _has_configuration(self, there: Observed) -> bool:
+        """Whether the configuration that the pods mount is there; we cannot write that of another release."""
+        mounted = _mounted(there)
+        return not mounted or find(self._world.children, "ConfigMap", mounted) is not None
+
+    def _keep(self, there: Observed, replicas: int) -> None:
+        """Leave a Deployment as it is, but for the number of its pods."""
+        self.notes.append(f"{there.ref.name} would be made otherwise today; its pods stay as they were made")
+        self._wanted.append(there.ref)
+        self._scale(there, replicas)
+
+    def _scale(self, there: Observed, replicas: int) -> None:
+        if there.object["spec"].get("replicas", 1) != replicas:
+            self.actions.append(Scale(there.ref, there.uid, replicas, f"replicas of {there.ref.name}"))
 
     def _keep_mounted(self, deployment: Observed | None) -> None:
         """Configurations that pods may still start with stay until the rollout that ends them is over."""
@@ -301,6 +315,10 @@ class _Planning:
                 revision = label(child.object, names.REVISION)
                 if revision and (not rolled_out or revision in used or child.ref.name == _mounted(deployment)):
                     self._wanted.append(child.ref)
+
+
+def _picker_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any], str]]:
+    return [(epp.workload(context, image), "the picker")]
 
 
 def _envoy_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any], str]]:

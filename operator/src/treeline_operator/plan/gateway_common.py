@@ -12,11 +12,10 @@ from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.facts import annotation, template_version
 from treeline_operator.plan.merge import laid_over, merged
 from treeline_operator.plan.objects import Object
 from treeline_operator.plan.shared_gateway import SharedGateway
-from treeline_operator.world import GatewayWorld, Observed, Platform
+from treeline_operator.world import GatewayWorld, Platform
 
 Component = Literal["epp", "edge"]
 
@@ -110,41 +109,6 @@ class GatewayContext:
         """Seconds from a pod's deletion until it is killed."""
         return LINGER_S + self.drain_s + _MARGIN_S
 
-    @property
-    def asked_version(self) -> int:
-        """The version of the template generator that some pool asks for at least; 0 if none does."""
-        asked = max(pool.spec.rollout.template_version or 0 for pool in self.pools)
-        return min(asked, self.platform.template_version)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageDecision:
-    """How a Deployment is to be made: with which image, or not at all because it is `kept` as it is."""
-
-    image: str
-    kept: Observed | None = None
-
-
-def decide_image(
-    context: GatewayContext, observed: Observed | None, inputs: str, own_image: str | None, default: str
-) -> ImageDecision:
-    """The rule of template versions: an operator upgrade rolls no pods.
-
-    While the inputs are those of the Deployment that is there, it is left alone if another version of the generator
-    made it (and no pool asks for a newer one), and its image is the one it was made with. Anything else is rendered
-    anew by this version.
-    """
-    fresh = own_image or default
-    if observed is None:
-        return ImageDecision(fresh)
-    there = observed.object
-    version = template_version(there)
-    if annotation(there, names.INPUTS) != inputs or not version or version < context.asked_version:
-        return ImageDecision(fresh)
-    if version != context.platform.template_version:
-        return ImageDecision(fresh, kept=observed)
-    return ImageDecision(own_image or annotation(there, IMAGE) or default)
-
 
 def deployment(
     context: GatewayContext,
@@ -159,8 +123,7 @@ def deployment(
 ) -> Object:
     """A Deployment of one restricted container; `container` and `pod` say what is particular to it. Raises
     TemplateInvalid."""
-    version = str(context.platform.template_version)
-    annotations = {names.INPUTS: inputs, names.TEMPLATE_VERSION: version, IMAGE: image}
+    annotations = {names.INPUTS: inputs, IMAGE: image}
     others = {
         "labelSelector": {"matchLabels": context.pods(component)},
         "topologyKey": "kubernetes.io/hostname",

@@ -76,13 +76,8 @@ class _Planner:
     def plan(self) -> Plan:
         pool = self.pool
         there = existing_revisions(self.world)
-        target = target_revision(pool, there, self.world.platform)
+        target = target_revision(pool, there)
         problem = template_problem(pool) or self._missing_keys(target)
-        asked = pool.spec.rollout.template_version or 0
-        if asked > self.world.platform.template_version:
-            self.notes.append(
-                f"rollout.templateVersion asks for {asked}, this operator has {self.world.platform.template_version}"
-            )
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
         step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
@@ -227,20 +222,11 @@ class _Planner:
                 yield write
             return
         there = target.existing
-        repair = self._repair(target, replicas, meta) if self._is_rendered_here(target) else None
+        repair = self._repair(target, replicas, meta)
         if repair is not None:
             yield repair
         elif there.replicas != replicas:
             yield Scale(there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas))
-
-    def _is_rendered_here(self, target: TargetRevision) -> bool:
-        if target.template_version == self.world.platform.template_version:
-            return True
-        self.notes.append(
-            f"revision {target.name} keeps its pod template of version {target.template_version}; "
-            f"rollout.templateVersion: {self.world.platform.template_version} asks for the newest"
-        )
-        return False
 
     def _repair(self, target: TargetRevision, replicas: int, meta: dict[str, Any]) -> Apply | None:
         """The write that undoes what somebody did to a revision. A template that we would make otherwise today, for

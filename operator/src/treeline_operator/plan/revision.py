@@ -14,22 +14,20 @@ from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
 from treeline_operator.plan.engines.registry import hides_hits
 from treeline_operator.plan.facts import (
-    annotation,
     condition_of,
     created,
     is_observed,
     label,
-    template_version,
 )
 from treeline_operator.plan.rollout import Revision
-from treeline_operator.world import Observed, PickerView, Platform, PoolWorld
+from treeline_operator.world import Observed, PickerView, PoolWorld
 
 KEPT_HISTORY: Final = 1
 """Old revisions without pods that stay, so that going back costs nothing but the pods."""
 
 
 def inputs(pool: InferencePool) -> str:
-    """Hash of everything in the spec that the pods are made from.
+    """Hash of everything in the spec that the pods are made from; the name of their revision.
 
     Fields that have their default are left out: a field that a later version of the API adds changes no hash.
     """
@@ -49,7 +47,6 @@ def inputs(pool: InferencePool) -> str:
         "accelerator": spec.get("accelerator"),
         "engine": engine or None,
         "drain": spec.get("drain"),
-        "roles": spec.get("roles"),
         "tracing": spec.get("tracing"),
         "gateway": pool.spec.gateway.name,
     }
@@ -67,16 +64,6 @@ class ExistingRevision:
     observed: Observed
     object: dict[str, Any]
     pods: tuple[dict[str, Any], ...]
-
-    @property
-    def inputs(self) -> str:
-        """Empty where somebody removed the annotation."""
-        return annotation(self.object, names.INPUTS)
-
-    @property
-    def template_version(self) -> int:
-        """Of the generator that made its pods; 0 where that is not known."""
-        return template_version(self.object)
 
     @property
     def replicas(self) -> int:
@@ -159,30 +146,13 @@ class TargetRevision:
     """The revision that the pool should have: one that is there, or one to be made."""
 
     name: str
-    inputs: str
-    template_version: int
     existing: ExistingRevision | None
 
 
-def target_revision(pool: InferencePool, there: Iterable[ExistingRevision], platform: Platform) -> TargetRevision:
-    """A revision of the same inputs is kept whatever version made it, unless a newer one is asked for."""
+def target_revision(pool: InferencePool, there: Iterable[ExistingRevision]) -> TargetRevision:
+    """A revision that is there keeps its pods, whichever release of the operator made them."""
     wanted = inputs(pool)
-    asked = min(pool.spec.rollout.template_version or 0, platform.template_version)
-    named = {revision_name(wanted, version): version for version in range(1, platform.template_version + 1)}
-    found: list[TargetRevision] = []
-    for one in there:
-        version = one.template_version or named.get(one.name, 0)
-        if (one.name in named or one.inputs == wanted) and version >= asked:
-            found.append(TargetRevision(one.name, wanted, version, one))
-    if found:
-        return max(found, key=lambda one: one.template_version)
-    newest = platform.template_version
-    return TargetRevision(revision_name(wanted, newest), wanted, newest, None)
-
-
-def revision_name(made_from: str, template_version: int) -> str:
-    """The name of the revision that a version of the generator makes from these inputs."""
-    return names.digest([made_from, template_version])
+    return TargetRevision(wanted, next((one for one in there if one.name == wanted), None))
 
 
 def routable(picker: PickerView | None, pool: str) -> frozenset[str] | None:

@@ -60,8 +60,7 @@ def needs_admin_key(pool: InferencePool) -> bool:
 
 def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
     """The Deployment of a revision. Its template is made once and not edited any more."""
-    annotations = {names.INPUTS: target.inputs, names.TEMPLATE_VERSION: str(target.template_version)}
-    own = {"labels": {**meta["labels"], names.REVISION: target.name}, "annotations": annotations}
+    own = {"labels": {**meta["labels"], names.REVISION: target.name}}
     return objects.deployment(
         {**meta, **own},
         {**selector(pool.name), names.REVISION: target.name},

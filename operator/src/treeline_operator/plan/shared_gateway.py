@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,11 +20,6 @@ from treeline_operator.plan.protections import FIELDS, Protections
 _UNSET: Final = object()
 _OF_EACH: Final = "endpointPicker.policy"
 """The picker reads these from each pool: they need not agree."""
-_asked: dict[int, tuple[weakref.ref[InferencePool], Mapping[str, Any]]] = {}
-"""What pools ask for, by their identity while they live: of hundreds that share a gateway one changes at a time."""
-_decided: OrderedDict[tuple[object, ...], tuple[tuple[InferencePool, ...], Mapping[str, SharedGateway]]] = OrderedDict()
-"""The last decisions by the pools' identities; the pools are held, so that no identity is given out twice."""
-_REMEMBERED: Final = 16
 
 
 @dataclass(frozen=True)
@@ -51,9 +44,30 @@ class SharedGateway:
     @cached_property
     def conflicts(self) -> Mapping[str, tuple[str, ...]]:
         """Pool → what it asks for and does not get, for those that ask for anything such."""
-        held = _held(self)
-        found = {pool.name: tuple(_conflicts(pool, held, self)) for pool in self.members}
+        found = {pool.name: self.conflicts_of(pool) for pool in self.members}
         return {pool: conflicts for pool, conflicts in found.items() if conflicts}
+
+    def conflicts_of(self, pool: InferencePool) -> tuple[str, ...]:
+        """What a member asks for and does not get."""
+        return tuple(_conflicts(pool, self))
+
+    @cached_property
+    def owner_settings(self) -> Mapping[str, Any]:
+        """What the owner asks for: path → value."""
+        return _settings(self.owner)
+
+    @cached_property
+    def held(self) -> Mapping[str, Any]:
+        """What holds for the gateway: path → value."""
+        held = {**self.owner_settings, FIELDS["FailClose"]: self.failure_mode}
+        if self.mode == "standalone":
+            for name in ("ApiKeys", "Tls", "PickerTls"):
+                held.pop(FIELDS[name], None)
+                if (one := self.protections.get(name)) is not None:
+                    held[FIELDS[name]] = one.secret
+            if self.has_clients:
+                held[FIELDS["Isolation"]] = "PerKey" if self.kept_apart else "Shared"
+        return held
 
     @property
     def retained(self) -> list[str]:
@@ -129,19 +143,8 @@ class SharedGateway:
 def share(pools: Iterable[InferencePool], record: str = "") -> Mapping[str, SharedGateway]:
     """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
     matter. `record` is what the gateway's anchor says of its protections; then all pools are of one gateway.
-
-    The same pools in the same order (a plan and a status of each of hundreds ask) cost next to nothing.
     """
-    given = tuple(pools)
-    key = (record, *map(id, given))
-    if key not in _decided:
-        _decided[key] = given, _share(given, protecting.read(record))
-        if len(_decided) > _REMEMBERED:
-            _decided.popitem(last=False)
-    return _decided[key][1]
-
-
-def _share(pools: Iterable[InferencePool], before: Protections) -> Mapping[str, SharedGateway]:
+    before = protecting.read(record)
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
@@ -155,32 +158,11 @@ def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
     return pool.deleting, pool.born, pool.name
 
 
-def _held(shared: SharedGateway) -> Mapping[str, Any]:
-    """What holds for the gateway, as `_settings` has what a pool asks for."""
-    held = {**_settings(shared.owner), FIELDS["FailClose"]: shared.failure_mode}
-    if shared.mode == "standalone":
-        for name in ("ApiKeys", "Tls", "PickerTls"):
-            held.pop(FIELDS[name], None)
-            if (one := shared.protections.get(name)) is not None:
-                held[FIELDS[name]] = one.secret
-        if shared.has_clients:
-            held[FIELDS["Isolation"]] = "PerKey" if shared.kept_apart else "Shared"
-    return held
-
-
-def _settings(pool: InferencePool) -> Mapping[str, Any]:
-    """Everything that pools of a gateway must agree on: path → value, unset ones left out."""
-    key = id(pool)
-    known = _asked.get(key)
-    if known is not None and known[0]() is pool:
-        return known[1]
-    found = _asked_by(pool)
-    _asked[key] = weakref.ref(pool, lambda _: _asked.pop(key, None)), found
-    return found
-
-
-def _conflicts(pool: InferencePool, held: Mapping[str, Any], shared: SharedGateway) -> Iterator[str]:
-    asked, tracing = _settings(pool), pool.spec.tracing
+def _conflicts(pool: InferencePool, shared: SharedGateway) -> Iterator[str]:
+    own, owner, tracing = pool.spec, shared.owner.spec, pool.spec.tracing
+    # Of hundreds that share a gateway most say the same as the owner.
+    same = own.gateway == owner.gateway and own.endpoint_picker == owner.endpoint_picker
+    asked, held = shared.owner_settings if same else _settings(pool), shared.held
     if tracing is not None and tracing != shared.tracing:
         there = _UNSET if shared.tracing is None else shared.tracing.endpoint
         yield f"tracing.endpoint is {tracing.endpoint} here, {_text(there)} {_whose('', pool, shared)}"
@@ -210,7 +192,8 @@ def _whose(path: str, pool: InferencePool, shared: SharedGateway) -> str:
     return f"in pool {found.name}" + ("" if pool.deleting and not found.deleting else f" ({how})")
 
 
-def _asked_by(pool: InferencePool) -> dict[str, Any]:
+def _settings(pool: InferencePool) -> Mapping[str, Any]:
+    """Everything that pools of a gateway must agree on: path → value, unset ones left out."""
     gateway = pool.spec.gateway
     found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
     found = {path: value for path, value in found.items() if not path.startswith(_OF_EACH)}

@@ -9,9 +9,11 @@ from typing import Any, Final
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
+from treeline_operator.plan import edge
 from treeline_operator.plan import revision as revisions
-from treeline_operator.plan.facts import condition_of, find, is_overdue, label, since
+from treeline_operator.plan.facts import annotation, condition_of, find, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
+from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
@@ -81,7 +83,7 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     if shared.retained:
         text = f"it keeps what a pool that is gone stated: {', '.join(shared.retained)}; gateway.unprotected drops it"
         otherwise.append((Reason.PROTECTION_RETAINED, text))
-    otherwise += ((Reason.GATEWAY_CONFLICT, text) for text in shared.conflicts.get(world.pool.name, ()))
+    otherwise += ((Reason.GATEWAY_CONFLICT, text) for text in shared.conflicts_of(world.pool))
     lost = lost_names(world.pool, names_of(world.gateway.models, world.gateway.pools))
     otherwise += ((Reason.MODEL_NAME_IN_USE, text) for text in lost)
     if otherwise:
@@ -100,10 +102,10 @@ def caution(shared: SharedGateway) -> tuple[Reason, str] | None:
     """What somebody should know of a gateway that serves."""
     if shared.mode != "standalone":
         return None
-    edge = shared.edge
-    wanting = {"apiKeysSecretRef": edge.api_keys_secret_ref, "tls": edge.tls}
+    settings = shared.edge
+    wanting = {"apiKeysSecretRef": settings.api_keys_secret_ref, "tls": settings.tls}
     lacks = " and no ".join(name for name, there in wanting.items() if there is None)
-    if edge.service_type == "LoadBalancer" and lacks:
+    if settings.service_type == "LoadBalancer" and lacks:
         return Reason.GATEWAY_OPEN, f"gateway {shared.name} is ready; its load balancer has no {lacks}"
     if shared.salts and shared.failure_mode == "FailOpen":
         text = f"gateway {shared.name} is ready; it refuses requests while no picker answers, since isolation is PerKey"
@@ -237,6 +239,14 @@ def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]])
     return not is_overdue(deployment) and (wanted is None or wanted in ready)
 
 
+def _has_former_settings(world: PoolWorld, shared: SharedGateway) -> bool:
+    """Whether Envoy's Deployment is made from what the pools asked for before: the gateway is planned by itself, and
+    may not have got to it yet."""
+    found = find(world.gateway.children, "Deployment", names.edge(shared.name))
+    made_from = annotation(found.object, names.INPUTS) if found is not None else ""
+    return made_from not in ("", edge.inputs(GatewayContext.of(world.gateway, shared, "")))
+
+
 def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     service_name = names.url_service(shared.name)
     service = find(world.gateway.children, "Service", service_name)
@@ -246,6 +256,9 @@ def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY, serves=answers or ready)
     if trouble is not None:
         return trouble
+    if _has_former_settings(world, shared):
+        text = f"Deployment {names.edge(shared.name)} gets new settings; pods with former settings serve meanwhile"
+        return "False", Reason.PODS_STARTING, text
     if service is None:
         return "False", Reason.PENDING, f"Service {service_name} is not there yet"
     if not any(port.get("port") == shared.edge.port for port in service.object["spec"].get("ports") or ()):

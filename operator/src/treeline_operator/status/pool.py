@@ -63,7 +63,6 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         selector=selector(pool.name),
         modelName=pool.spec.model.served_name,
         revision=view.target.name,
-        templateVersion=view.target.template_version,
         endpoints=_endpoints(view),
         gateway={
             "name": view.shared.name,
@@ -164,7 +163,7 @@ class _PoolView:
 
     @cached_property
     def target(self) -> revisions.TargetRevision:
-        return revisions.target_revision(self.world.pool, self.existing, self.world.platform)
+        return revisions.target_revision(self.world.pool, self.existing)
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
