@@ -133,15 +133,15 @@ def test_equal_picks_and_spread_tell_where_prompts_went() -> None:
     assert (picker.equal_picks(torn), picker.spread(torn)) == (0.75, 1.5)
 
 
-def test_rows_of_workers_and_peers_are_those_that_are_described() -> None:
+def test_rows_of_pickers_in_company_are_those_that_are_described() -> None:
     outcomes = [Outcome(call, 200, sent_ns=0, done_ns=2_000_000_000, header="16") for call in range(4)]
-    rows = {row.metric: row.value for row in picker.company_rows({"workers2": (Report(outcomes), 0.5)})}
+    rows = {row.metric: row.value for row in picker.company_rows({"peers2": (Report(outcomes), 0.5)})}
     assert rows == {
-        "picker.workers2.rps_per_core.1kb": 8.0,
-        "picker.workers2.rps.1kb": 2.0,
-        "picker.workers2.ms.p99": 2000.0,
-        "picker.workers2.equal_picks": 1.0,
-        "picker.workers2.spread": 1.0,
+        "picker.peers2.rps_per_core.1kb": 8.0,
+        "picker.peers2.rps.1kb": 2.0,
+        "picker.peers2.ms.p99": 2000.0,
+        "picker.peers2.equal_picks": 1.0,
+        "picker.peers2.spread": 1.0,
     }
 
 
@@ -153,9 +153,8 @@ def test_peers_share_a_key_and_each_others_names(tmp_path: Path) -> None:
         assert words[words.index("--grpc-port") + 1] == str(ports[0])
         assert words[words.index("--peer-port") + 1] == str(ports[-1])
     assert (tmp_path / "keys").is_dir()
-    (alone,) = picker._picker_commands(picker.COMPANY["workers2"], places[:1], tmp_path)
+    (alone,) = picker._picker_commands(picker.COMPANY["one"], places[:1], tmp_path)
     assert "--peers" not in alone
-    assert alone[alone.index("--workers") + 1] == "2"
 
 
 # -- tree

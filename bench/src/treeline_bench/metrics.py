@@ -15,9 +15,9 @@ _CHAOS = "the bound that was set for free requests beside hostile ones"
 
 
 def _company() -> dict[str, Metric]:
-    """Of a picker, of one of two workers, and of two that are peers, behind an Envoy of two threads."""
+    """Of one picker, and of two that are peers, behind an Envoy of two threads."""
     found: dict[str, Metric] = {}
-    for name, who in (("one", "one process"), ("workers2", "two workers"), ("peers2", "two pickers that are peers")):
+    for name, who in (("one", "one process"), ("peers2", "two pickers that are peers")):
         first = name == "one"
         found |= {
             f"picker.{name}.rps_per_core": Metric(
@@ -123,10 +123,6 @@ METRICS: dict[str, Metric] = {
         130.0,
         "published plateau of the Go picker with 220 KB prompts (all its cores together, not stated how many)",
     ),
-    "picker.rps_per_core_grpc": Metric(
-        "requests/s", "the same with grpc.aio as its transport", "higher", source="", headline=False
-    ),
-    "picker.vs_grpc": Metric("×", "requests per CPU-second by those with grpc.aio", "higher"),
     "picker.rps": Metric(
         "requests/s", "requests answered per second at saturation", "higher", source="", headline=False
     ),

@@ -12,13 +12,13 @@ renders, matches and scores.
 - `picker.rps_per_core`: a saturating closed loop (64 clients with 1 KB bodies, 20 with 220 KB); the figure is the
   requests answered ÷ the CPU-seconds that the picker's process used meanwhile, all its threads counted. It does not
   depend on what else the machine's cores did, and is not the throughput of one loop on one core; `picker.rps` is that
-  throughput. `picker.rps_per_core_grpc` is the same with `--transport grpc`, afterwards; `picker.vs_grpc` is the ratio.
-- `picker.one`, `picker.workers2`, `picker.peers2`: the saturating load of 1 KB bodies through an Envoy of two threads
-  and one picker, one of two workers, or two that are peers and that Envoy asks in turns. `equal_picks` is the share of
-  requests that went where most with the same prompt went; `spread` is the busier engine's part ÷ the mean.
+  throughput.
+- `picker.one`, `picker.peers2`: the saturating load of 1 KB bodies through an Envoy of two threads and one picker, or
+  two that are peers and that Envoy asks in turns. `equal_picks` is the share of requests that went where most with the
+  same prompt went; `spread` is the busier engine's part ÷ the mean.
 
 Where there are two cores or more the picker has the last one to itself, and Envoy, engines and client share the others;
-but in these last, where all share all: on two cores a second worker has no core of its own.
+but in these last, where all share all: on two cores a second picker has no core of its own.
 
 Bias. Bodies are ASCII; prompts are held completely, so that trees are walked to the end, which costs the most;
 responses are tiny; nothing streams. Envoy and picker share a machine, so no network is in the figures.
@@ -117,12 +117,10 @@ def build_load(settings: Settings, maker: PromptMaker) -> Load:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which processes decide: pickers that are peers, of so many workers each, behind an Envoy of so many threads.
+    """Which processes decide: pickers that are peers, behind an Envoy of so many threads.
     `apart`: a picker has a core to itself, where there are two."""
 
-    transport: str = "http2"
     pickers: int = 1
-    workers: int = 1
     threads: int = 1
     apart: bool = True
 
@@ -188,7 +186,6 @@ def running(load: Load, context: Context, layout: Layout) -> Iterator[Bench]:
 def _picker_commands(layout: Layout, places: Sequence[Sequence[int]], folder: Path) -> Iterator[list[str]]:
     flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port", "--peer-port")
     common = [sys.executable, "-m", "treeline_epp", "--policy", "treeline", "--log-level", "warning"]
-    common += ["--transport", layout.transport, "--workers", str(layout.workers)]
     if layout.pickers > 1:
         if not (folder / "keys").exists():
             CurveKeys.generate(folder / "keys")
@@ -281,7 +278,6 @@ Saturated = dict[str, tuple[Report, float]]
 
 COMPANY = {
     "one": Layout(threads=2, apart=False),
-    "workers2": Layout(workers=2, threads=2, apart=False),
     "peers2": Layout(pickers=2, threads=2, apart=False),
 }
 """What is compared with 1 KB bodies, by the names of its metrics."""
@@ -316,7 +312,7 @@ def _in_company(load: Load, settings: Settings, context: Context) -> Saturated:
     settings = replace(settings, saturate_s=settings.company_s)
     out: Saturated = {}
     for name, layout in COMPANY.items():
-        context.display.phase(f"two threads of Envoy, pickers: {layout.pickers}, workers of each: {layout.workers}")
+        context.display.phase(f"two threads of Envoy, pickers: {layout.pickers}")
         with running(load, context, layout) as bench:
             warm_up(bench, load, clients=8)
             out[name] = saturate(bench, _COMPANY, load, settings, context)
@@ -339,21 +335,18 @@ def company_rows(found: Saturated) -> list[Row]:
     return rows
 
 
-def _rows(latency: dict[str, Report], saturated: Saturated, by_grpc: Saturated, company: Saturated) -> list[Row]:
+def _rows(latency: dict[str, Report], saturated: Saturated, company: Saturated) -> list[Row]:
     times = {name: [outcome.latency_ms for outcome in report.answered()] for name, report in latency.items()}
     late = [outcome.late_ns / 1e6 for report in latency.values() for outcome in report.outcomes]
-    reports = _reports(latency, saturated, by_grpc, company)
+    reports = _reports(latency, saturated, company)
     rows: list[Row] = []
     for q in (50, 99):
         bare, asking = percentile(times["bare"], q), percentile(times["asking"], q)
         rows += [row(f"picker.added_ms.p{q}", asking - bare), row(f"picker.bare_ms.p{q}", bare)]
     for name, (report, _) in saturated.items():
         answered = report.answered()
-        ours, other = per_core(saturated[name]), per_core(by_grpc[name])
         rows += [
-            row(f"picker.rps_per_core.{name}", ours),
-            row(f"picker.rps_per_core_grpc.{name}", other),
-            row(f"picker.vs_grpc.{name}", ours / other),
+            row(f"picker.rps_per_core.{name}", per_core(saturated[name])),
             row(f"picker.rps.{name}", len(answered) / report.wall_s()),
             row(f"picker.hit_rate.{name}", sum(hit(outcome) for outcome in answered) / len(answered)),
         ]
@@ -376,21 +369,17 @@ def run(context: Context) -> list[Row]:
         warm_up(bench, load)
         latency = _latency(bench, load, settings, context)
         saturated = {name: saturate(bench, name, load, settings, context) for name in settings.sizes}
-    context.display.phase("the same with grpc.aio")
-    with running(load, context, Layout("grpc")) as bench:
-        warm_up(bench, load)
-        by_grpc = {name: saturate(bench, name, load, settings, context) for name in settings.sizes}
     company = _in_company(load, settings, context)
-    for report in _reports(latency, saturated, by_grpc, company):
+    for report in _reports(latency, saturated, company):
         if not report.answered():
             first = report.outcomes[0] if report.outcomes else None
             raise BenchmarkError(f"no request was answered; the first: {first}")
-    return _rows(latency, saturated, by_grpc, company)
+    return _rows(latency, saturated, company)
 
 
 BENCHMARK = Benchmark(
     "picker",
     "What asking the picker costs",
-    "latency added to bare Envoy, requests/s per core, workers and peers (three minutes)",
+    "latency added to bare Envoy, requests/s per core, one picker and two (three minutes)",
     run,
 )

@@ -51,10 +51,6 @@ from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router, cost
 from treeline_epp.tokenizers.sources import FolderOrigin, SourceError, specs_of
 from treeline_epp.tokenizers.watch import TokenizerSources
-from treeline_epp.workers.entrance import Entrance
-from treeline_epp.workers.link import Worker
-from treeline_epp.workers.parent import supervise
-from treeline_epp.workers.team import WorkerFailed
 from treeline_epp.xds.eds import Eds
 
 if TYPE_CHECKING:
@@ -79,38 +75,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up(options.log_level, "treeline_epp", "treeline_kube")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_signal(options, argv))
+            runner.run(_until_signal(options))
     except StartError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-async def _until_signal(options: Options, argv: Sequence[str]) -> None:
+async def _until_signal(options: Options) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    if options.workers > 1:
-        try:
-            curve, _ = _read_secrets(options), _tokenizers(options)
-            _raise_file_limit()
-            await supervise(options, argv, stopping, curve, listen=_listen, peer_socket=_peer_socket)
-        except WorkerFailed as error:
-            raise StartError(str(error)) from error
-    else:
-        await serve(options, stopping)
+    await serve(options, stopping)
 
 
-async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | None = None) -> None:
-    """The picker's whole life, until `stopping` is set; or that of one of its workers. Raises `StartError`."""
-    if worker is None:
-        for sentence in options.ignored:
-            log.warning("of other endpoint pickers: %s", sentence)
+async def serve(options: Options, stopping: asyncio.Event) -> None:
+    """The picker's whole life, until `stopping` is set. Raises `StartError`."""
+    for sentence in options.ignored:
+        log.warning("of other endpoint pickers: %s", sentence)
     curve, tokenizers = _read_secrets(options), _tokenizers(options)
-    if worker is None:  # a worker has its parent's
-        _raise_file_limit()
-    metrics, registry, eds = Metrics(), ModelRegistry(), Eds() if worker is None else worker.eds
+    _raise_file_limit()
+    metrics, registry, eds = Metrics(), ModelRegistry(), Eds()
     health = await Health.starting()
     picker = _picker(options)
     async with contextlib.AsyncExitStack() as stack:
@@ -128,14 +114,11 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
-            await _talk(options, picker, metrics, curve, stack, worker)
-            if worker is None:
-                await _listen(options, metrics_pages, admin_pages, ext_proc, control)
-            else:
-                worker.serves_pages(*[await pages.start("127.0.0.1", 0) for pages in (metrics_pages, admin_pages)])
+            await _talk(options, picker, metrics, curve, stack)
+            await _listen(options, metrics_pages, admin_pages, ext_proc, control)
             source = discover(options.endpoint, options.endpoints_file) if kube is None else kube.specs()
             following = asyncio.create_task(fleet.run(source))
-            opening = asyncio.create_task(_open(options, fleet, health, metrics, ext_proc, worker))
+            opening = asyncio.create_task(_open(fleet, health, metrics))
             opening.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else stopping.set())
             waiting = asyncio.create_task(stopping.wait())
             needed = [following, *([] if quotas is None else [asyncio.create_task(quotas.follow())])]
@@ -147,7 +130,8 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
             # In order: say that we leave, finish what is open, stop following, stop listening.
             if tasks:
                 log.info("stopping")
-            await _leave(health, metrics, worker)
+            await health.set_ready(False)
+            metrics.ready.set(0)
             if router.flow is not None:
                 router.flow.close()
             await ext_proc.stop(options.drain_timeout)
@@ -199,33 +183,20 @@ def _fleet(
     )
 
 
-async def _leave(health: Health, metrics: Metrics, worker: Worker | None) -> None:
-    """Say so to whoever asks."""
-    await health.set_ready(False)
-    metrics.ready.set(0)
-    if worker is not None:
-        worker.set_ready(False)
-
-
 async def _talk(
     options: Options,
     picker: Picker,
     metrics: Metrics,
     curve: CurveKeys | None,
     stack: contextlib.AsyncExitStack,
-    worker: Worker | None,
 ) -> None:
-    """Exchange what is in flight with other pickers and workers, until the stack ends. Raises `StartError`."""
-    if worker is not None:
-        gossip = Gossip(picker, worker.start.key)
-        sock, names = socket.socket(fileno=worker.start.peer_fd), worker.start.peers
-    elif options.peers and curve is not None:
-        gossip = Gossip(picker, peer_key(curve.secret))
-        sock, names = _peer_socket(options.host, options.peer_port), options.peers
-    else:
+    """Exchange what is in flight with other pickers, until the stack ends. Raises `StartError`."""
+    if not options.peers or curve is None:
         return
+    gossip = Gossip(picker, peer_key(curve.secret))
+    sock = _peer_socket(options.host, options.peer_port)
     metrics.observe(lambda: peers.samples(gossip))
-    await stack.enter_async_context(peers.talking(gossip, sock, names))
+    await stack.enter_async_context(peers.talking(gossip, sock, options.peers))
     picker.elsewhere = gossip.own
 
 
@@ -327,23 +298,12 @@ async def _kubernetes(
     return source
 
 
-async def _open(
-    options: Options,
-    fleet: Fleet,
-    health: Health,
-    metrics: Metrics,
-    ext_proc: ExtProcServer,
-    worker: Worker | None,
-) -> None:
-    """Become ready. A worker takes connections only now: those beside it serve whatever comes before."""
+async def _open(fleet: Fleet, health: Health, metrics: Metrics) -> None:
+    """Become ready when the endpoints are known."""
     started = time.monotonic()
     await fleet.wait_until_ready()
     await health.set_ready(True)
     metrics.ready.set(1)
-    if worker is not None:
-        assert isinstance(ext_proc, Http2Server)
-        worker.serve(ext_proc, _certificate(options))
-        worker.set_ready(True)
     log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(fleet.picker.endpoints))
     # Everything imported so far lives for ever: the collector need not look at it again. What the tree allocates later
     # has no cycles, so the collector may also come seldom; its pauses would be the slowest picks.
@@ -352,7 +312,7 @@ async def _open(
     gc.set_threshold(50_000, 50, 50)
 
 
-ExtProcServer = grpc.aio.Server | Http2Server | Entrance
+ExtProcServer = grpc.aio.Server | Http2Server
 
 
 def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[ExtProcServer, grpc.aio.Server]:

@@ -84,15 +84,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
     admin_port: int = port_setting(
         ports.PICKER_ADMIN, help="/ready, /live, /endpoints and the debug pages (default %(default)s)"
     )
-    workers: int = setting(
-        1,
-        metavar="N",
-        at_least=1,
-        at_most=64,
-        help="processes that share the ext_proc port, each with the whole tree and an equal share of the connections; "
-        "they tell each other what they have in flight. For one picker that a core does not suffice for: a proxy has "
-        "to open as many connections (default %(default)s)",
-    )
     peers: tuple[tuple[str, int], ...] = setting(
         (),
         metavar="HOST:PORT,…",
@@ -402,7 +393,6 @@ def options_of(argv: Sequence[str]) -> Options:
     ):
         p.error(why)
     _check_source(p, found)
-    _check_company(p, found)
     found["log_level"] = found["log_level"] or given.verbosity or "info"
     _fill(found)
     _check_together(p, found)
@@ -445,6 +435,8 @@ def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
         p.error("--policy manual needs --trust-request-headers: whoever can send its header chooses the endpoint")
     if found["rules_group"] and (found["endpoint_selector"] or not found["kubernetes"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
+    if found["peers"] and found["curve_dir"] is None:
+        p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
     if found["show_prompts"] and not found["enable_debug_endpoints"]:
         p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
     for why in compat.tls_faults(found):
@@ -474,23 +466,3 @@ def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
         p.error("--endpoint-selector needs --endpoint-target-ports")
     if found["gateway"]:
         found["pool_group"] = GROUPS[2]
-
-
-def _check_company(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
-    """What goes with other pickers and with workers."""
-    if found["peers"] and found["curve_dir"] is None:
-        p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
-    if found["peers"] and found["peer_port"] + found["workers"] > 1 << 16:
-        p.error("--peer-port: each worker has one, from this one on, and there are not so many")
-    if any(port + found["workers"] > 1 << 16 for _, port in found["peers"]):
-        p.error("--peers: each worker of a picker has a port, from the one that is named on, and there are not so many")
-    if found["workers"] == 1:
-        return
-    if found["transport"] != "http2":
-        p.error("--workers needs --transport http2: grpc.aio cannot share a port between processes that come and go")
-    if not found["grpc_port"]:
-        p.error("--workers needs a --grpc-port that is not 0: all of them listen there")
-    for name in ("flow_control", "hold_empty_pool_seconds", "quotas_file"):
-        if found[name] not in ("off", 0.0, "", None):
-            flag = f"--{name.replace('_', '-')}"
-            p.error(f"{flag} does not go with --workers: each of them would have its own; give the pool more pickers")
