@@ -27,9 +27,9 @@ from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endp
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.http2_server import Http2Server, Methods
-from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes, server_options
+from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes
 from treeline_epp.extproc.session import MOST_SCORES, SessionLimits
-from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, credentials
+from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, client_checking
 from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
@@ -59,6 +59,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("treeline_epp")
 
 _ENOUGH_FILES = 20_000
+_CONTROL = [
+    # One busy port should be an error, not a second picker that takes half of the streams.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 1 << 20),
+]
 _WRONG_HOST = frozenset({errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN})
 
 
@@ -251,7 +256,6 @@ def _router(
         isolation=Isolation.of(options.trust_edge, curve),
         rules=rules,
         clients_select=options.conformance_headers,
-        restore_names=options.restore_model_names,
         heed_subsets=not options.disable_endpoint_subset_filter,
         observers=observing.observers,
         quotas=None if quotas is None else quotas.quotas,
@@ -312,10 +316,7 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics) -> None:
     gc.set_threshold(50_000, 50, 50)
 
 
-ExtProcServer = grpc.aio.Server | Http2Server
-
-
-def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[ExtProcServer, grpc.aio.Server]:
+def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[Http2Server, grpc.aio.Server]:
     """`(ext_proc, EDS and health)`, not yet listening."""
     service = ExtProcService(
         router,
@@ -330,24 +331,14 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
             waiting=BodyBudget(options.max_waiting_body_bytes),
         ),
     )
-    control = grpc.aio.server(options=server_options(options.max_body_bytes))
+    control = grpc.aio.server(options=_CONTROL)
     control.add_generic_rpc_handlers((eds.handler(),))
     health.add_to(control)
-    return _ext_proc(options, service, health), control
-
-
-def _ext_proc(options: Options, service: ExtProcService, health: Health) -> ExtProcServer:
-    if options.transport == "http2":
-        methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: service.open(fields)}
-        if options.health_checking:
-            methods |= health.methods()
-        most = most_message_bytes(options.max_body_bytes)
-        return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most)
-    server = grpc.aio.server(options=server_options(options.max_body_bytes))
-    server.add_generic_rpc_handlers((service.handler(),))
+    methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: service.open(fields)}
     if options.health_checking:
-        health.add_to(server)
-    return server
+        methods |= health.methods()
+    most = most_message_bytes(options.max_body_bytes)
+    return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most), control
 
 
 def _certificate(options: Options) -> Certificate | None:
@@ -362,7 +353,7 @@ async def _listen(
     options: Options,
     metrics: PageServer,
     admin: PageServer,
-    ext_proc: ExtProcServer,
+    ext_proc: Http2Server,
     control: grpc.aio.Server,
 ) -> None:
     """Bind every port. Raises `StartError`."""
@@ -370,13 +361,13 @@ async def _listen(
     try:
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
-        if not isinstance(ext_proc, grpc.aio.Server):
-            await ext_proc.start(options.host, port, _certificate(options))
-        else:
-            _add_port(ext_proc, f"{host}:{port}", options, tls=options.secure_serving)
+        await ext_proc.start(options.host, port, _certificate(options))
         port, flag = options.grpc_health_port, "--grpc-health-port"
         _can_listen(options.host, port)
-        _add_port(control, f"{host}:{port}", options, tls=options.require_client_certificates)
+        if options.require_client_certificates and options.cert_path is not None:
+            control.add_secure_port(f"{host}:{port}", client_checking(options.cert_path))
+        else:
+            control.add_insecure_port(f"{host}:{port}")
         port, flag = options.metrics_port, "--metrics-port"
         _can_listen(options.host, port)
         await metrics.start(options.host, port)
@@ -390,17 +381,7 @@ async def _listen(
         wrong_host = isinstance(error, UnicodeError) or (isinstance(error, OSError) and error.errno in _WRONG_HOST)
         fix = "correct --host" if wrong_host else f"choose another port with {flag}"
         raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
-    if isinstance(ext_proc, grpc.aio.Server):
-        await ext_proc.start()
     await control.start()
-
-
-def _add_port(server: grpc.aio.Server, address: str, options: Options, *, tls: bool) -> None:
-    if tls:
-        keys = credentials(options.cert_path, clients=options.require_client_certificates)
-        server.add_secure_port(address, keys)
-    else:
-        server.add_insecure_port(address)
 
 
 def _can_listen(host: str, port: int) -> None:

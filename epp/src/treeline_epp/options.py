@@ -143,11 +143,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         "test-epp-endpoint-selection (a list of IP or IP:port) chooses the endpoint, past what the proxy allows and "
         "past load, and every response has the endpoint's address in x-conformance-test-served-endpoint",
     )
-    restore_model_names: bool = setting(
-        False,
-        help="where a request's model was rewritten, give its response the name that the client asked for; as far as "
-        "the proxy shows response bodies (FULL_DUPLEX_STREAMED or BUFFERED) and they are not compressed",
-    )
     rules_group: str = setting(
         None,
         group=_KUBERNETES,
@@ -282,12 +277,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         False,
         help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
         "ca.crt in --cert-path; the file is read again when it is replaced",
-    )
-    transport: str = setting(
-        "http2",
-        choices=("http2", "grpc"),
-        help="what serves the ext_proc port: HTTP/2 of the picker's own, or grpc.aio, which takes several times the "
-        "CPU for a small request and is what the other is compared with (default %(default)s)",
     )
     health_checking: bool = setting(
         False, metavar="BOOL", parse=flag_bool, help="serve gRPC health on the ext_proc port too"

@@ -228,7 +228,7 @@ PLUGINS: dict[str, Plugin] = {
     # The rest.
     "destination-endpoint-served-verifier": _mapped("--conformance-headers"),
     "request-attribute-reporter": _refused(
-        "x-gateway-inference-request-cost is not written; --usage-log has the tokens"
+        "x-gateway-inference-request-cost is not written; Envoy's access log has the tokens of the prompt"
     ),
     "agent-identity": _refused("agents are not told apart; leave it out"),
     "disaggregatedset-rollout-screener": _refused(_APART),

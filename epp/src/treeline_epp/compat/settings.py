@@ -78,8 +78,6 @@ def tls_faults(found: Mapping[str, Any]) -> Iterator[str]:
     flag = "--tls-min-version VersionTLS13" if strict else "--tls-cipher-suites"
     if not found["secure_serving"]:
         yield f"{flag} needs --secure-serving"
-    if found["transport"] != "http2":
-        yield f"{flag} needs --transport http2: grpc.aio cannot be told what TLS to speak"
     if found["require_client_certificates"]:
         yield f"{flag} does not go with --require-client-certificates: the EDS port is grpc.aio's, which cannot be told"
     if not strict and TLS_1_3_SUITES.issuperset(suites):

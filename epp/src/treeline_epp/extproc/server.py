@@ -1,12 +1,9 @@
-"""The ext_proc service: what a call of `Process` does with each message, and the driver of it on grpc.aio."""
+"""The ext_proc service: what a call of `Process` does with each message."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-import grpc
 from google.protobuf.message import DecodeError
 
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
@@ -68,56 +65,11 @@ class ExtProcService:
         """A call begins, which came with this metadata."""
         return ProcessCall(self._router, self._limits, metadata)
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """What to add to a server of grpc.aio."""
-        # Messages come as bytes: a large body in one must not be copied on its way.
-        process: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._process)
-        return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
-
-    async def _process(self, _requests: Any, context: Any) -> None:
-        call = self.open(dict(context.invocation_metadata()))
-        try:
-            while (data := await context.read()) is not grpc.aio.EOF:
-                answers = call.answers(data)
-                del data
-                try:
-                    for reply in answers:
-                        if reply is None:
-                            await asyncio.sleep(0)
-                        elif isinstance(reply, Ticket):
-                            await _done(reply)
-                        else:
-                            await context.write(reply)
-                except BadMessage as error:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-                del answers
-                if call.ended:
-                    return
-        finally:
-            call.close()
-
     def _samples(self) -> Iterator[Sample]:
         text = "Bytes of request bodies that wait for their decision, beyond the first 64 KiB of each."
         yield "gauge", "waiting_body_bytes", text, {}, self._limits.waiting.bytes
 
 
-async def _done(ticket: Ticket[Routed]) -> None:
-    done = asyncio.Event()
-    ticket.when_done(done.set)
-    await done.wait()
-
-
 def most_message_bytes(body_limit: int) -> int:
     """Of one message of a proxy whose bodies have at most `body_limit` bytes."""
     return body_limit + _OVERHEAD_BYTES
-
-
-def server_options(body_limit: int) -> list[tuple[str, int]]:
-    """gRPC settings for the port that carries ext_proc."""
-    return [
-        ("grpc.max_receive_message_length", most_message_bytes(body_limit)),
-        ("grpc.max_send_message_length", -1),
-        # One busy port should be an error, not a second picker that takes half of the streams.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", 1 << 20),
-    ]

@@ -31,7 +31,6 @@ from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.response_model import ModelRenamer
 from treeline_epp.requests.router import Routed, RoutedRequest, Router
 from treeline_epp.requests.usage import NOTHING, UsageReader
 
@@ -78,7 +77,6 @@ class ExtProcSession:
         self._routed: RoutedRequest | None = None
         self._ticket: Ticket[Routed] | None = None
         self._usage: UsageReader | None = None
-        self._renamer: ModelRenamer | None = None
         self._share = limits.waiting.open()
         self._observed = False
 
@@ -133,12 +131,8 @@ class ExtProcSession:
         else:
             if waiting and state.response_phase is not ResponsePhase.WAITING and self._routed is not None:
                 outputs = self._begin_response(self._routed, message, outputs)
-                if self._routed.renamed is not None and state.may_rename and "content-encoding" not in message.headers:
-                    self._renamer = ModelRenamer(*self._routed.renamed)
             if self._routed is not None:
                 self._keep_account(self._routed, state, message)
-            if self._renamer is not None:
-                outputs = list(_renamed(self._renamer, message, outputs))
             if self._limits.tell_served and message.kind is Kind.RESPONSE_HEADERS:
                 outputs = [_telling(output, message.served) for output in outputs]
             if outputs and isinstance(asked := outputs[-1], RouteRequest):
@@ -280,22 +274,6 @@ class ExtProcSession:
     def _refused(self, why: Refusal) -> Refusal:
         self._router.metrics.refusals.labels(why.code).inc()
         return why
-
-
-def _renamed(renamer: ModelRenamer, message: Message, outputs: list[Output]) -> Iterator[Output]:
-    """The replies, with the model's name put back in those to the response's body."""
-    if message.kind is Kind.RESPONSE_TRAILERS and (rest := renamer.feed(b"", end=True)):
-        yield Reply(Kind.RESPONSE_BODY, chunk=rest)
-    for output in outputs:
-        if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_BODY:
-            yield output
-        elif output.chunk is None:
-            body = renamer.feed(message.data, end=True)
-            yield msgspec.structs.replace(output, body=body, content_length=len(body))
-        elif (data := renamer.feed(output.chunk, end=output.end_of_stream)) or output.end_of_stream:
-            pieces = Body([data]).pieces() or [data]
-            for at, piece in enumerate(pieces, 1):
-                yield Reply(Kind.RESPONSE_BODY, chunk=piece, end_of_stream=output.end_of_stream and at == len(pieces))
 
 
 def _with_headers(output: Output, told: tuple[tuple[str, bytes], ...]) -> Output:
