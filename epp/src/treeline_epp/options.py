@@ -13,7 +13,7 @@ from typing import Any
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
 from treeline_wire.logs import LEVELS
-from treeline_wire.settings import add_flags, namespace, port_setting, setting, settings_of, values
+from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
 from treeline_epp.compat import settings as compat
 from treeline_epp.compat.flags import add_foreign
@@ -26,7 +26,7 @@ from treeline_epp.flow import settings as flow
 from treeline_epp.observing_settings import GROUP as OBSERVING
 from treeline_epp.observing_settings import ObservingSettings
 from treeline_epp.peers.names import peer_names
-from treeline_epp.picking.policies import POLICIES, Choice
+from treeline_epp.picking.policies import Choice
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
@@ -309,7 +309,7 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         None, group=_METRICS, metavar="PORT", at_least=1, at_most=65535, help="default: the endpoint's own"
     )
     ignored: tuple[str, ...] = ()
-    """Of flags and configurations of other pickers: a sentence for each that has no effect, with what is done here."""
+    """A sentence for each flag of other pickers that has no effect: what is done here instead."""
 
     @property
     def metric_names(self) -> MetricNames | None:
@@ -364,10 +364,6 @@ def options_of(argv: Sequence[str]) -> Options:
     """Parse a command line; exits with status 2 and a message where it is wrong."""
     p = parser()
     given = p.parse_args(argv)
-    planned = compat.planned(p, given, POLICIES, flow="flow_control" in settings_of(Options))
-    if planned.settings:
-        p.set_defaults(**planned.settings)
-        given = p.parse_args(argv)
     found = values(Options, given)
     try:
         found["endpoint"] = unique(parse_flag(text) for text in given.endpoint)
@@ -385,7 +381,7 @@ def options_of(argv: Sequence[str]) -> Options:
     found["log_level"] = found["log_level"] or given.verbosity or "info"
     _fill(found)
     _check_together(p, found)
-    return Options(**found, ignored=(*given.ignored, *planned.told))
+    return Options(**found, ignored=given.ignored)
 
 
 def _said(p: argparse.ArgumentParser, argv: Sequence[str], names: Collection[str]) -> set[str]:
