@@ -159,7 +159,8 @@ def _picker(options: Options) -> Picker:
         scored=MOST_SCORES if options.emit_endpoint_scores else 3 if options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
-    use_headers({*picker.policies.headers, *filter(None, [options.fairness_header])})
+    if options.fairness_header is not None:
+        use_headers([options.fairness_header])
     log.info("policy %s", options.policy)
     return picker
 
@@ -295,7 +296,7 @@ async def _kubernetes(
         ports=options.endpoint_target_ports,
         rules_group=options.rules_group,
     )
-    choose = chosen_by_pools(policies, manual=options.trust_request_headers)
+    choose = chosen_by_pools(policies)
     source = KubernetesSource(scope, client, registry.set_pools, rules.set, choose)
     await stack.enter_async_context(source)
     metrics.observe(source.samples)

@@ -26,7 +26,6 @@ from treeline_epp.flow import settings as flow
 from treeline_epp.observing_settings import GROUP as OBSERVING
 from treeline_epp.observing_settings import ObservingSettings
 from treeline_epp.peers.names import peer_names
-from treeline_epp.picking.policies import Choice
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
@@ -416,8 +415,6 @@ def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
     """Settings that need one another, or exclude it."""
     if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
         p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")
-    if Choice.parse(str(found["policy"])).name == "manual" and not found["trust_request_headers"]:
-        p.error("--policy manual needs --trust-request-headers: whoever can send its header chooses the endpoint")
     if found["rules_group"] and (found["endpoint_selector"] or not found["kubernetes"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
     if found["peers"] and found["curve_dir"] is None:

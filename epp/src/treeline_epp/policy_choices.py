@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.picking.policies import PolicyError, choice_of
-from treeline_epp.picking.policies.manual import Manual
 from treeline_epp.picking.pool_policies import PoolPolicies
 
 log = logging.getLogger(__name__)
 
 
-def chosen_by_pools(policies: PoolPolicies, *, manual: bool) -> Callable[[Mapping[str, str]], None]:
+def chosen_by_pools(policies: PoolPolicies) -> Callable[[Mapping[str, str]], None]:
     """What is to be called with all pools' choices. A pool whose choice there is not gets `--policy`'s, and a log line
-    says so once. `manual`: pools may choose the policy of this name, since headers of requests are trusted."""
+    says so once."""
     told: dict[str, str] = {}
 
     def choose(chosen: Mapping[str, str]) -> None:
         valid: dict[str, str] = {}
         for pool, text in chosen.items():
-            why = _refused(text, manual=manual)
+            why = _refused(text)
             if not why:
                 valid[pool] = text
             if told.get(pool) != text:
@@ -33,16 +31,13 @@ def chosen_by_pools(policies: PoolPolicies, *, manual: bool) -> Callable[[Mappin
         for gone in told.keys() - chosen.keys():
             del told[gone]
         policies.set(valid)
-        use_headers(policies.headers)
 
     return choose
 
 
-def _refused(text: str, *, manual: bool) -> str:
+def _refused(text: str) -> str:
     try:
-        choice = choice_of(text)
+        choice_of(text)
     except PolicyError as error:
         return str(error)
-    if choice.name == Manual.name and not manual:
-        return f"policy {Manual.name} needs --trust-request-headers"
     return ""

@@ -159,8 +159,6 @@ def test_a_policy_is_named_with_its_parameters(capsys: pytest.CaptureFixture[str
     said = refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "cache_aware:threshold=1")
     assert "it has cache_threshold, balance_abs_threshold, balance_rel_threshold" in said
     assert "valid: bucket, cache_aware" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "best")
-    assert "--trust-request-headers" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "manual")
-    assert policy("--policy", "manual", "--trust-request-headers") == "manual"
 
 
 def test_a_fairness_header_is_one_header(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,16 +144,15 @@ class ExtProcSession:
                 self._present.arrived()
 
     def _begin_response(self, routed: RoutedRequest, message: Message, outputs: list[Output]) -> list[Output]:
-        """What its client is told: what a policy has for it, and what is left of its quota."""
+        """Its client is told what is left of its quota."""
         router = self._router
         router.complete(routed, message.headers, message.served)
-        tell = router.tell(routed, message.headers, message.served)
-        told = [] if tell is None else [(tell[0], tell[1].encode())]
-        if routed.wants_usage:
-            streams = message.headers.get("content-type", "").startswith("text/event-stream")
-            self._usage = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
-            told += router.told(routed)
-        return [_with_headers(output, tuple(told)) for output in outputs] if told else outputs
+        if not routed.wants_usage:
+            return outputs
+        streams = message.headers.get("content-type", "").startswith("text/event-stream")
+        self._usage = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
+        told = router.told(routed)
+        return [_with_headers(output, told) for output in outputs] if told else outputs
 
     def _keep_account(self, routed: RoutedRequest, state: ExtProcState, message: Message) -> None:
         """Of the response, as far as it is shown."""

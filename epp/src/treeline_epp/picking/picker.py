@@ -196,8 +196,7 @@ class Picker:
         """
         policy, config = self.policies.of(request.pool), self.config
         best, scored = self._ranked(request, policy, max(config.scored, config.fallbacks + 2), config.scored, now)
-        tell = policy.tell(request, best[0].identity)
-        return Decision(request, scored, self._fallbacks(best), policy.name, tell)
+        return Decision(request, scored, self._fallbacks(best), policy.name)
 
     def explain(self, request: PickRequest, now: float) -> Explanation:
         """What `pick` would decide, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""

@@ -27,11 +27,6 @@ class PoolPolicies:
         """The policy of a pool with its parameters, as `--policy` takes it."""
         return str(self._chosen.get(pool or "", self.default))
 
-    @property
-    def headers(self) -> set[str]:
-        """The request headers (lower-case names) that any of them looks at."""
-        return {name for policy in self._policies.values() for name in policy.headers}
-
     def set(self, chosen: Mapping[str, str]) -> None:
         """What pools have chosen; all others have the default. One that stays as it was keeps its state. Raises
         `PolicyError`, and changes nothing, for one that there is not."""

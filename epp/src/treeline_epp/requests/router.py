@@ -254,13 +254,6 @@ class Router:
         if by_other or outcome is Outcome.ERROR:
             self.on_trouble(decision.endpoint.name)
 
-    def tell(self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None) -> tuple[str, str] | None:
-        """A header for the client, where the endpoint that the policy meant has answered."""
-        decision = routed.lease.decision
-        if decision.tell is None or _outcome(headers) not in (Outcome.HEADERS, Outcome.REFUSED):
-            return None
-        return decision.tell if served in (None, decision.endpoint.address) else None
-
     def release(self, routed: RoutedRequest) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
         self._forget(routed.lease)
