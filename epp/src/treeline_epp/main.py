@@ -27,8 +27,7 @@ from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endp
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.http2_server import Http2Server, Methods
-from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes
-from treeline_epp.extproc.session import MOST_SCORES, SessionLimits
+from treeline_epp.extproc.session import MOST_SCORES, SERVICE, ExtProcSession, SessionLimits, most_message_bytes
 from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, client_checking
 from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
@@ -42,8 +41,7 @@ from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.pool_policies import PoolPolicies
-from treeline_epp.policy_choices import chosen_by_pools
+from treeline_epp.picking.pool_policies import PoolPolicies, chosen_by_pools
 from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
@@ -319,23 +317,21 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics) -> None:
 
 def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[Http2Server, grpc.aio.Server]:
     """`(ext_proc, EDS and health)`, not yet listening."""
-    service = ExtProcService(
-        router,
-        SessionLimits(
-            options.max_body_bytes,
-            strip_response_headers=not options.expose_routing,
-            tell_served=options.conformance_headers,
-            tell_scores=options.emit_endpoint_scores,
-            clients=None
-            if options.max_client_requests is None
-            else Clients(options.max_client_requests, options.max_body_bytes),
-            waiting=BodyBudget(options.max_waiting_body_bytes),
-        ),
+    limits = SessionLimits(
+        options.max_body_bytes,
+        strip_response_headers=not options.expose_routing,
+        tell_served=options.conformance_headers,
+        tell_scores=options.emit_endpoint_scores,
+        clients=None
+        if options.max_client_requests is None
+        else Clients(options.max_client_requests, options.max_body_bytes),
+        waiting=BodyBudget(options.max_waiting_body_bytes),
     )
+    router.metrics.observe(limits.samples)
     control = grpc.aio.server(options=_CONTROL)
     control.add_generic_rpc_handlers((eds.handler(),))
     health.add_to(control)
-    methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: service.open(fields)}
+    methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: ExtProcSession(router, limits, fields)}
     if options.health_checking:
         methods |= health.methods()
     most = most_message_bytes(options.max_body_bytes)

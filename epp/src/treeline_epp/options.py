@@ -25,7 +25,7 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.flow import settings as flow
 from treeline_epp.observing_settings import GROUP as OBSERVING
 from treeline_epp.observing_settings import ObservingSettings
-from treeline_epp.peers.names import peer_names
+from treeline_epp.peers.driver import peer_names
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 

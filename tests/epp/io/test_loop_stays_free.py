@@ -13,8 +13,7 @@ import pytest
 from epp.io.test_large_bodies import HOSTILE, TURN, new_router
 from support.cpu import reference_s
 from treeline_epp.extproc.http2_server import Http2Server
-from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes
-from treeline_epp.extproc.session import SessionLimits
+from treeline_epp.extproc.session import SERVICE, ExtProcSession, SessionLimits, most_message_bytes
 
 pytestmark = pytest.mark.deep
 
@@ -71,8 +70,8 @@ async def test_others_have_their_turn_while_a_hostile_body_arrives(shape: str, m
     # 24 MB in one message are one copy: where the kernel has to find the pages one by one, that is 45 ms.
     most_s = reference_s() * TURN * (3 if mode == 2 and len(body) > 8 << 20 else 1)
     gc.collect()
-    service = ExtProcService(new_router(), SessionLimits(limit))
-    methods = {f"/{SERVICE}/Process": lambda _, fields: service.open(fields)}
+    router, limits = new_router(), SessionLimits(limit)
+    methods = {f"/{SERVICE}/Process": lambda _, fields: ExtProcSession(router, limits, fields)}
     server = Http2Server(methods, most_message_bytes(limit))
     await server.start("127.0.0.1", 0)
     worst = []

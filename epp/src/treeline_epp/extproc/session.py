@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from google.protobuf.message import DecodeError
 from treeline_wire import headers as names
 
 from treeline_epp.extproc.clients import Clients, Present, TooMuch
@@ -24,6 +25,7 @@ from treeline_epp.extproc.state import (
     ResponsePhase,
 )
 from treeline_epp.flow.ticket import Ticket
+from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Decision
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget
@@ -36,6 +38,10 @@ from treeline_epp.requests.usage import NOTHING, UsageReader
 
 log = logging.getLogger(__name__)
 
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_OVERHEAD_BYTES = 4 * 1024 * 1024
+"""Room in a message beyond the body: headers, metadata, and bodies a little over the limit, which get a proper 413."""
+
 _FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 _UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
 _NOT_TOLD = "fail: missing destination endpoint served metadata"
@@ -46,6 +52,10 @@ _NO_METADATA: Mapping[str, str] = {}
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 _SLICE_PIECES = 4
 """Pieces of a large body that are looked at before others get a turn: a few milliseconds."""
+
+
+class BadMessage(ValueError):
+    """What the proxy sent is no `ProcessingRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +73,15 @@ class SessionLimits:
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
 
+    def samples(self) -> Iterator[Sample]:
+        """For the metrics page."""
+        text = "Bytes of request bodies that wait for their decision, beyond the first 64 KiB of each."
+        yield "gauge", "waiting_body_bytes", text, {}, self.waiting.bytes
+
 
 class ExtProcSession:
-    """One ext_proc stream, from its first message to its end. Close it in a `finally`."""
+    """One ext_proc stream, from its first message to its end; counted while it is open. Close it in a `finally`: Envoy
+    ends a stream by half-closing it, by a reset, or by dying."""
 
     def __init__(self, router: Router, limits: SessionLimits, metadata: Mapping[str, str] = _NO_METADATA) -> None:
         """metadata: of the call."""
@@ -79,6 +95,7 @@ class ExtProcSession:
         self._usage: UsageReader | None = None
         self._share = limits.waiting.open()
         self._observed = False
+        router.metrics.streams.inc()
 
     @property
     def ended(self) -> bool:
@@ -103,23 +120,26 @@ class ExtProcSession:
     def _counts(self) -> bool:
         return self._present is not None and self._present.keyed and not (self._state is None or self._state.closed)
 
-    def steps(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
         """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a
         ticket where it goes on when that is done (asked sooner, it gives the ticket again). None: the message is too
         large to be read, and the last.
 
-        Raises `DecodeError` of protobuf, at the first step, for what is no `ProcessingRequest`; nothing else.
+        Raises BadMessage, at the first step; nothing else.
         """
         if data is None:
             state = self._state or self._begun(None)
             if state.request_phase in _UNDECIDED:
-                yield from self._answers(state.refuse(refusals.body_too_large(self._limits.body_bytes)))
+                yield from self._serialized(state.refuse(refusals.body_too_large(self._limits.body_bytes)))
             return
         try:
             message = read(data)
+        except DecodeError as error:
+            self._router.metrics.protocol_errors.inc()
+            raise BadMessage(f"not a ProcessingRequest: {error}") from None
         except UnknownMessage as error:
             self._observed = self._observed or error.observed
-            yield from self._answers(self._broken(self._state or self._begun(None), error))
+            yield from self._serialized(self._broken(self._state or self._begun(None), error))
             return
         self._observed = self._observed or message.observed
         state = self._state or self._begun(message.modes)
@@ -137,7 +157,7 @@ class ExtProcSession:
                 outputs = [_telling(output, message.served) for output in outputs]
             if outputs and isinstance(asked := outputs[-1], RouteRequest):
                 outputs = yield from self._route(state, asked)
-        yield from self._answers(outputs)
+        yield from self._serialized(outputs)
         if state.request_phase is not RequestPhase.COLLECTING:
             self._share.close()
             if self._present is not None:
@@ -179,7 +199,7 @@ class ExtProcSession:
         self._router.metrics.protocol_errors.inc()
         return state.refuse(refusals.internal_error())
 
-    def _answers(self, outputs: list[Output]) -> Iterator[bytes]:
+    def _serialized(self, outputs: list[Output]) -> Iterator[bytes]:
         if self._observed:
             return
         strip = self._limits.strip_response_headers
@@ -192,6 +212,7 @@ class ExtProcSession:
     def close(self, *, lost: bool = False) -> None:
         """The stream has ended, in whatever way; `lost`: with its connection, so the proxy may go on with a request
         that was decided, and it counts on for a while."""
+        self._router.metrics.streams.dec()
         self._share.close()
         if self._ticket is not None:
             self._router.abandon(self._ticket)
@@ -304,3 +325,8 @@ def _scoring(output: Output, scores: tuple[tuple[str, float], ...]) -> Output:
     if not isinstance(output, Reply) or output.destination is None:
         return output
     return msgspec.structs.replace(output, scores=scores)
+
+
+def most_message_bytes(body_limit: int) -> int:
+    """Of one message of a proxy whose bodies have at most `body_limit` bytes."""
+    return body_limit + _OVERHEAD_BYTES
