@@ -71,19 +71,6 @@ class PickerConfig:
     scored: int = 3
 
 
-def _no_room(soonest_s: float) -> Saturated:
-    return Saturated("every endpoint that may serve this request has as much to do as it may", soonest_s)
-
-
-def _known(one: Scored, now: float) -> tuple[float, ...]:
-    """What a choice between few endpoints is made of, as `Picker._ranked` reads it."""
-    load = one.candidate.load
-    reserved, in_flight = load.reservations, load.in_flight(now)
-    flying = len(reserved) if in_flight is None else in_flight
-    cached = one.candidate.cached_tokens
-    return cached, one.wait_s, one.later_s, one.cost_s, flying, reserved.arrivals, reserved.arrived_at
-
-
 def _staying(at: int | None, cost_s: Floats, order: list[int], count: int) -> list[int]:
     """The order with the place of a session's endpoint first, unless it is no candidate or costs too much."""
     if at is None or not stays(float(cost_s[at]), float(cost_s[order[0]])):
@@ -222,7 +209,7 @@ class Picker:
         identity: Floats | None = None
         if len(rows) <= _FEW and policy.by_cost and self.config.saturation is None:
             each = self._one_by_one(rows, matches, work, now)
-            known = np.array([_known(one, now) for one in each], np.float64).T
+            known = np.array([one.known(now) for one in each], np.float64).T
             cached, wait_s, later_s, cost_s, in_flight, arrivals, arrived_at = known
         else:
             columns = table.take(rows)
@@ -465,7 +452,8 @@ class Picker:
             return None
         room = saturation.room(columns, wait_s)
         if not room.any():
-            raise _no_room(float(wait_s.min()))
+            why = "every endpoint that may serve this request has as much to do as it may"
+            raise Saturated(why, float(wait_s.min()))
         return room if saturation.hard else None
 
     def _refresh(self, now: float) -> None:
