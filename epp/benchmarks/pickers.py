@@ -1,4 +1,4 @@
-"""Let several pickers, or several workers of one, share a pool. Prints a table; or JSON rows with --json.
+"""Let several pickers share a pool. Prints a table; or JSON rows with --json.
 
     python epp/benchmarks/pickers.py [--requests 1000] [--json]
 
@@ -9,7 +9,6 @@ system prompts that many share, and bursts of 16 siblings on prompts that nobody
 
 - one picker that sees every request,
 - four that share them and tell each other (`--peers`), and four that do not,
-- one of two workers (`--workers 2`), which also tell each other,
 
 by the bytes that engines computed, the busiest engine's share of them ÷ the mean, the mean time to the first token,
 what a picker told each of the others per request, and the pickers' CPU time and memory.
@@ -169,13 +168,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.asynccontextmanager
-async def pickers(count: int, addresses: Sequence[str], folder: Path, *, told: bool, words: Sequence[str] = ()):  # type: ignore[no-untyped-def]
+async def pickers(count: int, addresses: Sequence[str], folder: Path, *, told: bool):  # type: ignore[no-untyped-def]
     """`(their processes, their ports)`: ext_proc, metrics."""
     ports = [free_ports(5) for _ in range(count)]
     peers = ",".join(f"127.0.0.1:{one[4]}" for one in ports)
     flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port", "--peer-port")
     common = [word for number, address in enumerate(addresses) for word in ("--endpoint", f"e{number}={address}")]
-    common += ["--curve-dir", str(folder / "keys"), "--log-level", "error", *words]
+    common += ["--curve-dir", str(folder / "keys"), "--log-level", "error"]
     if told:
         common += ["--peers", peers]
     processes = []
@@ -266,7 +265,6 @@ async def run(requests: int) -> list[Result]:
                 ("one picker", 1, {"told": False}),
                 ("four that tell each other", 4, {"told": True}),
                 ("four that do not", 4, {"told": False}),
-                ("one of two workers", 1, {"told": False, "words": ["--workers", "2"]}),
             ):
                 results.append(await measured(title, count, requests, folder, port, **options))
     return results

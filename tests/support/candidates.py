@@ -26,7 +26,6 @@ def candidates(
     return Candidates(
         np.array(cost or zeros, float),
         held,
-        lambda at: names[at],
         prompt - held,
         np.array([identity_of(name) for name in names]),
         np.array(load or zeros, float),

@@ -105,14 +105,12 @@ class Fleet:
 
     def take(self, prompt: Prompt, now: float) -> Lease:
         """Where the picker sends a prompt; nothing computes it yet."""
-        headers = {"x-smg-routing-key": str(prompt.key)}
         request = PickRequest(
             "id",
             model="m",
             key=prompt.key,
             prompt_tokens_estimate=len(prompt.tokens),
             max_output_tokens=1,
-            headers=headers,
         )
         return self.picker.reserve(self.picker.pick(request, now), now)
 

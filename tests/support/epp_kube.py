@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from treeline_epp.extproc.server import SERVICE
+from treeline_epp.extproc.session import SERVICE
 from treeline_wire import headers as names
 
 from support.control_plane import ControlPlane

@@ -53,7 +53,7 @@ class Caller:
 
     def say(self, message: pb.ProcessingRequest) -> None:
         """A message of the proxy, answered as far as it can be."""
-        self._steps = self.session.steps(message.SerializeToString())
+        self._steps = self.session.answers(message.SerializeToString())
         self.go_on()
 
     def go_on(self) -> None:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m support.picker_cost
 
-prints requests per CPU-second of `ExtProcSession.steps`, a table of its parts (each without those in it), and chunks
+prints requests per CPU-second of `ExtProcSession.answers`, a table of its parts (each without those in it), and chunks
 of response bodies per CPU-second. Bodies are chats of 1 KB, sent as our Envoy does (buffered) and over and over: the
 prompts are known to the index by prediction. Bias: one process that does nothing else, so caches are warm.
 """
@@ -117,7 +117,7 @@ def serve(router: Router, streams: Sequence[list[bytes]]) -> list[bytes]:
     answers: list[bytes] = []
     for messages in streams:
         stream = ExtProcSession(router, LIMITS)
-        answers = [reply for data in messages for reply in stream.steps(data) if reply is not None]
+        answers = [reply for data in messages for reply in stream.answers(data) if reply is not None]
         stream.close()
     return answers
 
@@ -130,10 +130,10 @@ def chunks_per_cpu_second(router: Router, mode: int, count: int) -> float:
     chunk = b'data: {"id":"x","choices":[{"delta":{"content":"hello"}}]}\n\n'
     data = pb.ProcessingRequest(response_body=pb.HttpBody(body=chunk)).SerializeToString()
     stream = ExtProcSession(router, LIMITS)
-    answers = list(stream.steps(head.SerializeToString()))
+    answers = list(stream.answers(head.SerializeToString()))
     began = time.thread_time()
     for _ in range(count):
-        answers = list(stream.steps(data))
+        answers = list(stream.answers(data))
     took = time.thread_time() - began
     stream.close()
     assert len(answers) == 1, "each is answered"

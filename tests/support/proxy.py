@@ -94,4 +94,4 @@ class Proxy:
     def _send(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         assert self.last is not None
         data = message.SerializeToString()
-        return [pb.ProcessingResponse.FromString(reply) for reply in self.last.steps(data) if reply is not None]
+        return [pb.ProcessingResponse.FromString(reply) for reply in self.last.answers(data) if reply is not None]

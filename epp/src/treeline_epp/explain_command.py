@@ -29,16 +29,8 @@ class CannotAsk(Exception):
     """The picker gives no answer; the message says why and what to do."""
 
 
-class Silent(msgspec.Struct, frozen=True):
-    """A worker that does not answer."""
-
-    worker: int
-    why: str
-
-
 class Shown(msgspec.Struct, frozen=True):
-    """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all were looked at. Of a
-    picker with workers: the `worker` that took the decision, or what each of the `workers` would choose."""
+    """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all were looked at."""
 
     policy: str = ""
     refusal: str = ""
@@ -47,14 +39,10 @@ class Shown(msgspec.Struct, frozen=True):
     prompt: str | None = None
     endpoints: list[Verdict] = []
     terms: dict[str, dict[str, float | None]] = {}
-    worker: int | None = None
-    workers: dict[str, str] = {}
-    unanswered: list[Silent] = []
 
 
 class _Decisions(msgspec.Struct, frozen=True):
     decisions: list[Shown]
-    unanswered: list[Silent] = []
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,19 +51,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         if given.last is not None:
             answer = _ask(given.url, "GET", f"{DECISIONS}?last={given.last}&prompts={int(given.prompts)}")
-            found = _read(answer, _Decisions, given.url)
-            shown, silent = found.decisions, found.unanswered
+            shown = _read(answer, _Decisions, given.url).decisions
         else:
             asked = Asked(given.path, _body(given.body), dict(given.header))
             answer = _ask(given.url, "POST", EXPLAIN, encode(asked))
             shown = [_read(answer, Shown, given.url)]
-            silent = shown[0].unanswered
     except CannotAsk as error:
         sys.stderr.write(f"treeline pick explain: {error}\n")
         return 1
     text = "\n\n".join(map(table, shown)) or "no decision has been taken yet"
-    for one in silent:
-        sys.stderr.write(f"treeline pick explain: worker {one.worker} is not asked: {one.why}\n")
     if given.json:
         text = msgspec.json.format(answer, indent=2).decode()
     sys.stdout.write(text + "\n")
@@ -87,11 +71,7 @@ def table(shown: Shown) -> str:
     head = f"policy {shown.policy or '-'}"
     if shown.endpoint:
         head = f"{shown.request_id or '(no id)'}: {shown.endpoint}, {head}"
-    if shown.worker is not None:
-        head += f", worker {shown.worker}"
     lines = [head]
-    if len(set(shown.workers.values())) > 1:
-        lines += [f"worker {worker} would choose {choice or '-'}" for worker, choice in shown.workers.items()]
     if shown.refusal:
         lines.append(f"refused: {shown.refusal}")
     if shown.prompt is not None:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from treeline_epp.extproc.http2_server import Methods, Push
-from treeline_epp.extproc.server import SERVICE as EXT_PROC
+from treeline_epp.extproc.session import SERVICE as EXT_PROC
 from treeline_epp.http2.grpc import CallError, Status
 
 ALIVE_NAME = "liveness"

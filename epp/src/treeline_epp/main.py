@@ -27,9 +27,8 @@ from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endp
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.http2_server import Http2Server, Methods
-from treeline_epp.extproc.server import SERVICE, ExtProcService, most_message_bytes, server_options
-from treeline_epp.extproc.session import MOST_SCORES, SessionLimits
-from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, credentials
+from treeline_epp.extproc.session import MOST_SCORES, SERVICE, ExtProcSession, SessionLimits, most_message_bytes
+from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, client_checking
 from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
@@ -42,8 +41,7 @@ from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.pool_policies import PoolPolicies
-from treeline_epp.policy_choices import chosen_by_pools
+from treeline_epp.picking.pool_policies import PoolPolicies, chosen_by_pools
 from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
@@ -51,10 +49,6 @@ from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router, cost
 from treeline_epp.tokenizers.sources import FolderOrigin, SourceError, specs_of
 from treeline_epp.tokenizers.watch import TokenizerSources
-from treeline_epp.workers.entrance import Entrance
-from treeline_epp.workers.link import Worker
-from treeline_epp.workers.parent import supervise
-from treeline_epp.workers.team import WorkerFailed
 from treeline_epp.xds.eds import Eds
 
 if TYPE_CHECKING:
@@ -63,6 +57,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("treeline_epp")
 
 _ENOUGH_FILES = 20_000
+_CONTROL = [
+    # One busy port should be an error, not a second picker that takes half of the streams.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", 1 << 20),
+]
 _WRONG_HOST = frozenset({errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN})
 
 
@@ -79,38 +78,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up(options.log_level, "treeline_epp", "treeline_kube")
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_signal(options, argv))
+            runner.run(_until_signal(options))
     except StartError as error:
         log.error("%s", error)
         return 1
     return 0
 
 
-async def _until_signal(options: Options, argv: Sequence[str]) -> None:
+async def _until_signal(options: Options) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    if options.workers > 1:
-        try:
-            curve, _ = _read_secrets(options), _tokenizers(options)
-            _raise_file_limit()
-            await supervise(options, argv, stopping, curve, listen=_listen, peer_socket=_peer_socket)
-        except WorkerFailed as error:
-            raise StartError(str(error)) from error
-    else:
-        await serve(options, stopping)
+    await serve(options, stopping)
 
 
-async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | None = None) -> None:
-    """The picker's whole life, until `stopping` is set; or that of one of its workers. Raises `StartError`."""
-    if worker is None:
-        for sentence in options.ignored:
-            log.warning("of other endpoint pickers: %s", sentence)
+async def serve(options: Options, stopping: asyncio.Event) -> None:
+    """The picker's whole life, until `stopping` is set. Raises `StartError`."""
+    for sentence in options.ignored:
+        log.warning("of other endpoint pickers: %s", sentence)
     curve, tokenizers = _read_secrets(options), _tokenizers(options)
-    if worker is None:  # a worker has its parent's
-        _raise_file_limit()
-    metrics, registry, eds = Metrics(), ModelRegistry(), Eds() if worker is None else worker.eds
+    _raise_file_limit()
+    metrics, registry, eds = Metrics(), ModelRegistry(), Eds()
     health = await Health.starting()
     picker = _picker(options)
     async with contextlib.AsyncExitStack() as stack:
@@ -128,14 +117,11 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
-            await _talk(options, picker, metrics, curve, stack, worker)
-            if worker is None:
-                await _listen(options, metrics_pages, admin_pages, ext_proc, control)
-            else:
-                worker.serves_pages(*[await pages.start("127.0.0.1", 0) for pages in (metrics_pages, admin_pages)])
+            await _talk(options, picker, metrics, curve, stack)
+            await _listen(options, metrics_pages, admin_pages, ext_proc, control)
             source = discover(options.endpoint, options.endpoints_file) if kube is None else kube.specs()
             following = asyncio.create_task(fleet.run(source))
-            opening = asyncio.create_task(_open(options, fleet, health, metrics, ext_proc, worker))
+            opening = asyncio.create_task(_open(fleet, health, metrics))
             opening.add_done_callback(lambda task: None if task.cancelled() or not task.exception() else stopping.set())
             waiting = asyncio.create_task(stopping.wait())
             needed = [following, *([] if quotas is None else [asyncio.create_task(quotas.follow())])]
@@ -147,7 +133,8 @@ async def serve(options: Options, stopping: asyncio.Event, *, worker: Worker | N
             # In order: say that we leave, finish what is open, stop following, stop listening.
             if tasks:
                 log.info("stopping")
-            await _leave(health, metrics, worker)
+            await health.set_ready(False)
+            metrics.ready.set(0)
             if router.flow is not None:
                 router.flow.close()
             await ext_proc.stop(options.drain_timeout)
@@ -170,7 +157,8 @@ def _picker(options: Options) -> Picker:
         scored=MOST_SCORES if options.emit_endpoint_scores else 3 if options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
-    use_headers({*picker.policies.headers, *filter(None, [options.fairness_header])})
+    if options.fairness_header is not None:
+        use_headers([options.fairness_header])
     log.info("policy %s", options.policy)
     return picker
 
@@ -199,33 +187,20 @@ def _fleet(
     )
 
 
-async def _leave(health: Health, metrics: Metrics, worker: Worker | None) -> None:
-    """Say so to whoever asks."""
-    await health.set_ready(False)
-    metrics.ready.set(0)
-    if worker is not None:
-        worker.set_ready(False)
-
-
 async def _talk(
     options: Options,
     picker: Picker,
     metrics: Metrics,
     curve: CurveKeys | None,
     stack: contextlib.AsyncExitStack,
-    worker: Worker | None,
 ) -> None:
-    """Exchange what is in flight with other pickers and workers, until the stack ends. Raises `StartError`."""
-    if worker is not None:
-        gossip = Gossip(picker, worker.start.key)
-        sock, names = socket.socket(fileno=worker.start.peer_fd), worker.start.peers
-    elif options.peers and curve is not None:
-        gossip = Gossip(picker, peer_key(curve.secret))
-        sock, names = _peer_socket(options.host, options.peer_port), options.peers
-    else:
+    """Exchange what is in flight with other pickers, until the stack ends. Raises `StartError`."""
+    if not options.peers or curve is None:
         return
+    gossip = Gossip(picker, peer_key(curve.secret))
+    sock = _peer_socket(options.host, options.peer_port)
     metrics.observe(lambda: peers.samples(gossip))
-    await stack.enter_async_context(peers.talking(gossip, sock, names))
+    await stack.enter_async_context(peers.talking(gossip, sock, options.peers))
     picker.elsewhere = gossip.own
 
 
@@ -280,7 +255,6 @@ def _router(
         isolation=Isolation.of(options.trust_edge, curve),
         rules=rules,
         clients_select=options.conformance_headers,
-        restore_names=options.restore_model_names,
         heed_subsets=not options.disable_endpoint_subset_filter,
         observers=observing.observers,
         quotas=None if quotas is None else quotas.quotas,
@@ -320,30 +294,19 @@ async def _kubernetes(
         ports=options.endpoint_target_ports,
         rules_group=options.rules_group,
     )
-    choose = chosen_by_pools(policies, manual=options.trust_request_headers)
+    choose = chosen_by_pools(policies)
     source = KubernetesSource(scope, client, registry.set_pools, rules.set, choose)
     await stack.enter_async_context(source)
     metrics.observe(source.samples)
     return source
 
 
-async def _open(
-    options: Options,
-    fleet: Fleet,
-    health: Health,
-    metrics: Metrics,
-    ext_proc: ExtProcServer,
-    worker: Worker | None,
-) -> None:
-    """Become ready. A worker takes connections only now: those beside it serve whatever comes before."""
+async def _open(fleet: Fleet, health: Health, metrics: Metrics) -> None:
+    """Become ready when the endpoints are known."""
     started = time.monotonic()
     await fleet.wait_until_ready()
     await health.set_ready(True)
     metrics.ready.set(1)
-    if worker is not None:
-        assert isinstance(ext_proc, Http2Server)
-        worker.serve(ext_proc, _certificate(options))
-        worker.set_ready(True)
     log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(fleet.picker.endpoints))
     # Everything imported so far lives for ever: the collector need not look at it again. What the tree allocates later
     # has no cycles, so the collector may also come seldom; its pauses would be the slowest picks.
@@ -352,42 +315,27 @@ async def _open(
     gc.set_threshold(50_000, 50, 50)
 
 
-ExtProcServer = grpc.aio.Server | Http2Server | Entrance
-
-
-def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[ExtProcServer, grpc.aio.Server]:
+def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[Http2Server, grpc.aio.Server]:
     """`(ext_proc, EDS and health)`, not yet listening."""
-    service = ExtProcService(
-        router,
-        SessionLimits(
-            options.max_body_bytes,
-            strip_response_headers=not options.expose_routing,
-            tell_served=options.conformance_headers,
-            tell_scores=options.emit_endpoint_scores,
-            clients=None
-            if options.max_client_requests is None
-            else Clients(options.max_client_requests, options.max_body_bytes),
-            waiting=BodyBudget(options.max_waiting_body_bytes),
-        ),
+    limits = SessionLimits(
+        options.max_body_bytes,
+        strip_response_headers=not options.expose_routing,
+        tell_served=options.conformance_headers,
+        tell_scores=options.emit_endpoint_scores,
+        clients=None
+        if options.max_client_requests is None
+        else Clients(options.max_client_requests, options.max_body_bytes),
+        waiting=BodyBudget(options.max_waiting_body_bytes),
     )
-    control = grpc.aio.server(options=server_options(options.max_body_bytes))
+    router.metrics.observe(limits.samples)
+    control = grpc.aio.server(options=_CONTROL)
     control.add_generic_rpc_handlers((eds.handler(),))
     health.add_to(control)
-    return _ext_proc(options, service, health), control
-
-
-def _ext_proc(options: Options, service: ExtProcService, health: Health) -> ExtProcServer:
-    if options.transport == "http2":
-        methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: service.open(fields)}
-        if options.health_checking:
-            methods |= health.methods()
-        most = most_message_bytes(options.max_body_bytes)
-        return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most)
-    server = grpc.aio.server(options=server_options(options.max_body_bytes))
-    server.add_generic_rpc_handlers((service.handler(),))
+    methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: ExtProcSession(router, limits, fields)}
     if options.health_checking:
-        health.add_to(server)
-    return server
+        methods |= health.methods()
+    most = most_message_bytes(options.max_body_bytes)
+    return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most), control
 
 
 def _certificate(options: Options) -> Certificate | None:
@@ -402,7 +350,7 @@ async def _listen(
     options: Options,
     metrics: PageServer,
     admin: PageServer,
-    ext_proc: ExtProcServer,
+    ext_proc: Http2Server,
     control: grpc.aio.Server,
 ) -> None:
     """Bind every port. Raises `StartError`."""
@@ -410,13 +358,13 @@ async def _listen(
     try:
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
-        if not isinstance(ext_proc, grpc.aio.Server):
-            await ext_proc.start(options.host, port, _certificate(options))
-        else:
-            _add_port(ext_proc, f"{host}:{port}", options, tls=options.secure_serving)
+        await ext_proc.start(options.host, port, _certificate(options))
         port, flag = options.grpc_health_port, "--grpc-health-port"
         _can_listen(options.host, port)
-        _add_port(control, f"{host}:{port}", options, tls=options.require_client_certificates)
+        if options.require_client_certificates and options.cert_path is not None:
+            control.add_secure_port(f"{host}:{port}", client_checking(options.cert_path))
+        else:
+            control.add_insecure_port(f"{host}:{port}")
         port, flag = options.metrics_port, "--metrics-port"
         _can_listen(options.host, port)
         await metrics.start(options.host, port)
@@ -430,17 +378,7 @@ async def _listen(
         wrong_host = isinstance(error, UnicodeError) or (isinstance(error, OSError) and error.errno in _WRONG_HOST)
         fix = "correct --host" if wrong_host else f"choose another port with {flag}"
         raise StartError(f"cannot listen on {options.host}:{port}: {why}; {fix}") from error
-    if isinstance(ext_proc, grpc.aio.Server):
-        await ext_proc.start()
     await control.start()
-
-
-def _add_port(server: grpc.aio.Server, address: str, options: Options, *, tls: bool) -> None:
-    if tls:
-        keys = credentials(options.cert_path, clients=options.require_client_certificates)
-        server.add_secure_port(address, keys)
-    else:
-        server.add_insecure_port(address)
 
 
 def _can_listen(host: str, port: int) -> None:

@@ -1,11 +1,8 @@
-"""Whoever keeps accounts of requests, as the flags ask for it: other pickers' metrics, usage, traces."""
+"""What keeps accounts of requests, as the flags ask for it: other pickers' metrics, and traces."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from treeline_wire.tracing_env import TracingError
@@ -17,7 +14,6 @@ from treeline_epp.observing_settings import OURS
 from treeline_epp.options import Options
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.exchange import Observer, Observers
-from treeline_epp.usage_log import FileSink, StdoutSink, UsageLog
 
 if TYPE_CHECKING:
     from treeline_epp.tracing import Tracing
@@ -36,23 +32,14 @@ class Observing:
         others = [family for family in (GIE, LLMD) if family in options.metrics_families]
         namespace = options.pool_namespace if options.kubernetes else ""
         self._families = Families(others, picker, namespace, metrics.open_streams) if others else None
-        self._usage = _usage_log(options)
-        if self._usage is not None:
-            metrics.observe(self._usage.samples)
         self._tracing = _tracing() if options.tracing else None
-        found: Sequence[Observer | None] = (self._families, self._usage, self._tracing)
+        found: Sequence[Observer | None] = (self._families, self._tracing)
         self.observers = Observers([observer for observer in found if observer is not None])
 
     async def __aenter__(self) -> Self:
-        if self._usage is not None:
-            self._usage.start()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._usage.reopen)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._usage is not None:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
-            await self._usage.stop()
         if self._tracing is not None:
             await self._tracing.stop()
 
@@ -66,17 +53,6 @@ class Observing:
         """What a scrape gets: each family in turn."""
         ours = self._metrics.render() if self._shows_ours else b""
         return ours if self._families is None else ours + self._families.render()
-
-
-def _usage_log(options: Options) -> UsageLog | None:
-    if not options.usage_log:
-        return None
-    if options.usage_log == "-":
-        return UsageLog(StdoutSink())
-    try:
-        return UsageLog(FileSink(Path(options.usage_log), options.usage_log_bytes, options.usage_log_files))
-    except OSError as error:
-        raise ObservingError(f"--usage-log {options.usage_log}: {error.strerror or error}") from error
 
 
 def _tracing() -> Tracing | None:

@@ -1,4 +1,4 @@
-"""What accounts are kept of requests, and where: for metrics, billing and traces."""
+"""What accounts are kept of requests, and where: for metrics and traces."""
 
 from __future__ import annotations
 
@@ -33,28 +33,6 @@ class ObservingSettings:
         parse=_families,
         help="whose names /metrics has: treeline, gie (inference_objective_…, as GIE 1.5) and llm-d (llm_d_epp_…); "
         "what each has is in docs/migrating.md (default treeline)",
-    )
-    usage_log: str = setting(
-        "",
-        group=GROUP,
-        metavar="FILE",
-        help="a JSON object a line for each request, for billing: who, model, endpoint, tokens, status; - is standard "
-        "output. The file is rotated by size, and opened anew on SIGHUP (docs/operations.md)",
-    )
-    usage_log_bytes: int = setting(
-        100 * 1024 * 1024,
-        group=GROUP,
-        metavar="BYTES",
-        at_least=4096,
-        help="of the file before it is rotated (default %(default)s)",
-    )
-    usage_log_files: int = setting(
-        5,
-        group=GROUP,
-        metavar="N",
-        at_least=1,
-        at_most=1000,
-        help="older files that stay, FILE.1 being the newest (default 5)",
     )
     tracing: bool = setting(
         False,

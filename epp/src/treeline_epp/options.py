@@ -13,7 +13,7 @@ from typing import Any
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
 from treeline_wire.logs import LEVELS
-from treeline_wire.settings import add_flags, namespace, port_setting, setting, settings_of, values
+from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
 from treeline_epp.compat import settings as compat
 from treeline_epp.compat.flags import add_foreign
@@ -25,8 +25,7 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.flow import settings as flow
 from treeline_epp.observing_settings import GROUP as OBSERVING
 from treeline_epp.observing_settings import ObservingSettings
-from treeline_epp.peers.names import peer_names
-from treeline_epp.picking.policies import POLICIES, Choice
+from treeline_epp.peers.driver import peer_names
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
@@ -83,15 +82,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
     metrics_port: int = port_setting(ports.METRICS, help="/metrics, and nothing else (default %(default)s)")
     admin_port: int = port_setting(
         ports.PICKER_ADMIN, help="/ready, /live, /endpoints and the debug pages (default %(default)s)"
-    )
-    workers: int = setting(
-        1,
-        metavar="N",
-        at_least=1,
-        at_most=64,
-        help="processes that share the ext_proc port, each with the whole tree and an equal share of the connections; "
-        "they tell each other what they have in flight. For one picker that a core does not suffice for: a proxy has "
-        "to open as many connections (default %(default)s)",
     )
     peers: tuple[tuple[str, int], ...] = setting(
         (),
@@ -151,11 +141,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         help="for the conformance tests of Gateways alone: whoever sends the request header "
         "test-epp-endpoint-selection (a list of IP or IP:port) chooses the endpoint, past what the proxy allows and "
         "past load, and every response has the endpoint's address in x-conformance-test-served-endpoint",
-    )
-    restore_model_names: bool = setting(
-        False,
-        help="where a request's model was rewritten, give its response the name that the client asked for; as far as "
-        "the proxy shows response bodies (FULL_DUPLEX_STREAMED or BUFFERED) and they are not compressed",
     )
     rules_group: str = setting(
         None,
@@ -292,12 +277,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
         "ca.crt in --cert-path; the file is read again when it is replaced",
     )
-    transport: str = setting(
-        "http2",
-        choices=("http2", "grpc"),
-        help="what serves the ext_proc port: HTTP/2 of the picker's own, or grpc.aio, which takes several times the "
-        "CPU for a small request and is what the other is compared with (default %(default)s)",
-    )
     health_checking: bool = setting(
         False, metavar="BOOL", parse=flag_bool, help="serve gRPC health on the ext_proc port too"
     )
@@ -329,7 +308,7 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         None, group=_METRICS, metavar="PORT", at_least=1, at_most=65535, help="default: the endpoint's own"
     )
     ignored: tuple[str, ...] = ()
-    """Of flags and configurations of other pickers: a sentence for each that has no effect, with what is done here."""
+    """A sentence for each flag of other pickers that has no effect: what is done here instead."""
 
     @property
     def metric_names(self) -> MetricNames | None:
@@ -384,10 +363,6 @@ def options_of(argv: Sequence[str]) -> Options:
     """Parse a command line; exits with status 2 and a message where it is wrong."""
     p = parser()
     given = p.parse_args(argv)
-    planned = compat.planned(p, given, POLICIES, flow="flow_control" in settings_of(Options))
-    if planned.settings:
-        p.set_defaults(**planned.settings)
-        given = p.parse_args(argv)
     found = values(Options, given)
     try:
         found["endpoint"] = unique(parse_flag(text) for text in given.endpoint)
@@ -402,11 +377,10 @@ def options_of(argv: Sequence[str]) -> Options:
     ):
         p.error(why)
     _check_source(p, found)
-    _check_company(p, found)
     found["log_level"] = found["log_level"] or given.verbosity or "info"
     _fill(found)
     _check_together(p, found)
-    return Options(**found, ignored=(*given.ignored, *planned.told))
+    return Options(**found, ignored=given.ignored)
 
 
 def _said(p: argparse.ArgumentParser, argv: Sequence[str], names: Collection[str]) -> set[str]:
@@ -441,10 +415,10 @@ def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
     """Settings that need one another, or exclude it."""
     if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
         p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")
-    if Choice.parse(str(found["policy"])).name == "manual" and not found["trust_request_headers"]:
-        p.error("--policy manual needs --trust-request-headers: whoever can send its header chooses the endpoint")
     if found["rules_group"] and (found["endpoint_selector"] or not found["kubernetes"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
+    if found["peers"] and found["curve_dir"] is None:
+        p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
     if found["show_prompts"] and not found["enable_debug_endpoints"]:
         p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
     for why in compat.tls_faults(found):
@@ -474,23 +448,3 @@ def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
         p.error("--endpoint-selector needs --endpoint-target-ports")
     if found["gateway"]:
         found["pool_group"] = GROUPS[2]
-
-
-def _check_company(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
-    """What goes with other pickers and with workers."""
-    if found["peers"] and found["curve_dir"] is None:
-        p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
-    if found["peers"] and found["peer_port"] + found["workers"] > 1 << 16:
-        p.error("--peer-port: each worker has one, from this one on, and there are not so many")
-    if any(port + found["workers"] > 1 << 16 for _, port in found["peers"]):
-        p.error("--peers: each worker of a picker has a port, from the one that is named on, and there are not so many")
-    if found["workers"] == 1:
-        return
-    if found["transport"] != "http2":
-        p.error("--workers needs --transport http2: grpc.aio cannot share a port between processes that come and go")
-    if not found["grpc_port"]:
-        p.error("--workers needs a --grpc-port that is not 0: all of them listen there")
-    for name in ("flow_control", "hold_empty_pool_seconds", "quotas_file"):
-        if found[name] not in ("off", 0.0, "", None):
-            flag = f"--{name.replace('_', '-')}"
-            p.error(f"{flag} does not go with --workers: each of them would have its own; give the pool more pickers")

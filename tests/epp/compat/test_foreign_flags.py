@@ -122,7 +122,7 @@ OF_1_3 = "TLS_AES_128_GCM_SHA256,TLS_CHACHA20_POLY1305_SHA256"
     ("words", "minimum", "suites"),
     [
         ("", ssl.TLSVersion.TLSv1_2, ()),
-        ("--tls-min-version=VersionTLS10 --transport=grpc", ssl.TLSVersion.TLSv1_2, ()),
+        ("--tls-min-version=VersionTLS10", ssl.TLSVersion.TLSv1_2, ()),
         ("--tls-min-version=VersionTLS12 --secure-serving=false", ssl.TLSVersion.TLSv1_2, ()),
         (f"--tls-min-version=VersionTLS13 --tls-cipher-suites={OF_1_3}", ssl.TLSVersion.TLSv1_3, ()),
         (
@@ -146,7 +146,6 @@ def test_tls_is_spoken_as_gos_flags_have_it(words: str, minimum: ssl.TLSVersion,
         (f"--tls-cipher-suites {OF_1_3}", "names none of TLS 1.2: for 1.3 alone give --tls-min-version VersionTLS13"),
         ("--tls-min-version VersionTLS13 --secure-serving=false", "VersionTLS13 needs --secure-serving"),
         (f"--tls-cipher-suites {AES_128} --secure-serving=false", "--tls-cipher-suites needs --secure-serving"),
-        (f"--tls-cipher-suites {AES_128} --transport grpc", "needs --transport http2"),
         ("--tls-min-version VersionTLS13 --cert-path d --require-client-certificates", "does not go with"),
     ],
 )

@@ -1,11 +1,11 @@
-"""Durations and quantities as Go and Kubernetes spell them."""
+"""Durations and booleans as Go spells them."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_epp.compat.values import go_bool, quantity, seconds
+from treeline_epp.compat.values import go_bool, seconds
 
 
 @pytest.mark.parametrize(
@@ -29,31 +29,6 @@ def test_any_text_is_a_duration_or_refused(text: str) -> None:
     except ValueError:
         return
     assert 0 <= value < float("inf")
-
-
-@pytest.mark.parametrize(
-    ("value", "bytes_"),
-    [
-        ("1Gi", 1 << 30),
-        ("512M", 512_000_000),
-        ("1.5Ki", 1536),
-        ("1e9", 10**9),
-        ("1E", 10**18),
-        ("2Ei", 2 << 60),
-        ("100m", 1),
-        ("1k", 1000),
-        (4096, 4096),
-        ("0", 0),
-    ],
-)
-def test_quantities(value: object, bytes_: int) -> None:
-    assert quantity(value) == bytes_
-
-
-@pytest.mark.parametrize("value", ["", "Gi", "-1", -1, 1.5, True, None, "1 Gi", "1KiB", "1e999", "nan", "١"])
-def test_no_quantities(value: object) -> None:
-    with pytest.raises(ValueError, match="quantity"):
-        quantity(value)
 
 
 def test_booleans() -> None:

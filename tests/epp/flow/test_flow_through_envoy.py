@@ -19,14 +19,11 @@ async def held(plane: Plane) -> float:
 
 @pytest.mark.integration
 @pytest.mark.deep
-@pytest.mark.parametrize(
-    ("transport", "mode"),
-    [("http2", "BUFFERED"), ("http2", "FULL_DUPLEX_STREAMED"), ("grpc", "BUFFERED")],
-)
-async def test_a_request_is_held_until_the_first_engine_is_up(tmp_path: Path, transport: str, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_a_request_is_held_until_the_first_engine_is_up(tmp_path: Path, mode: str) -> None:
     engine = FakeEngine(ready=False)
     await engine.start()
-    flags = ("--transport", transport, "--hold-empty-pool-seconds", "30")
+    flags = ("--hold-empty-pool-seconds", "30")
     settings = {"request_body_mode": mode, "fail_open": False, "message_timeout_s": 0.2}
     try:
         async with data_plane(tmp_path, [engine], *flags, **settings) as plane:
@@ -65,11 +62,10 @@ async def held_is(plane: Plane, count: int) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.deep
-@pytest.mark.parametrize("transport", ["http2", "grpc"])
-async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Path, transport: str) -> None:
+async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Path) -> None:
     engine = FakeEngine(ready=False)
     await engine.start()
-    flags = ("--transport", transport, "--hold-empty-pool-seconds", "30")
+    flags = ("--hold-empty-pool-seconds", "30")
     try:
         async with data_plane(tmp_path, [engine], *flags, fail_open=False) as plane:
             going, staying = (asyncio.create_task(plane.complete(word)) for word in ("going", "staying"))

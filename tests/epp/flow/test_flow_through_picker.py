@@ -290,7 +290,7 @@ def test_a_proxy_that_only_shows_its_requests_leaves_none_waiting() -> None:
     head.request_headers.headers.headers.add(key=":path", raw_value=b"/v1/completions")
     whole = pb.ProcessingRequest(observability_mode=True)
     whole.request_body.CopyFrom(pb.HttpBody(body=b'{"model": "tiny", "prompt": "x"}', end_of_stream=True))
-    assert [*session.steps(head.SerializeToString()), *session.steps(whole.SerializeToString())] == []
+    assert [*session.answers(head.SerializeToString()), *session.answers(whole.SerializeToString())] == []
     assert world.flow.held()["default"].requests == before
     assert session.ended
     session.close()

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_world import MODES, Caller, FlowWorld
 from treeline_epp.flow import quota_file
+from treeline_epp.flow.assembly import quota_samples
 from treeline_epp.flow.quota_file import MOST_BYTES, QuotaFile, QuotaFileError
 from treeline_epp.flow.quotas import MOST_CLIENTS, Limits, QuotaExceeded, Quotas, QuotaTable
-from treeline_epp.flow.report import quota_samples
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.watched_file import read_file
 from treeline_wire import headers as names

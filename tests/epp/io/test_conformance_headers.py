@@ -31,7 +31,7 @@ def ask(session: ExtProcSession, selection: str, allowed: str = A) -> pb.Process
         request.request_headers.headers.headers.add(key=key, raw_value=value.encode())
     request.request_headers.end_of_stream = True
     request.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].string_value = allowed
-    (data,) = session.steps(request.SerializeToString())
+    (data,) = session.answers(request.SerializeToString())
     return pb.ProcessingResponse.FromString(data or b"")
 
 
@@ -39,7 +39,7 @@ def respond(session: ExtProcSession, served: str | None) -> tuple[dict[str, byte
     request = pb.ProcessingRequest(response_headers=pb.HttpHeaders())
     if served is not None:
         request.metadata_context.filter_metadata[names.LB].fields[names.SERVED].string_value = served
-    (data,) = session.steps(request.SerializeToString())
+    (data,) = session.answers(request.SerializeToString())
     mutation = pb.ProcessingResponse.FromString(data or b"").response_headers.response.header_mutation
     return {o.header.key: o.header.raw_value for o in mutation.set_headers}, set(mutation.remove_headers)
 

@@ -48,7 +48,7 @@ def told(asked: Router, mode: int = MODES.NONE, *, flag: bool = True) -> tuple[l
     if mode != MODES.NONE:
         body = pb.HttpBody(body=b'{"model": "m", "prompt": "hello"}', end_of_stream=True)
         messages.append(pb.ProcessingRequest(request_body=body))
-    answers = [data for message in messages for data in session.steps(message.SerializeToString())]
+    answers = [data for message in messages for data in session.answers(message.SerializeToString())]
     replies = [pb.ProcessingResponse.FromString(data) for data in answers if isinstance(data, bytes)]
     session.close()
     (metadata,) = [reply.dynamic_metadata[names.LB] for reply in replies if names.LB in reply.dynamic_metadata.fields]

@@ -147,22 +147,3 @@ async def test_who_cannot_be_asked_is_named_with_what_to_do(tmp_path: Path, caps
     assert "admin port (Connection refused): start one, or give --url" in said
     assert "is no address" in (await explain(capsys, str(body), "--url", "unix:/x"))[2]
     assert "No such file" in (await explain(capsys, str(tmp_path / "none"), "--url", url))[2]
-
-
-def test_of_a_picker_with_workers_it_is_told_which_decided_and_where_they_differ() -> None:
-    shown = explain_command.Shown(policy="p", endpoint="a", request_id="r", worker=1)
-    assert explain_command.table(shown).splitlines()[0] == "r: a, policy p, worker 1"
-    agreed = explain_command.Shown(policy="p", workers={"0": "a", "1": "a"})
-    assert explain_command.table(agreed) == "policy p"
-    torn = explain_command.Shown(policy="p", workers={"0": "a", "1": ""})
-    assert explain_command.table(torn).splitlines()[1:] == ["worker 0 would choose a", "worker 1 would choose -"]
-
-
-async def test_a_worker_that_does_not_answer_is_told_beside_the_decisions(capsys: pytest.CaptureFixture[str]) -> None:
-    found = {"decisions": [], "unanswered": [{"worker": 1, "why": "it starts"}]}
-    admin = PageServer({debug_pages.DECISIONS: lambda _query: Page(found)})
-    port = await admin.start("127.0.0.1", 0)
-    status, out, err = await explain(capsys, "--last", "3", "--url", f"http://127.0.0.1:{port}")
-    assert (status, out) == (0, "no decision has been taken yet\n")
-    assert err == "treeline pick explain: worker 1 is not asked: it starts\n"
-    await admin.stop()

@@ -45,7 +45,7 @@ class Stream:
     def ask(self, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         return [
             pb.ProcessingResponse.FromString(data)
-            for data in self.session.steps(request.SerializeToString())
+            for data in self.session.answers(request.SerializeToString())
             if data is not None
         ]
 

@@ -224,3 +224,4 @@ def test_sessions_are_of_a_pool_and_of_a_client_that_the_edge_knows() -> None:
     assert session("ada", isolation=NO_ISOLATION) == session("bob", isolation=NO_ISOLATION), "nobody said who they are"
     assert session("ada", isolation=Isolation(True, b"another key")) != ada
     assert TRUSTING.session({names.CLIENT: "ada"}, "p") == session("ada", named="") == 0
+    assert TRUSTING.session({names.CLIENT: "ada", "x-smg-routing-key": "s"}, "p") == ada, "as sgl-model-gateway has it"

@@ -72,7 +72,7 @@ def longest_turn(router: Router, path: str, body: bytes, mode: int) -> tuple[flo
     try:
         for message in messages_of(path, body, mode):
             began = time.thread_time()
-            steps = stream.steps(message)
+            steps = stream.answers(message)
             while True:
                 reply = next(steps, b"end")
                 longest = max(longest, time.thread_time() - began)
@@ -364,7 +364,7 @@ def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
             request = pb.ProcessingRequest.FromString(message)
             if request.HasField("request_body") and data is half:
                 request.request_body.end_of_stream = False
-            replies += list(stream.steps(request.SerializeToString()))
+            replies += list(stream.answers(request.SerializeToString()))
         return stream, replies
 
     held = [open_stream(half)[0], open_stream(half)[0]]
@@ -385,6 +385,6 @@ def test_an_answered_body_is_kept_no_longer() -> None:
     router, waiting = new_router(), BodyBudget(4 * MB)
     stream = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting))
     for message in messages_of("/v1/chat/completions", chat("y" * MB), BUFFERED):
-        list(stream.steps(message))
+        list(stream.answers(message))
     assert waiting.bytes == 0
     stream.close()

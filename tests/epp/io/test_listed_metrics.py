@@ -13,7 +13,7 @@ from support.metrics_page import compare
 from treeline_tools import envoy_metrics, metrics
 
 LISTED = metrics.families()["picker"]
-ASKED_FOR = tuple(f"treeline_epp_{word}" for word in ("kube_", "flow_", "peer", "usage_", "worker"))
+ASKED_FOR = tuple(f"treeline_epp_{word}" for word in ("kube_", "flow_", "peer"))
 """Of what a picker has only on Kubernetes, or with a flag; the tests of each look at them."""
 
 

@@ -9,12 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-import grpc
 import pytest
 from epp.io.test_large_bodies import HOSTILE, TURN, new_router
 from support.cpu import reference_s
-from treeline_epp.extproc.server import ExtProcService, server_options
-from treeline_epp.extproc.session import SessionLimits
+from treeline_epp.extproc.http2_server import Http2Server
+from treeline_epp.extproc.session import SERVICE, ExtProcSession, SessionLimits, most_message_bytes
 
 pytestmark = pytest.mark.deep
 
@@ -68,17 +67,17 @@ async def test_others_have_their_turn_while_a_hostile_body_arrives(shape: str, m
     file.write_bytes(body)
     path = "/v1/chat/completions"
     limit = 64 << 20
-    # 24 MB in one message are one copy by gRPC: where the kernel has to find the pages one by one, that is 45 ms.
+    # 24 MB in one message are one copy: where the kernel has to find the pages one by one, that is 45 ms.
     most_s = reference_s() * TURN * (3 if mode == 2 and len(body) > 8 << 20 else 1)
     gc.collect()
-    server = grpc.aio.server(options=server_options(limit))
-    server.add_generic_rpc_handlers((ExtProcService(new_router(), SessionLimits(limit)).handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    router, limits = new_router(), SessionLimits(limit)
+    methods = {f"/{SERVICE}/Process": lambda _, fields: ExtProcSession(router, limits, fields)}
+    server = Http2Server(methods, most_message_bytes(limit))
+    await server.start("127.0.0.1", 0)
     worst = []
     try:
         for _ in range(3):  # a processor that is shared makes some turns longer
-            argv = [sys.executable, "-c", CLIENT, str(port), path, str(mode), str(file)]
+            argv = [sys.executable, "-c", CLIENT, str(server.port), path, str(mode), str(file)]
             sent = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
             turns: list[float] = []
             watching = asyncio.create_task(watch(turns))

@@ -73,9 +73,9 @@ class Bench:
             head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
         if pool is not None:
             head.metadata_context.filter_metadata[names.LB].fields[names.POOL_METADATA].string_value = pool
-        replies = [pb.ProcessingResponse.FromString(r) for r in stream.steps(head.SerializeToString()) if r]
+        replies = [pb.ProcessingResponse.FromString(r) for r in stream.answers(head.SerializeToString()) if r]
         body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
-        replies += [pb.ProcessingResponse.FromString(r) for r in stream.steps(body.SerializeToString()) if r]
+        replies += [pb.ProcessingResponse.FromString(r) for r in stream.answers(body.SerializeToString()) if r]
         stream.close()
         if replies[-1].WhichOneof("response") == "immediate_response":
             return replies[-1].immediate_response

@@ -159,8 +159,6 @@ def test_a_policy_is_named_with_its_parameters(capsys: pytest.CaptureFixture[str
     said = refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "cache_aware:threshold=1")
     assert "it has cache_threshold, balance_abs_threshold, balance_rel_threshold" in said
     assert "valid: bucket, cache_aware" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "best")
-    assert "--trust-request-headers" in refused(capsys, "--endpoint", "a=127.0.0.1:1", "--policy", "manual")
-    assert policy("--policy", "manual", "--trust-request-headers") == "manual"
 
 
 def test_a_fairness_header_is_one_header(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,9 +168,6 @@ def test_a_fairness_header_is_one_header(capsys: pytest.CaptureFixture[str]) -> 
     assert "carries a secret" in refused(capsys, "--gateway", "g", "--fairness-header", "Authorization")
 
 
-FLOW_CONFIG = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, featureGates: [flowControl]}"
-
-
 @pytest.mark.parametrize(
     ("words", "needed"),
     [
@@ -180,7 +175,6 @@ FLOW_CONFIG = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, featu
         ("--flow-wait-seconds 2 --flow-control requests", "--flow-wait-seconds needs --flow-control wait"),
         ("--flow-endpoint-requests 5", "--flow-endpoint-requests needs --flow-control requests"),
         ("--flow-endpoint-requests 5 --flow-control wait", "--flow-endpoint-requests needs --flow-control requests"),
-        (f"--flow-endpoint-requests 5 --config-text={FLOW_CONFIG}", "needs --flow-control requests"),
         ("--flow-ttl-seconds 60", "--flow-ttl-seconds needs --flow-control wait or requests"),
         (
             "--flow-ttl-seconds 9 --hold-empty-pool-seconds 9",
@@ -196,8 +190,7 @@ FLOW_CONFIG = "{apiVersion: llm-d.ai/v1alpha1, kind: EndpointPickerConfig, featu
 def test_flags_of_flow_control_that_would_change_nothing_are_refused(
     capsys: pytest.CaptureFixture[str], words: str, needed: str
 ) -> None:
-    before, found, text = words.partition("--config-text=")
-    assert needed in refused(capsys, "--gateway", "g", *before.split(), *([found + text] if found else []))
+    assert needed in refused(capsys, "--gateway", "g", *words.split())
 
 
 def test_flags_of_flow_control_are_taken_where_they_mean_something() -> None:
@@ -206,7 +199,6 @@ def test_flags_of_flow_control_are_taken_where_they_mean_something() -> None:
         ["--flow-control", "wait", "--flow-wait-seconds", "2", "--flow-ttl-seconds", "3", *bounds],
         ["--flow-control", "requests", "--flow-endpoint-requests", "2", "--flow-ttl-seconds", "3", *bounds],
         ["--hold-empty-pool-seconds", "4", *bounds],
-        ["--config-text", FLOW_CONFIG, "--flow-wait-seconds", "2", *bounds],
     ):
         options = options_of(["--gateway", "g", *words])
         assert (options.flow_max_requests, options.flow_max_bytes) == (7, 9)

@@ -10,13 +10,12 @@ import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
-from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.clients import LOST_S, Clients
-from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.extproc.session import BadMessage, ExtProcSession, SessionLimits
 from treeline_epp.index.pods import Hit
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker, PickerConfig
@@ -83,7 +82,9 @@ def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
 
 def replies(stream: ExtProcSession, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
     return [
-        pb.ProcessingResponse.FromString(data) for data in stream.steps(request.SerializeToString()) if data is not None
+        pb.ProcessingResponse.FromString(data)
+        for data in stream.answers(request.SerializeToString())
+        if data is not None
     ]
 
 
@@ -123,7 +124,7 @@ def test_a_message_that_is_too_large_to_be_read_is_413_as_a_body_is_that_is_a_li
     for one in (stream, large):
         replies(one, headers(mode=mode))
     (expected,) = replies(stream, body(b"x" * 10_001))
-    (data,) = large.steps(None)
+    (data,) = large.answers(None)
     assert isinstance(data, bytes)
     assert pb.ProcessingResponse.FromString(data) == expected
     assert expected.immediate_response.status.code == 413
@@ -137,7 +138,7 @@ def test_an_answer_that_is_too_large_to_be_read_is_no_refusal() -> None:
     replies(stream, headers())
     replies(stream, body())
     replies(stream, response())
-    assert list(stream.steps(None)) == []
+    assert list(stream.answers(None)) == []
     stream.close()
 
 
@@ -494,5 +495,5 @@ def test_the_first_message_may_be_of_an_unknown_kind() -> None:
 
 
 def test_what_is_no_message_is_an_error_of_the_reader() -> None:
-    with pytest.raises(DecodeError):
-        list(Bench().stream().steps(b"\x12\x05x"))
+    with pytest.raises(BadMessage):
+        list(Bench().stream().answers(b"\x12\x05x"))

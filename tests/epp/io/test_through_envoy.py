@@ -57,13 +57,24 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
 
 @pytest.mark.integration
 @pytest.mark.deep
-@pytest.mark.parametrize("transport", ["http2", "grpc"])
+async def test_the_access_log_has_the_tokens_that_clients_are_not_shown(tmp_path: Path) -> None:
+    async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
+        fakes[0].reply_headers |= {names.PROMPT_TOKENS: "300", names.CACHED_TOKENS: "16"}
+        answer = await plane.complete("hello")
+        fakes[0].reply_headers = {}
+        silent = await plane.complete("hello")
+        assert not {names.PROMPT_TOKENS, names.CACHED_TOKENS} & set(answer.headers)
+        lines = await until(lambda: len(plane.envoy.access()) == 2 and plane.envoy.access(), "two log lines")
+        assert [(line["prompt_tokens"], line["cached_tokens"]) for line in lines] == [(300, 16), (None, None)]
+        assert silent.status_code == 200
+
+
+@pytest.mark.integration
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
-async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(
-    tmp_path: Path, mode: str, transport: str
-) -> None:
+async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_path: Path, mode: str) -> None:
     settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
-    async with engines() as fakes, data_plane(tmp_path, fakes, "--transport", transport, **settings) as plane:
+    async with engines() as fakes, data_plane(tmp_path, fakes, **settings) as plane:
         for fake in fakes:
             fake.reply_body = bytes(range(256)) * 800
         for size in (1, 200_000, 1_500_000):

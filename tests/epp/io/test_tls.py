@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from support.epp_io import engines, running_picker, until
 from support.epp_kube import asked
-from treeline_epp.extproc.server import SERVICE
-from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, credentials, self_signed
+from treeline_epp.extproc.session import SERVICE
+from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, self_signed
 from treeline_epp.main import main
 
 
@@ -119,13 +119,13 @@ async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for
 
 def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     with pytest.raises(TlsError, match=r"cannot read .*tls\.key \(No such file or directory\): name a folder"):
-        credentials(tmp_path)
+        Certificate(tmp_path).context()
     write(tmp_path, (self_signed()[0], self_signed()[1]), 1)
     with pytest.raises(TlsError, match="not the key"):
-        credentials(tmp_path)
+        Certificate(tmp_path).context()
     write(tmp_path, (b"nonsense", b"nonsense"), 2)
     with pytest.raises(TlsError):
-        credentials(tmp_path)
+        Certificate(tmp_path).context()
     assert main(["--endpoint", "a=127.0.0.1:1", "--secure-serving", "--cert-path", str(tmp_path)]) == 1
 
 

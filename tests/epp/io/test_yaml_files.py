@@ -8,7 +8,7 @@ from textwrap import indent
 
 import msgspec
 import pytest
-from treeline_epp.compat.config import GIE, ConfigError, decode
+from treeline_epp.compat.config import ConfigError, check_config
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_file, read_endpoints
 from treeline_epp.endpoints.engine_key import EngineKey
 from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
@@ -46,7 +46,7 @@ def test_a_value_that_cannot_be_is_a_fault_of_the_file(value: str, tmp_path: Pat
     with pytest.raises(DiscoveryError):
         parse_file(f"endpoints: [{{name: a, address: 127.0.0.1:80, uid: {value}}}]")
     with pytest.raises(ConfigError):
-        decode(f"apiVersion: {GIE}\nkind: EndpointPickerConfig\nplugins: [{{type: a, name: {value}}}]")
+        check_config(f"kind: EndpointPickerConfig\nplugins: [{{type: a, name: {value}}}]")
 
 
 LIMITS = "{requests_per_day: 1}"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.kube_api import own_model, own_pool, pod
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 from treeline_epp.kube import pools
-from treeline_epp.kube.models import read_model
+from treeline_epp.kube.objects import read_model
 from treeline_epp.kube.pods import endpoints, read_pod
 from treeline_epp.kube.pools import Pool
 

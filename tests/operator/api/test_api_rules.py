@@ -89,12 +89,7 @@ REFUSED_POOLS = [
             ("balanceRelThreshold", 2, "cache_aware and bucket"),
             ("prefixTokenCount", 8, "prefix_hash"),
             ("loadFactor", 2, "prefix_hash and consistent_hashing"),
-            ("key", "client", "consistent_hashing"),
-            ("header", "x-user", "consistent_hashing"),
             ("bucketAdjustIntervalSecs", 1, "bucket"),
-            ("carrier", "header", "session_affinity"),
-            ("name", "token", "session_affinity"),
-            ("maxAge", 60, "session_affinity"),
             ("loadS", 2, "lora_affinity"),
             ("rememberS", 2, "lora_affinity"),
         )

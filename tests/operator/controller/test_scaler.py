@@ -41,7 +41,6 @@ class World:
         self.events: list[str] = []
         self.changed: list[Key] = []
         self.fails = 0
-        self.partial = False
         self.tells = True
         self.version = 0
         self.spec: dict[str, Any] = {"replicas": 1, "autoscaling": AUTO | auto}
@@ -86,7 +85,7 @@ class World:
     async def lines(self, address: Any) -> AsyncIterator[Signals]:
         event = self.heard.setdefault(address, asyncio.Event())
         while (said := self.says.get(address)) is not None:
-            yield Signals(True, {"p": said}, self.partial)
+            yield Signals(True, {"p": said})
             event.clear()
             try:
                 async with asyncio.timeout(2.0):
@@ -299,12 +298,6 @@ def test_following_hears_each_picker_and_forgets_who_is_gone() -> None:
         heard = following.heard("p")
         assert heard is not None
         assert (heard.whole, heard.pool) == (True, HELD)
-        world.partial = True
-        world.say(A, HELD)
-        await asyncio.sleep(0.1)
-        heard = following.heard("p")
-        assert heard is not None
-        assert not heard.whole, "some of its workers say nothing"
         world.say(A, None)
         await asyncio.sleep(7)
         assert following.heard("p") is None

@@ -20,19 +20,14 @@ VALUES: dict[str, Any] = {
     "balanceRelThreshold": 1.0001,
     "prefixTokenCount": 64,
     "loadFactor": 2.5,
-    "key": "client",
-    "header": "x-user-id",
     "bucketAdjustIntervalSecs": 0.5,
-    "carrier": "header",
-    "name": "session",
-    "maxAge": 3600,
     "loadS": 0.0,
     "rememberS": 1e-05,
 }
 
 
-def test_a_pool_can_choose_what_the_picker_has_but_manual() -> None:
-    assert set(get_args(Policy)) == {*POLICIES, *ALIASES} - {"manual"}
+def test_a_pool_can_choose_what_the_picker_has() -> None:
+    assert set(get_args(Policy)) == {*POLICIES, *ALIASES}
     assert set(get_args(Policy)) > HEEDING
 
 

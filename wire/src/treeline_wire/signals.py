@@ -78,12 +78,10 @@ class PoolSignals(msgspec.Struct, frozen=True):
 
 
 class Signals(msgspec.Struct, frozen=True):
-    """What one picker says. `synced`: it has seen all that there is, so that a pool that is missing is not its.
-    `partial`: some of its processes say nothing, and what they alone know is missing."""
+    """What one picker says. `synced`: it has seen all that there is, so that a pool that is missing is not its."""
 
     synced: bool = False
     pools: dict[str, PoolSignals] = {}
-    partial: bool = False
 
 
 def encode(signals: Signals) -> bytes:

@@ -1,187 +1,97 @@
-"""`EndpointPickerConfig` as GIE 1.5 and llm-d's router read it: decoded strictly, and checked as far as its form goes.
+"""`EndpointPickerConfig` of GIE 1.5 and llm-d's router: looked through, and never followed.
 
-`inference.networking.x-k8s.io/v1alpha1` is GIE's, `llm-d.ai/v1alpha1` llm-d's, which has some members more. One that
-a version does not know, or that occurs twice, is refused with its path. What the plugins come to is said elsewhere
-(`plugins`, `plan`).
+A Deployment of theirs starts with it where leaving it out changes only how good a choice is. Where it decides who may
+get a request, or asks for what something downstream reads, the picker does not start. The table in docs/migrating.md
+says of each plugin what is done here, and which flag does what it did.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from treeline_epp.yaml_text import decode_yaml
 
-GIE, LLMD = "inference.networking.x-k8s.io/v1alpha1", "llm-d.ai/v1alpha1"
+TABLE = "docs/migrating.md#endpointpickerconfig"
+UNFOLLOWED = f"the configuration is not followed; {TABLE} says which flags do what it asks for"
 _KIND = "EndpointPickerConfig"
-_MOST_BYTES = 1024 * 1024
-_MOST_NODES = 20_000
+_MOST_CHARACTERS = 1024 * 1024
+_MOST_VALUES = 20_000
 """Of the document with its aliases written out."""
 
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
-Quantity = str | int
+_UNNEEDED = """
+max-score-picker random-picker weighted-random-picker queue-scorer kv-cache-utilization-scorer
+running-requests-size-scorer token-load-scorer load-aware-scorer active-request-scorer latency-scorer
+predicted-latency-scorer prefix-cache-scorer precise-prefix-cache-scorer lora-affinity-scorer no-hit-lru-scorer
+session-affinity-scorer mm-embeddings-cache-scorer prefix-cache-affinity-filter utilization-filter
+approx-prefix-cache-producer precise-prefix-cache-producer burst-prefix-cache-producer inflight-load-producer
+predicted-latency-producer token-producer tokenizer mm-embeddings-cache-producer session-id-producer
+single-profile-handler probabilistic-admitter openai-parser anthropic-parser sglanghttp-parser vllmhttp-parser
+passthrough-parser vllmgrpc-parser metrics-data-source core-metrics-extractor model-server-protocol-metrics
+models-data-source models-data-extractor k8s-notification-source endpoint-notification-source dcgm-data-source
+dcgm-extractor topology-extractor local-syncer utilization-detector concurrency-detector
+global-strict-fairness-policy round-robin-fairness-policy program-aware-fairness fcfs-ordering-policy
+edf-ordering-policy slo-deadline-ordering-policy static-usage-limit-policy priority-holdback-policy
+soft-reflective-ceiling-policy eviction-sheddable-filter eviction-priority-then-time-ordering
+sheddable-eviction-filter priority-then-time-eviction-order-policy
+"""
+UNNEEDED = frozenset(_UNNEEDED.split())
+"""Types of plugins that may be left out: what they do is done here anyway, or only makes a choice better. All others
+are refused, those that are not known, too: each could leave out endpoints that must not get requests."""
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used. `path` says which member, the message why and what to use instead."""
-
-    def __init__(self, path: str, message: str) -> None:
-        self.path = path
-        super().__init__(f"{path}: {message}" if path else message)
+    """With this configuration the picker must not start. The message says why and what to do."""
 
 
-class _Member(msgspec.Struct, rename="camel", forbid_unknown_fields=True):
-    """Part of the document."""
-
-
-class PluginSpec(_Member):
-    """A plugin; without a name it is called by its type."""
-
-    type: Name
-    name: str = ""
-    parameters: Mapping[str, Any] | None = None
-
-
-class Reference(_Member):
-    """To a plugin, by name."""
-
-    plugin_ref: Name
-
-
-class WeightedReference(_Member):
-    """A plugin in a profile; the weight counts for scorers."""
-
-    plugin_ref: Name
-    weight: float | None = None
-
-
-class Profile(_Member):
-    """What chooses an endpoint."""
-
-    name: Name
-    plugins: tuple[WeightedReference, ...] = ()
-
-
-class Source(_Member):
-    """Where an endpoint's attributes come from."""
-
-    plugin_ref: Name
-    extractors: tuple[Reference, ...] = ()
-
-
-class DataLayer(_Member):
-    """Sources of attributes."""
-
-    sources: tuple[Source, ...] = ()
-
-
-class LlmdDataLayer(DataLayer):
-    """With llm-d's members."""
-
-    inject_defaults: bool | None = None
-    discovery: Reference | None = None
-    peer_discovery: Reference | None = None
-    cross_replica_syncer_plugin_ref: str = ""
-    cross_replica_sync_interval: str | None = None
-
-
-class PriorityBand(_Member):
-    """A queue's bounds."""
-
-    priority: int = 0
-    max_bytes: Quantity | None = None
-    max_requests: Quantity | None = None
-    fairness_policy_ref: str = ""
-    ordering_policy_ref: str = ""
-
-
-class FlowControl(_Member):
-    """Queues before the choice."""
-
-    max_bytes: Quantity | None = None
-    max_requests: Quantity | None = None
-    default_request_ttl: str | None = msgspec.field(default=None, name="defaultRequestTTL")
-    default_priority_band: PriorityBand | None = None
-    priority_bands: tuple[PriorityBand, ...] = ()
-    usage_limit_policy_plugin_ref: str = ""
-
-
-class Detector(_Member):
-    """What says that a pool is saturated."""
-
-    plugin_ref: str = ""
-
-
-class LlmdFlowControl(FlowControl):
-    """With llm-d's members."""
-
-    no_endpoint_request_ttl: str | None = msgspec.field(default=None, name="noEndpointRequestTTL")
-    default_negative_priority_band: PriorityBand | None = None
-    saturation_detector: Detector | None = None
-    enable_eviction: bool = False
-
-
-class RequestHandler(_Member):
-    """What reads requests."""
-
-    parsers: tuple[Reference, ...] = ()
-
-
-class EndpointPickerConfig(_Member):
-    """The document."""
-
-    api_version: str
-    kind: str
-    feature_gates: tuple[str, ...] | None = None
-    plugins: tuple[PluginSpec, ...] | None = None
-    scheduling_profiles: tuple[Profile, ...] | None = None
-    saturation_detector: Detector | None = None
-    data_layer: DataLayer | None = None
-    flow_control: FlowControl | None = None
-    parser: Reference | None = None
-
-
-class LlmdEndpointPickerConfig(EndpointPickerConfig):
-    """With llm-d's members."""
-
-    data_layer: LlmdDataLayer | None = None
-    flow_control: LlmdFlowControl | None = None
-    request_handler: RequestHandler | None = None
-
-
-class _Head(msgspec.Struct, rename="camel"):
-    api_version: str
-    kind: str
-
-
-_TYPES: dict[str, type[EndpointPickerConfig]] = {GIE: EndpointPickerConfig, LLMD: LlmdEndpointPickerConfig}
-
-
-def decode(text: str) -> EndpointPickerConfig:
-    """The document in YAML or JSON. Raises ConfigError."""
-    if len(text) > _MOST_BYTES:
-        raise ConfigError("", f"the configuration has more than {_MOST_BYTES} characters")
-    head = _decoded(text, _Head)
-    if head.kind != _KIND:
-        raise ConfigError("kind", f"must be {_KIND}, got {head.kind!r}")
-    if head.api_version not in _TYPES:
-        raise ConfigError("apiVersion", f"must be {GIE} or {LLMD}, got {head.api_version!r}")
-    return _decoded(text, _TYPES[head.api_version])
-
-
-_AT = re.compile(r"(?s)(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?")
-
-
-T = TypeVar("T")
-
-
-def _decoded(text: str, kind: type[T]) -> T:
+def check_config(text: str) -> None:
+    """Look through a configuration in YAML or JSON. Raises ConfigError."""
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"the configuration has more than {_MOST_CHARACTERS} characters")
     try:
-        return decode_yaml(text, kind, _MOST_NODES)
+        config = decode_yaml(text, dict[str, Any], _MOST_VALUES)
     except msgspec.MsgspecError as error:
-        found = _AT.fullmatch(str(error))
-        assert found is not None
-        raise ConfigError(found[2] or "", found[1].replace("Object ", "", 1)) from None
+        raise ConfigError(f"no configuration: {error}") from None
+    if config.get("kind") != _KIND:
+        raise ConfigError(f"kind must be {_KIND}, got {config.get('kind')!r}")
+    types = _types(config)
+    refused = sorted({name for name in _plugins(config, types) if name not in UNNEEDED})
+    if refused:
+        raise ConfigError(f"{', '.join(refused)}: refused; {TABLE} says why, and what to use instead")
+    profiles = config.get("schedulingProfiles")
+    if isinstance(profiles, list) and len(profiles) > 1:
+        raise ConfigError(f"{len(profiles)} schedulingProfiles: leave one, or run a picker for each")
+
+
+def _types(config: dict[str, Any]) -> dict[str, str]:
+    """The type of each plugin that the configuration lists, by its name."""
+    found = {}
+    listed = config.get("plugins") or []
+    if not isinstance(listed, list):
+        raise ConfigError("plugins must be a list")
+    for plugin in listed:
+        if not isinstance(plugin, dict) or not isinstance(plugin.get("type"), str):
+            raise ConfigError("each of the plugins must have a type")
+        found[str(plugin.get("name") or plugin["type"])] = plugin["type"]
+    return found
+
+
+def _plugins(config: dict[str, Any], types: dict[str, str]) -> Iterator[str]:
+    """The types of all plugins that are listed or referred to; one that is not listed is referred to by its type."""
+    yield from types.values()
+    for name in _references(config):
+        yield types.get(name, name)
+
+
+def _references(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if isinstance(inner, str) and inner and str(key).lower().endswith(("pluginref", "policyref")):
+                yield inner
+            else:
+                yield from _references(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _references(inner)

@@ -5,13 +5,17 @@ one of three ways: it is how things are here anyway, and nothing is said; it has
 done instead; or it would matter, and the picker does not start.
 
 Flags that have a meaning here are settings of `options.Options`; `-v` and the log level of zap become `--log-level`.
+A configuration of plugins is looked through (`config`), and never followed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from treeline_epp.compat.config import UNFOLLOWED, check_config
 
 
 class Foreign(NamedTuple):
@@ -68,7 +72,7 @@ FOREIGN: dict[str, Foreign] = {
     "--enable-grpc-stream-metrics": Foreign(
         "open streams are always counted (treeline_epp_extproc_streams)", boolean=True, as_here=_ON
     ),
-    "--allow-experimental-plugins": Foreign("plugins are not loaded; --config-file says which are understood", True),
+    "--allow-experimental-plugins": Foreign("no plugins are loaded", True),
 }
 
 _LEVELS = {"debug": "debug", "info": "info", "error": "error", "panic": "error"}
@@ -81,6 +85,8 @@ def add_foreign(parser: argparse._ActionsContainer) -> None:
     for flag, meaning in FOREIGN.items():
         count = "?" if meaning.boolean else None
         parser.add_argument(flag, nargs=count, dest="ignored", action=_Taken, default=(), help=argparse.SUPPRESS)
+    for flag in ("--config-file", "--config-text"):
+        parser.add_argument(flag, dest="ignored", action=_Configuration, default=(), help=argparse.SUPPRESS)
     for flag in ("--zap-log-level", "-v", "--v"):
         parser.add_argument(flag, dest="verbosity", type=_level, default=None, help=argparse.SUPPRESS)
 
@@ -116,3 +122,25 @@ class _Taken(argparse.Action):
         if meaning.refused:
             raise argparse.ArgumentError(self, f"not known here: {meaning.told}")
         namespace.ignored = (*namespace.ignored, f"{option_string}: {meaning.told}")
+
+
+class _Configuration(argparse.Action):
+    """Refuses a configuration of plugins, or adds the sentence that it has no effect."""
+
+    def __call__(
+        self,
+        _parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        try:
+            text = str(values)
+            if option_string == "--config-file":
+                text = Path(text).read_text(encoding="utf-8")
+            if text:
+                check_config(text)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        if text:
+            namespace.ignored = (*namespace.ignored, f"{option_string}: {UNFOLLOWED}")

@@ -1,19 +1,14 @@
-"""Flags of other pickers that have a meaning here, and their configuration."""
+"""Flags of other pickers that have a meaning here."""
 
 from __future__ import annotations
 
-import argparse
 import ssl
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from treeline_wire.settings import setting
 
-from treeline_epp.compat.config import decode
-from treeline_epp.compat.flow_plan import Plan
-from treeline_epp.compat.plan import plan
 from treeline_epp.compat.values import TLS_1_3_SUITES, cipher_suites, flag_bool, tls_version
 
 GROUP = "flags of other endpoint pickers"
@@ -23,14 +18,6 @@ GROUP = "flags of other endpoint pickers"
 class CompatSettings:
     """Each is a flag of the same name."""
 
-    config_file: Path | None = setting(
-        None,
-        group=GROUP,
-        metavar="FILE",
-        help="an EndpointPickerConfig of GIE or llm-d, read at start: what it asks for holds where no flag says "
-        "otherwise; what has no meaning here is told or refused (docs/migrating.md)",
-    )
-    config_text: str = setting("", group=GROUP, metavar="YAML", help="the same as text")
     disable_endpoint_subset_filter: bool = setting(
         False,
         group=GROUP,
@@ -78,25 +65,7 @@ def tls_faults(found: Mapping[str, Any]) -> Iterator[str]:
     flag = "--tls-min-version VersionTLS13" if strict else "--tls-cipher-suites"
     if not found["secure_serving"]:
         yield f"{flag} needs --secure-serving"
-    if found["transport"] != "http2":
-        yield f"{flag} needs --transport http2: grpc.aio cannot be told what TLS to speak"
     if found["require_client_certificates"]:
         yield f"{flag} does not go with --require-client-certificates: the EDS port is grpc.aio's, which cannot be told"
     if not strict and TLS_1_3_SUITES.issuperset(suites):
         yield f"{flag} names none of TLS 1.2: for 1.3 alone give --tls-min-version VersionTLS13"
-
-
-def planned(p: argparse.ArgumentParser, given: argparse.Namespace, policies: Collection[str], *, flow: bool) -> Plan:
-    """What --config-file or --config-text asks for (see `plan`); exits with status 2 where it cannot be used."""
-    if given.config_file is not None and given.config_text:
-        p.error("--config-file and --config-text: give one of them")
-    where = f"--config-file {given.config_file}" if given.config_file is not None else "--config-text"
-    try:
-        text = given.config_text
-        if given.config_file is not None:
-            text = given.config_file.read_text(encoding="utf-8")
-        if not text and given.config_file is None:
-            return Plan()
-        return plan(decode(text), policies, flow=flow)
-    except (OSError, ValueError) as error:
-        p.error(f"{where}: {error}")

@@ -1,22 +1,13 @@
-"""Values as Go's flags and Kubernetes' objects spell them."""
+"""Values as Go's flags spell them."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import ssl
-from decimal import Decimal
 
 _DURATION = re.compile(r"(?:(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h))", re.ASCII)
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)([eE][+-]?\d{1,2}|[KMGTPE]i|[numkMGTPE]|)", re.ASCII)
-_SUFFIXES = {
-    "": Decimal(1),
-    **{suffix: Decimal(1000) ** power for power, suffix in ((-3, "n"), (-2, "u"), (-1, "m"))},
-    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)},
-    **{f"{suffix}i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", 1)},
-}
-
 _TLS_VERSIONS = {
     "VersionTLS10": ssl.TLSVersion.TLSv1_2,  # nothing older than 1.2 is spoken here
     "VersionTLS11": ssl.TLSVersion.TLSv1_2,
@@ -84,19 +75,3 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"{text!r} is no duration: it must not be negative, nor endless")
     return value
-
-
-def quantity(value: object) -> int:
-    """A whole number of Kubernetes' `resource.Quantity`: `1Gi`, `512M`, `1e9`, 4096. Rounded up, as there.
-
-    Raises ValueError.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    found = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
-    if found is None:
-        raise ValueError(f"{value!r} is no quantity like 1Gi, 512M or 4096")
-    number, suffix = found.groups()
-    scale = Decimal(f"1{suffix}") if suffix[:1] in ("e", "E") and len(suffix) > 1 and suffix != "Ei" else None
-    exact = Decimal(number) * (_SUFFIXES[suffix] if scale is None else scale)
-    return int(exact.to_integral_value(rounding="ROUND_CEILING"))

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treeline_epp import fleet_report
-from treeline_epp.console.holders import Holders
-from treeline_epp.console.prefixes import Prefix, hot_prefixes
+from treeline_epp.console.prefixes import Holders, Prefix, hot_prefixes
 from treeline_epp.fleet import Fleet
 from treeline_epp.requests.decision_log import DecisionLog, Noted
 

@@ -109,18 +109,13 @@ def _serialize(message: pb.ProcessingResponse | base_pb2.HeaderValueOption) -> b
 
 
 def _telling(reply: Reply, *, strip_response_headers: bool) -> bytes:
-    """To response headers, that the client be told who answered, what a policy has for it, or what is left of its
-    quota."""
+    """To response headers, that the client be told who answered, or what is left of its quota."""
     response = pb.ProcessingResponse()
     mutation = response.response_headers.response.header_mutation
     if reply.served is not None:
         mutation.set_headers.append(_header(names.CONFORMANCE_SERVED, reply.served.encode()))
     for name, value in reply.headers:
-        option = _header(name, value)
-        if name == "set-cookie":  # the endpoint's own cookies stay; by its action alone Envoy 1.40 replaces them
-            option.ClearField("append_action")
-            option.append.value = True
-        mutation.set_headers.append(option)
+        mutation.set_headers.append(_header(name, value))
     if strip_response_headers:
         mutation.remove_headers.extend(_OURS)
     return _serialize(response)

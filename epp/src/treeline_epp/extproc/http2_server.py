@@ -159,20 +159,6 @@ class Http2Server:
         if before is not None:
             before.close()
 
-    async def adopt(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Serve a connection that was accepted elsewhere. Raises OSError where it does not come about."""
-        await asyncio.get_running_loop().connect_accepted_socket(lambda: _Peer(self), connection, ssl=tls)
-
-    @property
-    def connections(self) -> int:
-        """Those that are open and take new calls."""
-        return sum(not peer.leaving for peer in self.peers)
-
-    def shed(self, count: int) -> None:
-        """Ask the peers of so many connections to come again: what is open there goes on."""
-        for peer in [peer for peer in self.peers if not peer.leaving][:count]:
-            peer.leave()
-
     @property
     def port(self) -> int:
         """Where it listens."""

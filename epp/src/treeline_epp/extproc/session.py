@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+from google.protobuf.message import DecodeError
 from treeline_wire import headers as names
 
 from treeline_epp.extproc.clients import Clients, Present, TooMuch
@@ -24,6 +25,7 @@ from treeline_epp.extproc.state import (
     ResponsePhase,
 )
 from treeline_epp.flow.ticket import Ticket
+from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Decision
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget
@@ -31,11 +33,14 @@ from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.response_model import ModelRenamer
 from treeline_epp.requests.router import Routed, RoutedRequest, Router
 from treeline_epp.requests.usage import NOTHING, UsageReader
 
 log = logging.getLogger(__name__)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+_OVERHEAD_BYTES = 4 * 1024 * 1024
+"""Room in a message beyond the body: headers, metadata, and bodies a little over the limit, which get a proper 413."""
 
 _FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 _UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
@@ -47,6 +52,10 @@ _NO_METADATA: Mapping[str, str] = {}
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 _SLICE_PIECES = 4
 """Pieces of a large body that are looked at before others get a turn: a few milliseconds."""
+
+
+class BadMessage(ValueError):
+    """What the proxy sent is no `ProcessingRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +73,15 @@ class SessionLimits:
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
 
+    def samples(self) -> Iterator[Sample]:
+        """For the metrics page."""
+        text = "Bytes of request bodies that wait for their decision, beyond the first 64 KiB of each."
+        yield "gauge", "waiting_body_bytes", text, {}, self.waiting.bytes
+
 
 class ExtProcSession:
-    """One ext_proc stream, from its first message to its end. Close it in a `finally`."""
+    """One ext_proc stream, from its first message to its end; counted while it is open. Close it in a `finally`: Envoy
+    ends a stream by half-closing it, by a reset, or by dying."""
 
     def __init__(self, router: Router, limits: SessionLimits, metadata: Mapping[str, str] = _NO_METADATA) -> None:
         """metadata: of the call."""
@@ -78,9 +93,9 @@ class ExtProcSession:
         self._routed: RoutedRequest | None = None
         self._ticket: Ticket[Routed] | None = None
         self._usage: UsageReader | None = None
-        self._renamer: ModelRenamer | None = None
         self._share = limits.waiting.open()
         self._observed = False
+        router.metrics.streams.inc()
 
     @property
     def ended(self) -> bool:
@@ -105,23 +120,26 @@ class ExtProcSession:
     def _counts(self) -> bool:
         return self._present is not None and self._present.keyed and not (self._state is None or self._state.closed)
 
-    def steps(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
         """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a
         ticket where it goes on when that is done (asked sooner, it gives the ticket again). None: the message is too
         large to be read, and the last.
 
-        Raises `DecodeError` of protobuf, at the first step, for what is no `ProcessingRequest`; nothing else.
+        Raises BadMessage, at the first step; nothing else.
         """
         if data is None:
             state = self._state or self._begun(None)
             if state.request_phase in _UNDECIDED:
-                yield from self._answers(state.refuse(refusals.body_too_large(self._limits.body_bytes)))
+                yield from self._serialized(state.refuse(refusals.body_too_large(self._limits.body_bytes)))
             return
         try:
             message = read(data)
+        except DecodeError as error:
+            self._router.metrics.protocol_errors.inc()
+            raise BadMessage(f"not a ProcessingRequest: {error}") from None
         except UnknownMessage as error:
             self._observed = self._observed or error.observed
-            yield from self._answers(self._broken(self._state or self._begun(None), error))
+            yield from self._serialized(self._broken(self._state or self._begun(None), error))
             return
         self._observed = self._observed or message.observed
         state = self._state or self._begun(message.modes)
@@ -133,33 +151,28 @@ class ExtProcSession:
         else:
             if waiting and state.response_phase is not ResponsePhase.WAITING and self._routed is not None:
                 outputs = self._begin_response(self._routed, message, outputs)
-                if self._routed.renamed is not None and state.may_rename and "content-encoding" not in message.headers:
-                    self._renamer = ModelRenamer(*self._routed.renamed)
             if self._routed is not None:
                 self._keep_account(self._routed, state, message)
-            if self._renamer is not None:
-                outputs = list(_renamed(self._renamer, message, outputs))
             if self._limits.tell_served and message.kind is Kind.RESPONSE_HEADERS:
                 outputs = [_telling(output, message.served) for output in outputs]
             if outputs and isinstance(asked := outputs[-1], RouteRequest):
                 outputs = yield from self._route(state, asked)
-        yield from self._answers(outputs)
+        yield from self._serialized(outputs)
         if state.request_phase is not RequestPhase.COLLECTING:
             self._share.close()
             if self._present is not None:
                 self._present.arrived()
 
     def _begin_response(self, routed: RoutedRequest, message: Message, outputs: list[Output]) -> list[Output]:
-        """What its client is told: what a policy has for it, and what is left of its quota."""
+        """Its client is told what is left of its quota."""
         router = self._router
         router.complete(routed, message.headers, message.served)
-        tell = router.tell(routed, message.headers, message.served)
-        told = [] if tell is None else [(tell[0], tell[1].encode())]
-        if routed.wants_usage:
-            streams = message.headers.get("content-type", "").startswith("text/event-stream")
-            self._usage = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
-            told += router.told(routed)
-        return [_with_headers(output, tuple(told)) for output in outputs] if told else outputs
+        if not routed.wants_usage:
+            return outputs
+        streams = message.headers.get("content-type", "").startswith("text/event-stream")
+        self._usage = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
+        told = router.told(routed)
+        return [_with_headers(output, told) for output in outputs] if told else outputs
 
     def _keep_account(self, routed: RoutedRequest, state: ExtProcState, message: Message) -> None:
         """Of the response, as far as it is shown."""
@@ -186,7 +199,7 @@ class ExtProcSession:
         self._router.metrics.protocol_errors.inc()
         return state.refuse(refusals.internal_error())
 
-    def _answers(self, outputs: list[Output]) -> Iterator[bytes]:
+    def _serialized(self, outputs: list[Output]) -> Iterator[bytes]:
         if self._observed:
             return
         strip = self._limits.strip_response_headers
@@ -199,6 +212,7 @@ class ExtProcSession:
     def close(self, *, lost: bool = False) -> None:
         """The stream has ended, in whatever way; `lost`: with its connection, so the proxy may go on with a request
         that was decided, and it counts on for a while."""
+        self._router.metrics.streams.dec()
         self._share.close()
         if self._ticket is not None:
             self._router.abandon(self._ticket)
@@ -282,22 +296,6 @@ class ExtProcSession:
         return why
 
 
-def _renamed(renamer: ModelRenamer, message: Message, outputs: list[Output]) -> Iterator[Output]:
-    """The replies, with the model's name put back in those to the response's body."""
-    if message.kind is Kind.RESPONSE_TRAILERS and (rest := renamer.feed(b"", end=True)):
-        yield Reply(Kind.RESPONSE_BODY, chunk=rest)
-    for output in outputs:
-        if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_BODY:
-            yield output
-        elif output.chunk is None:
-            body = renamer.feed(message.data, end=True)
-            yield msgspec.structs.replace(output, body=body, content_length=len(body))
-        elif (data := renamer.feed(output.chunk, end=output.end_of_stream)) or output.end_of_stream:
-            pieces = Body([data]).pieces() or [data]
-            for at, piece in enumerate(pieces, 1):
-                yield Reply(Kind.RESPONSE_BODY, chunk=piece, end_of_stream=output.end_of_stream and at == len(pieces))
-
-
 def _with_headers(output: Output, told: tuple[tuple[str, bytes], ...]) -> Output:
     if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_HEADERS:
         return output
@@ -327,3 +325,8 @@ def _scoring(output: Output, scores: tuple[tuple[str, float], ...]) -> Output:
     if not isinstance(output, Reply) or output.destination is None:
         return output
     return msgspec.structs.replace(output, scores=scores)
+
+
+def most_message_bytes(body_limit: int) -> int:
+    """Of one message of a proxy whose bodies have at most `body_limit` bytes."""
+    return body_limit + _OVERHEAD_BYTES

@@ -248,11 +248,6 @@ class ExtProcState:
         return self.request_phase is RequestPhase.CLOSED
 
     @property
-    def may_rename(self) -> bool:
-        """The response's body may be given back with another length: it has none yet, or is replaced as a whole."""
-        return self._response_mode in (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED)
-
-    @property
     def finished(self) -> bool:
         """Nothing is left to be said: the stream may end, and the response goes on without us.
 

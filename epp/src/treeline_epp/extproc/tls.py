@@ -1,4 +1,4 @@
-"""TLS of the gRPC ports: a certificate from files, read again when they change, or one made in memory at start."""
+"""TLS of the ports for proxies: a certificate from files, read again when they change, or one made at start."""
 
 from __future__ import annotations
 
@@ -37,19 +37,17 @@ class TlsError(Exception):
     """The certificate's files cannot be used; the message says why."""
 
 
-def credentials(folder: Path | None, *, clients: bool = False) -> grpc.ServerCredentials:
-    """Server credentials. With `clients`, only who shows a certificate of the folder's `ca.crt` is let in.
+def client_checking(folder: Path) -> grpc.ServerCredentials:
+    """Server credentials of grpcio, for mutual TLS: a client must show a certificate of the folder's `ca.crt`.
 
     Raises `TlsError`.
     """
-    if folder is None:
-        return grpc.ssl_server_credentials([self_signed()])
-    files = _Files(folder, clients=clients)
+    files = _Files(folder, clients=True)
     try:
         return grpc.dynamic_ssl_server_credentials(
             files.read(),
             files.changed,  # type: ignore[arg-type]
-            require_client_authentication=clients,
+            require_client_authentication=True,
         )
     except (OSError, ValueError) as error:
         raise _told(folder, error) from error

@@ -22,6 +22,7 @@ from treeline_wire import headers as names
 
 from treeline_epp.extproc.state import BodyMode, Kind, Message
 from treeline_epp.requests.body import Buffer
+from treeline_epp.requests.isolation import ROUTING_KEY
 from treeline_epp.requests.subset import NOTHING, parse_subset
 
 USED_HEADERS: Final = frozenset(
@@ -53,6 +54,7 @@ USED_HEADERS: Final = frozenset(
         names.SESSION_ID,
         names.TRACEPARENT,
         names.TRACESTATE,
+        ROUTING_KEY,
     }
 )
 """The headers that the picker looks at; the others of a message are not converted. Who reads another one adds it, or
@@ -85,6 +87,7 @@ _NOT_REMEMBERED: Final = {
     b"x-api-key",
     b"x-request-id",
     b"x-session-id",
+    b"x-smg-routing-key",
     b"traceparent",
     b"tracestate",
 }
@@ -94,7 +97,7 @@ _known_entries: dict[bytes, tuple[str, str]] = {}
 
 
 def use_headers(wanted: Iterable[str]) -> None:
-    """Convert these headers (lower-case names), too, from now on: what policies are set to look at."""
+    """Convert these headers (lower-case names), too, from now on: what flags say to look at."""
     new = {name.encode(): name for name in wanted if name.encode() not in _USED}
     if new:
         _USED.update(new)

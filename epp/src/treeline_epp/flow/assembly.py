@@ -1,19 +1,23 @@
-"""Flow control as a picker's process has it."""
+"""Flow control as a picker's process has it: made by the flags, pumped by the event loop, shown on the metrics page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import Histogram
 
-from treeline_epp.flow.control import FlowControl, Room
-from treeline_epp.flow.pump import Pump
+from treeline_epp.flow.control import OUTCOMES, FlowControl, Room
 from treeline_epp.flow.quota_file import QuotaFile
-from treeline_epp.flow.report import quota_samples, samples
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R
-from treeline_epp.metrics import Metrics
+from treeline_epp.metrics import Metrics, Sample
 
+PUMP_S = 0.005
+"""As late may a request go on that has room."""
+_SHARE = 10
+"""Looking for room takes at most one part in this many of the time, however much waits."""
 _WAIT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0)
 
 
@@ -42,3 +46,55 @@ def quotas_of(settings: FlowSettings, metrics: Metrics) -> QuotaFile | None:
     file = QuotaFile(settings.quotas_file)
     metrics.observe(lambda: quota_samples(file))
     return file
+
+
+class Pump:
+    """Pumps a flow control while something waits in it; costs nothing otherwise. Make it inside the event loop."""
+
+    def __init__(self, control: FlowControl[Any]) -> None:
+        self._control = control
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        control.woken = self._wake
+
+    def _wake(self) -> None:
+        if self._timer is None:
+            self._timer = self._loop.call_later(PUMP_S, self._pump)
+
+    def _pump(self) -> None:
+        began = self._loop.time()
+        self._timer = None
+        more = False
+        try:
+            more = self._control.pump()
+        finally:  # whatever failed, the others still wait
+            if self._control.waiting and self._timer is None:
+                took = self._loop.time() - began
+                self._timer = self._loop.call_later(0.0 if more else max(PUMP_S, _SHARE * took), self._pump)
+
+
+def samples(control: FlowControl[Any]) -> Iterator[Sample]:
+    """Gauges and counters for the metrics page."""
+    for pool, held in control.held().items():
+        labels = {"pool": pool}
+        yield "gauge", "flow_held_requests", "Requests that wait in the picker, by pool.", labels, held.requests
+        yield "gauge", "flow_held_bytes", "Bytes of their bodies.", labels, held.bytes
+        text = "Tokens of their prompts that the endpoint which holds most of each would compute."
+        yield "gauge", "flow_held_uncached_tokens", text, labels, held.uncached_tokens
+        yield "gauge", "flow_oldest_seconds", "How long the first of them has waited.", labels, held.oldest_s
+    for pool, priority, requests, flows in control.bands():
+        labels = {"pool": pool, "priority": str(priority)}
+        yield "gauge", "flow_band_requests", "Requests that wait, by pool and priority.", labels, requests
+        yield "gauge", "flow_band_flows", "Flows (API keys, fairness ids) that have one there.", labels, flows
+    text = "Requests that had to wait, or would have had to, by how that ended."
+    for outcome in OUTCOMES:
+        yield "counter", "flow_outcomes", text, {"outcome": outcome}, control.outcomes[outcome]
+
+
+def quota_samples(file: QuotaFile) -> Iterator[Sample]:
+    """The same of quotas."""
+    text = "Requests that were refused since their client had what it may have."
+    yield "counter", "flow_quota_exceeded", text, {}, file.quotas.exceeded
+    yield "gauge", "flow_quota_clients", "Clients whose quota is counted.", {}, len(file.quotas)
+    text = "1 while the quotas that hold are those of the file; 0 while it cannot be used, and those before hold."
+    yield "gauge", "flow_quota_file_usable", text, {}, int(not file.error)

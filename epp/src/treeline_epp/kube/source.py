@@ -25,7 +25,7 @@ from treeline_wire.models import ModelRule, PoolClaim
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.kube.gateway_rules import VERSION, PoolRef, read_objective, read_rewrite
-from treeline_epp.kube.models import read_model
+from treeline_epp.kube.objects import read_model
 from treeline_epp.kube.pods import Pod, endpoints, read_pod
 from treeline_epp.kube.pools import (
     OLD_GROUP,

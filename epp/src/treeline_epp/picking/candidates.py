@@ -27,14 +27,13 @@ class Candidates(Struct, frozen=True):
 
     `cost_s`, `cached_tokens` and `uncached_tokens` (of the prompt) are those of each; `identity` is a number below 2⁵²
     that is the endpoint's own, whichever picker asks (see `Endpoint.identity`); `in_flight` are its requests, by its
-    last report and the reservations since, or the reservations alone where it does not report. `name(at)` is the
-    endpoint's name; `find(text)` the place of the one with this name or address, None if it is no candidate;
-    `has_adapter(lora)` those that are known to have loaded an adapter.
+    last report and the reservations since, or the reservations alone where it does not report. `find(name)` is the
+    place of the one with this name, None if it is no candidate; `has_adapter(lora)` those that are known to have loaded
+    an adapter.
     """
 
     cost_s: Floats
     cached_tokens: Floats
-    name: Callable[[int], str]
     uncached_tokens: Floats = _NONE
     identity: Floats = _NONE
     in_flight: Floats = _NONE
@@ -57,13 +56,12 @@ def candidates_of(
     asks for costs alone. `known` are all endpoints by name. O(1); the rest when it is asked for.
     """
 
-    def find(text: str) -> int | None:
-        named = known.get(text)
-        for row in table.at([text]) if named is None else (named.pod.row,):
-            at = int(np.searchsorted(rows, row))
-            if at < len(rows) and rows[at] == row:
-                return at
-        return None
+    def find(name: str) -> int | None:
+        named = known.get(name)
+        if named is None:
+            return None
+        at = int(np.searchsorted(rows, named.pod.row))
+        return at if at < len(rows) and rows[at] == named.pod.row else None
 
     def has_adapter(lora: str) -> Mask:
         owners = (table.endpoints[row] for row in rows.tolist())
@@ -74,7 +72,6 @@ def candidates_of(
     return Candidates(
         cost_s,
         tokens[0],
-        lambda at: table.at_row(int(rows[at])).spec.name,
         tokens[1],
         _NONE if identity is None else identity,
         in_flight,

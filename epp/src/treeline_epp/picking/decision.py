@@ -53,15 +53,13 @@ class Decision(Struct, frozen=True):
     """Where a request goes, and why.
 
     `ranked` are the endpoints that came out best, as far as they were scored, the chosen one first. `fallbacks` come
-    after it in the destination list; no address occurs twice. `tell`: a header that its policy has for the client,
-    should the chosen one answer.
+    after it in the destination list; no address occurs twice.
     """
 
     request: PickRequest
     ranked: tuple[Scored, ...]
     fallbacks: tuple[EndpointSpec, ...]
     policy: str
-    tell: tuple[str, str] | None = None
 
     @property
     def best(self) -> Scored:

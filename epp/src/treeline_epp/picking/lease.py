@@ -1,12 +1,13 @@
-"""A lease: one decision while it is carried out."""
+"""A lease: one decision while it is carried out, and what other pickers of the pool are told of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from treeline_epp.endpoints.reservations import Reservation
-from treeline_epp.index.pods import Pod
-from treeline_epp.picking.decision import Decision
+from treeline_epp.index.pods import Match, Pod
+from treeline_epp.picking.decision import Decision, Outcome
 from treeline_epp.picking.endpoint import Endpoint
 
 
@@ -27,3 +28,20 @@ class Lease:
     reservation: Reservation
     predicted_until: float | None = None
     closed: bool = False
+
+
+class Elsewhere(Protocol):
+    """The other pickers of the pool and their requests: the seam that `treeline_epp.peers` fills."""
+
+    def opened(self, lease: Lease, now: float) -> None:
+        """The others are to know of this lease."""
+        ...
+
+    def closed(self, lease: Lease, outcome: Outcome, *, began: bool) -> None:
+        """They are to know how it ended. `began`: with the first token, by the endpoint that was picked; otherwise an
+        outcome of HEADERS says nothing of its prefill."""
+        ...
+
+    def foreseen(self, match: Match, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
+        """The match, and what the requests that others have sent are expected to leave in caches."""
+        ...

@@ -22,11 +22,10 @@ from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.audit import AuditResult
 from treeline_epp.picking.candidates import candidates_of
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickError, Saturated
-from treeline_epp.picking.elsewhere import Elsewhere
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import rows_left
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.lease import Elsewhere, Lease
 from treeline_epp.picking.policies import Policy
 from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
@@ -70,19 +69,6 @@ class PickerConfig:
     seed: int = 0
     saturation: Saturation | None = None
     scored: int = 3
-
-
-def _no_room(soonest_s: float) -> Saturated:
-    return Saturated("every endpoint that may serve this request has as much to do as it may", soonest_s)
-
-
-def _known(one: Scored, now: float) -> tuple[float, ...]:
-    """What a choice between few endpoints is made of, as `Picker._ranked` reads it."""
-    load = one.candidate.load
-    reserved, in_flight = load.reservations, load.in_flight(now)
-    flying = len(reserved) if in_flight is None else in_flight
-    cached = one.candidate.cached_tokens
-    return cached, one.wait_s, one.later_s, one.cost_s, flying, reserved.arrivals, reserved.arrived_at
 
 
 def _staying(at: int | None, cost_s: Floats, order: list[int], count: int) -> list[int]:
@@ -196,8 +182,7 @@ class Picker:
         """
         policy, config = self.policies.of(request.pool), self.config
         best, scored = self._ranked(request, policy, max(config.scored, config.fallbacks + 2), config.scored, now)
-        tell = policy.tell(request, best[0].identity)
-        return Decision(request, scored, self._fallbacks(best), policy.name, tell)
+        return Decision(request, scored, self._fallbacks(best), policy.name)
 
     def explain(self, request: PickRequest, now: float) -> Explanation:
         """What `pick` would decide, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
@@ -224,7 +209,7 @@ class Picker:
         identity: Floats | None = None
         if len(rows) <= _FEW and policy.by_cost and self.config.saturation is None:
             each = self._one_by_one(rows, matches, work, now)
-            known = np.array([_known(one, now) for one in each], np.float64).T
+            known = np.array([one.known(now) for one in each], np.float64).T
             cached, wait_s, later_s, cost_s, in_flight, arrivals, arrived_at = known
         else:
             columns = table.take(rows)
@@ -467,7 +452,8 @@ class Picker:
             return None
         room = saturation.room(columns, wait_s)
         if not room.any():
-            raise _no_room(float(wait_s.min()))
+            why = "every endpoint that may serve this request has as much to do as it may"
+            raise Saturated(why, float(wait_s.min()))
         return room if saturation.hard else None
 
     def _refresh(self, now: float) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
-from treeline_epp.picking.policies import Choice, Policy, choice_of, create_policy
+from treeline_epp.picking.policies import Choice, Policy, PolicyError, choice_of, create_policy
+
+log = logging.getLogger(__name__)
 
 
 class PoolPolicies:
@@ -27,11 +30,6 @@ class PoolPolicies:
         """The policy of a pool with its parameters, as `--policy` takes it."""
         return str(self._chosen.get(pool or "", self.default))
 
-    @property
-    def headers(self) -> set[str]:
-        """The request headers (lower-case names) that any of them looks at."""
-        return {name for policy in self._policies.values() for name in policy.headers}
-
     def set(self, chosen: Mapping[str, str]) -> None:
         """What pools have chosen; all others have the default. One that stays as it was keeps its state. Raises
         `PolicyError`, and changes nothing, for one that there is not."""
@@ -43,3 +41,35 @@ class PoolPolicies:
             else:
                 kept[pool] = create_policy(str(choice), Random(self._seed ^ zlib.crc32(pool.encode())))
         self._chosen, self._policies = wanted, kept
+
+
+def chosen_by_pools(policies: PoolPolicies) -> Callable[[Mapping[str, str]], None]:
+    """What is to be called with all pools' choices. A pool whose choice there is not gets `--policy`'s, and a log line
+    says so once."""
+    told: dict[str, str] = {}
+
+    def choose(chosen: Mapping[str, str]) -> None:
+        valid: dict[str, str] = {}
+        for pool, text in chosen.items():
+            why = _refused(text)
+            if not why:
+                valid[pool] = text
+            if told.get(pool) != text:
+                told[pool] = text
+                if why:
+                    log.error("pool %s: %s; --policy's is used, %s", pool, why, policies.default)
+                else:
+                    log.info("pool %s: policy %s", pool, choice_of(text))
+        for gone in told.keys() - chosen.keys():
+            del told[gone]
+        policies.set(valid)
+
+    return choose
+
+
+def _refused(text: str) -> str:
+    try:
+        choice_of(text)
+    except PolicyError as error:
+        return str(error)
+    return ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from msgspec import Struct, structs
+from msgspec import Struct
 
 
 class PickRequest(Struct, frozen=True):
@@ -17,9 +15,8 @@ class PickRequest(Struct, frozen=True):
     IP for all its ports. `pool` limits it to one pool. `priority` is that of its objective, the higher the more urgent;
     `sheddable`: refuse it rather than let it queue for long. `listed`: its model is one that somebody said is served;
     else it is any name, which engines may take or which nobody knows yet. `fallback_pools` may take it, under other
-    names perhaps, while its pool has no endpoint. `headers` are those of the request (lower-case names), None where
-    they are not shown. `session` is a number of the session that it belongs to, 0 of none (`picking.sessions`); `fork`:
-    how many requests that begin like this one will follow at once, 0 where nobody says so.
+    names perhaps, while its pool has no endpoint. `session` is a number of the session that it belongs to, 0 of none
+    (`picking.sessions`); `fork`: how many requests that begin like this one follow at once, 0 where nobody says so.
     """
 
     request_id: str
@@ -36,9 +33,5 @@ class PickRequest(Struct, frozen=True):
     sheddable: bool = False
     listed: bool = True
     fallback_pools: tuple[str, ...] = ()
-    headers: Mapping[str, str] | None = None
     session: int = 0
     fork: int = 0
-
-    def __repr__(self) -> str:
-        return Struct.__repr__(structs.replace(self, headers=None))  # they may hold secrets

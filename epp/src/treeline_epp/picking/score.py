@@ -116,6 +116,14 @@ class Scored(Struct, frozen=True):
         """By how much it is later than on an idle endpoint, but for its own prefill."""
         return self.wait_s + self.decode_s
 
+    def known(self, now: float) -> tuple[float, ...]:
+        """What a choice between few endpoints is made of, as `Picker._ranked` reads it."""
+        load = self.candidate.load
+        reserved, in_flight = load.reservations, load.in_flight(now)
+        flying = len(reserved) if in_flight is None else in_flight
+        cached = self.candidate.cached_tokens
+        return cached, self.wait_s, self.later_s, self.cost_s, flying, reserved.arrivals, reserved.arrived_at
+
     @property
     def terms(self) -> dict[str, float]:
         """All of it by name, for explanations."""

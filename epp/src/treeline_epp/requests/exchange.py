@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from treeline_epp.picking.decision import Decision
@@ -161,25 +161,20 @@ class Observers:
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """As an observer's."""
-        for observer in self._observers:
-            try:
-                observer.asked(exchange, headers)
-            except Exception:
-                log.exception("request %s: %s failed", exchange.id, type(observer).__name__)
+        self._each(exchange, lambda observer: observer.asked(exchange, headers))
 
     def decided(self, exchange: Exchange) -> None:
         """As an observer's."""
-        for observer in self._observers:
-            try:
-                observer.decided(exchange)
-            except Exception:
-                log.exception("request %s: %s failed", exchange.id, type(observer).__name__)
+        self._each(exchange, lambda observer: observer.decided(exchange))
 
     def ended(self, exchange: Exchange) -> None:
         """As an observer's."""
+        self._each(exchange, lambda observer: observer.ended(exchange))
+
+    def _each(self, exchange: Exchange, tell: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             try:
-                observer.ended(exchange)
+                tell(observer)
             except Exception:
                 log.exception("request %s: %s failed", exchange.id, type(observer).__name__)
 

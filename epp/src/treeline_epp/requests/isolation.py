@@ -20,6 +20,8 @@ from treeline_epp.picking.sessions import session_number
 from treeline_epp.requests.model_registry import ModelRegistry
 
 _CACHE_SALT, _EXTRA_KEY = "cache_salt", "extra_key"
+ROUTING_KEY: Final = "x-smg-routing-key"
+"""What sgl-model-gateway calls `x-session-id`."""
 
 
 class Cache(msgspec.Struct, frozen=True, gc=False):
@@ -57,7 +59,7 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
     def session(self, headers: Mapping[str, str], pool: str | None) -> int:
         """The session that a request says it belongs to (see `picking.sessions`); 0 without one. Clients that the edge
         knows have sessions of their own, as pools have: nobody names another client's."""
-        named = headers.get(names.SESSION_ID, "")
+        named = headers.get(names.SESSION_ID) or headers.get(ROUTING_KEY)
         return session_number(self.key, pool or "", self.client(headers) or "", named) if named else 0
 
     def must_salt(self, headers: Mapping[str, str], registry: ModelRegistry) -> bool:

@@ -87,7 +87,7 @@ def parse(
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
         priority = rules.priority(request.headers, request.pool)
-        pick = PickRequest(request.id, subset=request.subset, pool=request.pool, headers=request.headers)
+        pick = PickRequest(request.id, subset=request.subset, pool=request.pool)
         return ParsedRequest(msgspec.structs.replace(pick, priority=priority, sheddable=priority < 0))
     reading = _Reading(request, path, registry, outline, draw, ready, isolation, rules)
     if door is None or method not in (None, "POST") or (not door.salted and reading.must_salt()):
@@ -236,7 +236,6 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             fallback_pools=() if target is None else target.fallback_pools,
             priority=priority,
             sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
-            headers=self.request.headers,
             session=self.isolation.session(self.request.headers, pool),
             fork=_fork(self.request.headers),
         )

@@ -59,8 +59,6 @@ class RoutedRequest:
     client: str | None
     exchange: Exchange | None = None
     """For observers; None where there are none."""
-    renamed: tuple[str, str] | None = None
-    """The model's name at the endpoint and the client's, where the response shall have that one."""
     served: Served | None = None
     spend: Spend | None = None
     usage: Usage = NOTHING
@@ -85,8 +83,7 @@ class Router:
     failed one, `on_unknown_model()` when one names a model that nobody serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to,
     whatever the proxy allows. `heed_subsets`: what the proxy allows is heeded. `decisions` notes them, where they are
-    looked at. `flow` lets requests wait; `quotas` are those of clients. `restore_names`: a response names the
-    model as its client did.
+    looked at. `flow` lets requests wait; `quotas` are those of clients.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
     match of a pool's routes. Who asks again with the destination that it was just given gets that one again, and the
@@ -105,7 +102,6 @@ class Router:
     demand: Demand = field(default_factory=Demand)
     decisions: DecisionLog | None = None
     heed_subsets: bool = True
-    restore_names: bool = False
     observers: Observers = NO_OBSERVERS
     flow: FlowControl[Routed] | None = None
     quotas: Quotas | None = None
@@ -258,13 +254,6 @@ class Router:
         if by_other or outcome is Outcome.ERROR:
             self.on_trouble(decision.endpoint.name)
 
-    def tell(self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None) -> tuple[str, str] | None:
-        """A header for the client, where the endpoint that the policy meant has answered."""
-        decision = routed.lease.decision
-        if decision.tell is None or _outcome(headers) not in (Outcome.HEADERS, Outcome.REFUSED):
-            return None
-        return decision.tell if served in (None, decision.endpoint.address) else None
-
     def release(self, routed: RoutedRequest) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
         self._forget(routed.lease)
@@ -344,8 +333,6 @@ class Router:
         if parsed.pick.key_tokens_estimate is not None:
             self.metrics.bounded_prompts.inc()
         routed = RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, parsed), client)
-        if self.restore_names and parsed.rewrite is not None and parsed.asked is not None:
-            routed.renamed = parsed.rewrite, parsed.asked
         if parsed.pick.request_id:
             self._routed[parsed.pick.request_id] = routed
         return routed

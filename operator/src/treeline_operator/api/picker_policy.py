@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, StrictFloat, StrictInt, StringConstraints
+from pydantic import Field, StrictFloat, StrictInt
 
 from treeline_operator.api.parts import Part
 from treeline_operator.api.rules import Rule, forbidden
@@ -21,7 +21,6 @@ Policy = Literal[
     "prefix_hash",
     "consistent_hashing",
     "bucket",
-    "session_affinity",
     "lora_affinity",
 ]
 
@@ -31,23 +30,17 @@ PARAMETERS: Final[Mapping[str, tuple[Policy, ...]]] = {
     "balanceRelThreshold": ("cache_aware", "bucket"),
     "prefixTokenCount": ("prefix_hash",),
     "loadFactor": ("prefix_hash", "consistent_hashing"),
-    "key": ("consistent_hashing",),
-    "header": ("consistent_hashing",),
     "bucketAdjustIntervalSecs": ("bucket",),
-    "carrier": ("session_affinity",),
-    "name": ("session_affinity",),
-    "maxAge": ("session_affinity",),
     "loadS": ("lora_affinity",),
     "rememberS": ("lora_affinity",),
 }
 """Parameter → the policies that have it. For the others it is refused, as the picker would."""
 
-HEEDING: Final = frozenset({"treeline", "predicted_ttft", "cache_aware", "session_affinity", "lora_affinity"})
+HEEDING: Final = frozenset({"treeline", "predicted_ttft", "cache_aware", "lora_affinity"})
 """Policies that look at what the pods hold of a prompt. `prefix_hash` reads prompts, too, and needs no tokenizer."""
 
 Number = Annotated[StrictFloat, Field(ge=0, le=1_000_000)]
 Factor = Annotated[StrictFloat, Field(ge=1, le=1000)]
-Token = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)]
 
 
 def parameter_rules() -> tuple[Rule, ...]:
@@ -76,18 +69,8 @@ class PolicyParameters(Part):
     """prefix_hash: tokens of the prompt that count. Absent means 256."""
     load_factor: Factor | None = None
     """prefix_hash and consistent_hashing: no pod has more than so many times the average load. Absent means 1.25."""
-    key: Literal["header", "client", "prompt"] | None = None
-    """consistent_hashing: what chooses the pod. Absent means header."""
-    header: Token | None = None
-    """consistent_hashing: the name of that header. Absent means x-smg-routing-key."""
     bucket_adjust_interval_secs: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
     """bucket: how often the ranges of lengths are set anew. Absent means 5."""
-    carrier: Literal["cookie", "header"] | None = None
-    """session_affinity: what takes the token to the client and back. Absent means cookie."""
-    name: Token | None = None
-    """session_affinity: its name. Absent means llm-d-session, and x-session-token for a header."""
-    max_age: Annotated[StrictInt, Field(ge=0, le=31_536_000)] | None = None
-    """session_affinity: seconds for which a client keeps the cookie. Absent means until its session ends."""
     load_s: Number | None = None
     """lora_affinity: seconds that loading an adapter costs. Absent means 1."""
     remember_s: Number | None = None

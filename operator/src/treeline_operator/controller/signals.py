@@ -85,7 +85,6 @@ class Following:
             if self.clock() - at > SILENT_S or not said.synced or one is None:
                 missing = True
             else:
-                missing = missing or said.partial
                 told.append(one)
         return Heard(merged(told), whole=not missing) if told else None
 

@@ -17,6 +17,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.file.v3 import FileAccessL
 from envoy_data_plane.envoy.extensions.filters.http.api_key_auth.v3 import ApiKeyAuth
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_v3
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation, Mutations
+from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as to_metadata_v3
 from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac
 from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm_v3
@@ -42,6 +43,8 @@ from treeline_operator.envoy.config import (
 from treeline_operator.envoy.replies import anything_else, expression, header, reply, status
 from treeline_operator.envoy.tls import from_file, to_clients
 
+_TOKENS = "treeline.tokens"
+"""Envoy's dynamic metadata with the tokens of a request, by the names of the runtime's headers."""
 _OTHER_HOSTS = "envoy.retry_host_predicates.previous_hosts"
 _CLIENT_LOG_FIELDS: Final = {"api_client": f"%REQ({headers.CLIENT.upper()})%"}
 """What the access log says of the client whom the API key belongs to."""
@@ -77,6 +80,7 @@ def _connection_manager(config: EnvoyConfig) -> hcm_v3.HttpConnectionManager:
     rate = overload.client_rate(config)
     filters = [
         _filter("header_mutation", _edge_headers(config)),
+        _filter("header_to_metadata", _noted_tokens()),
         *_api_keys(config),
         *([] if rate is None else [_filter("local_ratelimit", rate)]),
         # The routes of the allow-list switch these on.
@@ -134,6 +138,21 @@ def _edge_headers(config: EnvoyConfig) -> HeaderMutation:
     else:
         response.append(HeaderChange(remove=headers.ENDPOINT))
     return HeaderMutation(mutations=Mutations(request_mutations=request, response_mutations=response))
+
+
+def _noted_tokens() -> to_metadata_v3.Config:
+    """Keeps for the access log what a runtime says of a request's tokens, before that is removed from the response."""
+    return to_metadata_v3.Config(
+        response_rules=[
+            to_metadata_v3.ConfigRule(
+                header=name,
+                on_header_present=to_metadata_v3.ConfigKeyValuePair(
+                    metadata_namespace=_TOKENS, key=name, type=to_metadata_v3.ConfigValueType.NUMBER
+                ),
+            )
+            for name in (headers.PROMPT_TOKENS, headers.CACHED_TOKENS)
+        ]
+    )
 
 
 def _set(name: str, value: str) -> HeaderChange:
@@ -286,6 +305,8 @@ def _access_log(config: EnvoyConfig) -> list[accesslog_v3.AccessLog]:
         "bytes_out": "%BYTES_SENT%",
         "ms": "%DURATION%",
         "first_byte_ms": "%RESPONSE_DURATION%",
+        "prompt_tokens": f"%DYNAMIC_METADATA({_TOKENS}:{headers.PROMPT_TOKENS})%",
+        "cached_tokens": f"%DYNAMIC_METADATA({_TOKENS}:{headers.CACHED_TOKENS})%",
         "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
         **_CLIENT_LOG_FIELDS,
     }

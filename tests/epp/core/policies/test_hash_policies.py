@@ -22,15 +22,13 @@ PINNED_KEY = 5666916665733659087
 PINNED_WEIGHT = 2867326616646716218
 
 
-def asking(policy: str, key: int) -> PickRequest:
-    if policy == "prefix_hash":
-        return PickRequest("id", key=b"%08d and so on" % key)
-    return PickRequest("id", headers={"x-smg-routing-key": str(key)})
+def asking(key: int) -> PickRequest:
+    return PickRequest("id", key=b"%08d and so on" % key)
 
 
 def homes(policy: str, names: list[str]) -> list[str]:
     made, group = create_policy(policy, random.Random(1)), candidates(names)
-    return [names[made.rank(asking(policy, key), group, 1)[0]] for key in range(KEYS)]
+    return [names[made.rank(asking(key), group, 1)[0]] for key in range(KEYS)]
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])
@@ -65,7 +63,7 @@ def test_bounded_loads_are_kept_whatever_the_keys_are(factor: float) -> None:
     loads = [0.0] * 7
     for _ in range(700):
         key = min(int(rng.expovariate(0.7)), 4)  # a few hot keys
-        at = policy.rank(asking("consistent_hashing", key), candidates(names, load=loads), 1)[0]
+        at = policy.rank(asking(key), candidates(names, load=loads), 1)[0]
         loads[at] += 1
         assert max(loads) <= math.ceil(factor * sum(loads) / 7)
 
@@ -73,19 +71,19 @@ def test_bounded_loads_are_kept_whatever_the_keys_are(factor: float) -> None:
 def test_a_hot_key_overflows_to_the_same_next_one() -> None:
     policy = create_policy("consistent_hashing", random.Random(1))
     names = [f"pod-{n}" for n in range(6)]
-    first, second, third = policy.rank(asking("consistent_hashing", 7), candidates(names), 3)
+    first, second, third = policy.rank(asking(7), candidates(names), 3)
     loads = [0.0] * 6
     loads[first] = 12
-    assert policy.rank(asking("consistent_hashing", 7), candidates(names, load=loads), 2) == [second, first]
+    assert policy.rank(asking(7), candidates(names, load=loads), 2) == [second, first]
     loads[second] = 12
-    assert policy.rank(asking("consistent_hashing", 7), candidates(names, load=loads), 1) == [third]
+    assert policy.rank(asking(7), candidates(names, load=loads), 1) == [third]
 
 
 @settings(max_examples=200, deadline=None)
 @given(loads=st.lists(st.integers(0, 30), min_size=1, max_size=9), key=st.integers(0, 50))
 def test_prefix_hash_leaves_its_endpoint_as_the_gateway_does(loads: list[float], key: int) -> None:
     names = [f"pod-{n}" for n in range(len(loads))]
-    policy, request = create_policy("prefix_hash", random.Random(1)), asking("prefix_hash", key)
+    policy, request = create_policy("prefix_hash", random.Random(1)), asking(key)
     home = policy.rank(request, candidates(names), 1)[0]
     first = policy.rank(request, candidates(names, load=loads), 1)[0]
     most = (sum(loads) + 1) / len(loads) * 1.25
@@ -107,24 +105,12 @@ def test_only_the_beginning_of_a_prompt_and_whose_it_is_count() -> None:
     assert home(b"sixteen letters!", "salt") != home(b"sixteen letters!")
 
 
-def test_a_key_is_a_header_the_client_or_the_prompt() -> None:
+def test_a_kilobyte_of_the_prompt_chooses_the_endpoint() -> None:
     names = [f"pod-{n}" for n in range(50)]
-
-    def home(text: str, request: PickRequest) -> int:
-        return create_policy(f"consistent_hashing:{text}", random.Random(1)).rank(request, candidates(names), 1)[0]
-
-    by_header = PickRequest("id", headers={"x-user": "ann", "x-treeline-client": "team", "x-forwarded-for": "::1, b"})
-    wanted = {
-        "header=x-user": b"ann",
-        "key=client": b"team",
-    }
-    for text, key in wanted.items():
-        assert home(text, by_header) == heaviest(weights(key_of(key), candidates(names).identity), 1)[0]
-    by_address = PickRequest("id", headers={"x-forwarded-for": "::1, b"})
-    assert home("key=client", by_address) == heaviest(weights(key_of(b"::1"), candidates(names).identity), 1)[0]
-    prompts = [PickRequest("id", key=b"a" * 1024 + tail) for tail in (b"x", b"y")]
-    assert home("key=prompt", prompts[0]) == home("key=prompt", prompts[1])
-    assert home("key=header", prompts[0]) == home("key=client", prompts[1]) == home("key=prompt", prompts[0])
+    policy, group = create_policy("consistent_hashing", random.Random(1)), candidates(names)
+    prompt = b"a" * 1024
+    wanted = heaviest(weights(key_of(prompt), group.identity), 1)
+    assert [policy.rank(PickRequest("id", key=prompt + tail), group, 1) for tail in (b"", b"x", b"y")] == [wanted] * 3
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])

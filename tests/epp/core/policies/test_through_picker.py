@@ -72,10 +72,7 @@ def test_one_endpoint_that_is_left_gets_everything(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["least_load", "power_of_two", "consistent_hashing", "prefix_hash", "round_robin"])
 def test_a_burst_sees_its_own_reservations(policy: str) -> None:
     world = World(policy, size=5)
-    seen = Counter(
-        world.take(Prompt([at] * WIDTH), headers={"x-smg-routing-key": str(at % 3)}).endpoint.spec.name
-        for at in range(100)
-    )
+    seen = Counter(world.take(Prompt([at] * WIDTH)).endpoint.spec.name for at in range(100))
     most = {"least_load": 20, "round_robin": 20, "power_of_two": 23}.get(policy, math.ceil(1.25 * 101 / 5) + 1)
     assert max(seen.values()) <= most
 
@@ -107,24 +104,6 @@ def test_cache_aware_follows_the_index_until_loads_are_uneven() -> None:
     assert seen[3] != "e1"
 
 
-def test_a_session_keeps_its_endpoint_and_outlives_it() -> None:
-    world = World("session_affinity", size=4)
-    first = world.ask(OTHER)
-    assert first.tell is not None
-    assert first.tell[0] == "set-cookie"
-    cookie = {"cookie": first.tell[1].partition(";")[0]}
-    other = next(name for name in world.picker.endpoints if name != first.endpoint.name)
-    world.store(other, PROMPT)
-    again = world.ask(PROMPT, headers=cookie)
-    assert again.endpoint == first.endpoint
-    assert again.tell is None
-    world.picker.remove_endpoint(first.endpoint.name)
-    moved = world.ask(PROMPT, headers=cookie)
-    assert moved.endpoint.name == other
-    assert moved.tell is not None
-    assert moved.tell != first.tell
-
-
 def test_an_adapters_requests_go_where_events_have_named_it() -> None:
     world = World("lora_affinity", size=4)
     namespace = join_namespace("french", None)
@@ -133,19 +112,6 @@ def test_an_adapters_requests_go_where_events_have_named_it() -> None:
     assert world.picker.endpoints["e2"].pod.adapters == {"french"}
     assert {world.ask(PROMPT, namespace=namespace).endpoint.name for _ in range(10)} == {"e2"}
     assert len({world.ask(PROMPT).endpoint.name for _ in range(40)}) == 4
-
-
-def test_manual_takes_names_and_addresses_of_candidates_alone() -> None:
-    world = World("manual", size=3)
-    header = "x-treeline-endpoint"
-    assert world.ask(headers={header: "e2"}).destinations == ("10.0.0.2:8000",)
-    assert world.ask(headers={header: "10.0.0.1:8000"}).endpoint.name == "e1"
-    world.picker.set_draining("e1", True)
-    for wrong in ("e1", "10.0.0.1:8000", "10.9.9.9:80", "e9"):
-        with pytest.raises(NoEndpoints):
-            world.ask(headers={header: wrong})
-    with pytest.raises(NoEndpoints):
-        world.ask(headers={header: "e2"}, subset=frozenset({"10.0.0.0"}))
 
 
 def test_buckets_keep_short_prompts_off_the_endpoints_of_long_ones() -> None:
@@ -159,7 +125,7 @@ def test_buckets_keep_short_prompts_off_the_endpoints_of_long_ones() -> None:
 
 def test_pools_have_policies_of_their_own() -> None:
     world = World("round_robin", size=2)
-    world.picker.policies.set({"p": "manual"})
-    assert world.ask(headers={"x-treeline-endpoint": "e1"}).policy == "manual"
+    world.picker.policies.set({"p": "least_load"})
+    assert world.ask().policy == "least_load"
     world.picker.policies.set({})
     assert world.ask().policy == "round_robin"

@@ -15,13 +15,11 @@ from treeline_epp.picking.policies.cache_aware import CacheAware
 from treeline_epp.picking.policies.consistent_hashing import ConsistentHashing
 from treeline_epp.picking.policies.least_load import LeastLoad
 from treeline_epp.picking.policies.lora_affinity import LoraAffinity
-from treeline_epp.picking.policies.manual import Manual
 from treeline_epp.picking.policies.power_of_two import PowerOfTwo
 from treeline_epp.picking.policies.predicted_ttft import PredictedTtft
 from treeline_epp.picking.policies.prefix_hash import PrefixHash
 from treeline_epp.picking.policies.random_choice import RandomChoice
 from treeline_epp.picking.policies.round_robin import RoundRobin
-from treeline_epp.picking.policies.session_affinity import SessionAffinity
 
 __all__ = [
     "ALIASES",
@@ -46,8 +44,6 @@ POLICIES: dict[str, type[Policy]] = {
         PrefixHash,
         ConsistentHashing,
         Bucket,
-        Manual,
-        SessionAffinity,
         LoraAffinity,
     )
 }

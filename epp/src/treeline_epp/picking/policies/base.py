@@ -18,8 +18,6 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Amount = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=1)]
-HeaderName = Annotated[str, Meta(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]+$", max_length=256)]
-"""Of an HTTP header, in lower case as HTTP/2 has it."""
 
 
 class NoParameters(Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,21 +38,9 @@ class Policy(ABC):
     @abstractmethod
     def __init__(self, parameters: Any, rng: Random) -> None: ...
 
-    @property
-    def headers(self) -> tuple[str, ...]:
-        """The request headers (lower-case names) that it looks at; no others need to be in `PickRequest.headers`."""
-        return ()
-
     @abstractmethod
     def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
-        """The places of the best `count` (≥ 1; fewer if there are not so many), by preference, none of them twice.
-
-        May raise `NoEndpoints` where the request wants one that is not among the candidates.
-        """
-
-    def tell(self, request: PickRequest, identity: float) -> tuple[str, str] | None:
-        """A header that the client is to be told with the answer of the endpoint with this identity, if any."""
-        return None
+        """The places of the best `count` (≥ 1; fewer if there are not so many), by preference, none of them twice."""
 
 
 class PolicyError(ValueError):
