@@ -18,22 +18,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from treeline_lang import background, hints
 from treeline_lang.compiler import prefix
 from treeline_lang.compiler.nodes import Argument, Joined, Unknown, at_path
+from treeline_lang.compiler.prefix import MIN_SHARED, shared_length
+from treeline_lang.compiler.trace import Traced
 from treeline_lang.executor import Run
 from treeline_lang.transcript import Prompt
 
-if TYPE_CHECKING:
-    from treeline_lang.program import Function
-
-MIN_SHARED: Final = 64
-"""Characters that are worth a request of their own; fewer are not."""
 MIN_SAVED: Final = 2048
 """The same of a group within the batch, times those that would compute them for nothing. Each group costs its items one
 more round trip: about as long as some hundred tokens take."""
+
+
+class Traceable(Protocol):
+    """A program, as far as a batch's order depends on it."""
+
+    def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> Traced: ...
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class Plan:
             one.give_up()
 
 
-def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int) -> Plan:
+def plan_batch(program: Traceable, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int) -> Plan:
     """arguments: of each item; threads: how many run at the same time. Never fails: at worst the order is the given
     one."""
     given = Plan(range(len(arguments)))
@@ -109,7 +112,7 @@ def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: R
 
 
 def _beginnings(
-    program: Function, arguments: Sequence[Mapping[str, Any]], run: Run
+    program: Traceable, arguments: Sequence[Mapping[str, Any]], run: Run
 ) -> tuple[list[str], list[tuple[str, str]], list[Shared]]:
     """Of each item the text that its first prompt begins with; by what to order them: that, and where the trace stopped
     because of an argument, that argument, since what follows is likely to be made of it; what a compiled program says
@@ -197,15 +200,3 @@ def groups(texts: Sequence[str]) -> Iterator[tuple[int, int, int]]:
             yield deeper, first, index - 1
         if length and (not open_groups or open_groups[-1][0] < length):
             open_groups.append((length, first))
-
-
-def shared_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -92,7 +92,7 @@ class ProgramState:
 
     def any_order(self) -> Any:
         """A context manager: the steps within mean the same in any order. A compiled program appends constants first,
-        which more prompts share (`treeline_lang.compiler.passes.code_movement`); otherwise nothing changes."""
+        which more prompts share (`treeline_lang.compiler.passes.move_constants`); otherwise nothing changes."""
         return self._around(OrderBegin(), OrderEnd())
 
     @contextmanager

@@ -18,7 +18,6 @@ from treeline_lang import (
     separate_reasoning,
     user,
 )
-from treeline_lang.compiler.graph import Parameter
 from treeline_lang.compiler.nodes import (
     Append,
     Argument,
@@ -29,6 +28,7 @@ from treeline_lang.compiler.nodes import (
     Items,
     Join,
     Joined,
+    Parameter,
     SetVar,
     Variable,
 )

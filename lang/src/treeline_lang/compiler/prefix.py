@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, at_path, parts_within
@@ -23,6 +23,9 @@ from treeline_lang.expressions import (
 )
 from treeline_lang.templates import ChatTemplate
 from treeline_lang.transcript import Transcript
+
+MIN_SHARED: Final = 64
+"""Characters that are worth a request of their own; fewer are not."""
 
 
 def has_turns(parts: Iterable[Expr]) -> bool:
@@ -93,3 +96,15 @@ def _append(transcript: Transcript, part: Expr, arguments: Mapping[str, Any], te
         case _:
             return False
     return True
+
+
+def shared_length(one: str, other: str) -> int:
+    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

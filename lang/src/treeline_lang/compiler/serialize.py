@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, Never
 from treeline_lang import images
 from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod
 from treeline_lang.compiler import growth
-from treeline_lang.compiler.graph import Graph, Parameter, Stream
+from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import (
     Append,
     Argument,
@@ -32,8 +32,10 @@ from treeline_lang.compiler.nodes import (
     Items,
     Join,
     Joined,
+    Parameter,
     SetVar,
     State,
+    Stream,
     Variable,
 )
 from treeline_lang.errors import ProgramFileError

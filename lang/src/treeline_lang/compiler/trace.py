@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Never, Self, cast
 
-from treeline_lang.compiler.graph import Graph, Parameter, Stream
+from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import (
     Append,
     Argument,
@@ -25,8 +25,10 @@ from treeline_lang.compiler.nodes import (
     Items,
     Join,
     Joined,
+    Parameter,
     SetVar,
     State,
+    Stream,
     Unknown,
     Value,
     Variable,
