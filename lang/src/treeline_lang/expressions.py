@@ -50,10 +50,16 @@ Piece = Expr | str | int | float
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Expr):
+class Located(Expr):
+    """One that knows the line of the program that made it."""
+
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Located):
     has_text = True
     text: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +68,16 @@ class Sum(Expr):
 
 
 @dataclass(frozen=True, slots=True)
-class Gen(Expr):
+class Gen(Located):
     """The model goes on. `name`: the variable that holds what it wrote; None: nobody reads it."""
 
     step = "gen"
     name: str | None
     sampling: Sampling
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Select(Expr):
+class Select(Located):
     """The model takes one of several texts."""
 
     step = "select"
@@ -80,76 +85,66 @@ class Select(Expr):
     choices: tuple[str | Expr, ...]
     """An expression is one that has a text without asking a model."""
     method: ChoicesMethod = token_length_normalized
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class RoleBegin(Expr):
+class RoleBegin(Located):
     step = "role"
     role: Role
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class RoleEnd(Expr):
+class RoleEnd(Located):
     step = "role"
     role: Role
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeBegin(Expr):
+class ScopeBegin(Located):
     step = "var_scope"
     name: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeEnd(Expr):
+class ScopeEnd(Located):
     step = "var_scope"
     name: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class OrderBegin(Expr):
+class OrderBegin(Located):
     """What is appended from here to its end may be appended in any order: the compiler puts constants first."""
 
     step = "any_order"
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class OrderEnd(Expr):
+class OrderEnd(Located):
     step = "any_order"
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Image(Expr):
+class Image(Located):
     """A picture: a path, a URL, or its bytes."""
 
     step = "image"
     source: str | bytes
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Video(Expr):
+class Video(Located):
     step = "video"
     source: str | bytes
     num_frames: int
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class SeparateReasoning(Expr):
+class SeparateReasoning(Located):
     """Of each variable that `expr` generates, the reasoning goes to another one, `<name>_reasoning_content`."""
 
     step = "separate_reasoning"
     expr: Expr
     model_type: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 def characters_of(piece: object) -> str:

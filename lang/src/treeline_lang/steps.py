@@ -143,21 +143,6 @@ class Fork(Step):
             asyncio.get_running_loop().call_soon(child.fail, failure)
 
 
-class Gather(Step):
-    """`join("gather_variable")`: what the children have set becomes lists here, in their order."""
-
-    name = "join"
-
-    def __init__(self, gathered: dict[str, list[Variable]], where: Where | None) -> None:
-        self.where = where
-        self.gathered = gathered
-        self.variables = [Variable(name) for name in gathered]
-
-    async def do(self, stream: StreamExecutor) -> None:
-        for variable, parts in zip(self.variables, self.gathered.values(), strict=True):
-            variable.set([await part.read_async() for part in parts], meta=[part.meta() for part in parts])
-
-
 class Arrive(Step):
     """A child's last step before a join: says how its transcript is then."""
 
@@ -175,14 +160,20 @@ class Arrive(Step):
 
 
 class Join(Step):
-    """Waits for the children's arrivals; `appends` (`join("concate_and_append")`): what they wrote, in their order."""
+    """Waits for the children's arrivals. Then what they have set becomes lists, in their order; or, with `appends`,
+    what they wrote is appended (`join("concate_and_append")`)."""
 
     name = "join"
 
-    def __init__(self, arrivals: Sequence[Arrive], *, appends: bool, where: Where | None) -> None:
+    def __init__(
+        self, arrivals: Sequence[Arrive], gathered: dict[str, list[Variable]], *, appends: bool, where: Where | None
+    ) -> None:
+        """gathered: the variables of the children, by name."""
         self.where = where
         self.arrivals = arrivals
+        self.gathered = gathered
         self.appends = appends
+        self.variables = [Variable(name) for name in gathered]
 
     async def do(self, stream: StreamExecutor) -> None:
         arrived = [await arrival.arrived.read_async() for arrival in self.arrivals]
@@ -190,21 +181,20 @@ class Join(Step):
             for forked, transcript in arrived:
                 stream.transcript.take(transcript, forked)
             stream.show()
+        for variable, parts in zip(self.variables, self.gathered.values(), strict=True):
+            variable.set([await part.read_async() for part in parts], meta=[part.meta() for part in parts])
 
 
 def join(stream: StreamExecutor, children: Sequence[StreamExecutor], *, appends: bool, where: Where | None) -> None:
     """Submits all that a join is, and ends the children."""
     arrivals = [Arrive(where) for _ in children]
+    gathered: dict[str, list[Variable]] = {}
     for child, arrival in zip(children, arrivals, strict=True):
         child.submit(arrival)
-    stream.submit(Join(arrivals, appends=appends, where=where))
-    if not appends:
-        gathered: dict[str, list[Variable]] = {}
-        for child in children:
-            for name, variable in child.variables.items():
-                if stream.variables.get(name) is not variable:
-                    gathered.setdefault(name, []).append(variable)
-        stream.submit(Gather(gathered, where))
+        for name, variable in child.variables.items() if not appends else ():
+            if stream.variables.get(name) is not variable:
+                gathered.setdefault(name, []).append(variable)
+    stream.submit(Join(arrivals, gathered, appends=appends, where=where))
     for child in children:
         child.close_alone()
 

@@ -25,7 +25,7 @@ from treeline_lang import (
     user,
 )
 from treeline_lang.backends.base import Call
-from treeline_lang.backends.dialects import DIALECTS, spoken
+from treeline_lang.backends.openai_format import DIALECTS, spoken
 from treeline_lang.sampling import Sampling
 from treeline_lang.state import ProgramState
 from treeline_lang.transcript import Prompt

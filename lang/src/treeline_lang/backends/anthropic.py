@@ -10,12 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.http import HttpClient, given_up
-from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.http import HttpClient, given_up, read
+from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
 from treeline_lang.choices import ChoicesMethod, Decision
-from treeline_lang.errors import BackendError, Unreachable, Unsupported
+from treeline_lang.errors import Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate
 from treeline_lang.transcript import Prompt
@@ -35,7 +35,7 @@ _UNKNOWN: Final = {
 }
 
 
-class Anthropic(Backend):
+class Anthropic(StoppingBackend):
     """A model behind Anthropic's API, which is sent turns and answers in the assistant's."""
 
     chats = True
@@ -60,18 +60,11 @@ class Anthropic(Backend):
     async def template(self) -> ChatTemplate:
         return self._template
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        if sampling.stop_regex:
-            return [await last_of(self.stream(prompt, sampling, call))]
+    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._http.post("/v1/messages", self._body(prompt, sampling))
         return [completion_of(answer)]
 
-    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
-            async for completion in stream:
-                yield completion
-
-    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         growing = Growing()
         body = self._body(prompt, sampling) | {"stream": True}
         async with aclosing(self._http.events("/v1/messages", body)) as events:
@@ -105,8 +98,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
     for name, why in _UNKNOWN.items():
         if getattr(sampling, name) not in (None, (), False):
             raise Unsupported(f"Anthropic's API has no {name}{why}")
-    body: dict[str, Any] = {"max_tokens": sampling.limit}
-    body |= {name: value for name in _PLAIN if (value := getattr(sampling, name)) is not None}
+    body: dict[str, Any] = {"max_tokens": sampling.limit, **sampling.given(_PLAIN)}
     if sampling.stop:
         body["stop_sequences"] = list(sampling.stop)
     if sampling.json_schema is not None:
@@ -137,13 +129,11 @@ def _block(part: Mapping[str, Any]) -> dict[str, Any]:
 def completion_of(answer: Any) -> Completion:
     """Raises BackendError for what is no message."""
     growing = Growing()
-    try:
+    with read(answer, "a message"):
         growing.take_message(answer)
         for block in answer["content"]:
             growing.take_block(block)
         growing.take_end(answer)
-    except (KeyError, TypeError, AttributeError):
-        raise BackendError(f"the server's answer is not a message: {str(answer)[:200]}") from None
     return growing.completion()
 
 
@@ -160,7 +150,7 @@ class Growing:
 
     def take(self, event: Any) -> bool:
         """→ whether there is more now. Raises BackendError for an error, and for what is no event."""
-        try:
+        with read(event, "an event of a message"):
             match event["type"]:
                 case "message_start":
                     self.take_message(event["message"])
@@ -174,8 +164,6 @@ class Growing:
                     raise given_up(event["error"])
                 case _:  # pings, ends of blocks, and what may be added to the API
                     return False
-        except (KeyError, TypeError, AttributeError):
-            raise BackendError(f"the server's event is not one of a message: {str(event)[:200]}") from None
         return True
 
     def take_message(self, message: Mapping[str, Any]) -> None:

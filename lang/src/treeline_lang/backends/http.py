@@ -7,8 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -235,6 +235,15 @@ def message_of(text: str) -> str:
         if isinstance(body, dict) and key in body:
             body = body[key]
     return (body if isinstance(body, str) else json.dumps(body))[:2000]
+
+
+@contextmanager
+def read(answer: Any, form: str) -> Iterator[None]:
+    """Around what reads an answer, or an event: one of another form is the server's error, not a bug here."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+        raise BackendError(f"the server's answer is not {form}: {str(answer)[:200]}") from None
 
 
 _REFUSALS: Final = ("BadRequestError", "NotFoundError", "invalid_request_error", "not_found_error", "permission_error")

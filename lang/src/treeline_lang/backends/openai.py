@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from treeline_lang.backends import openai_format as form
-from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.dialects import DIALECTS, Dialect, spoken
-from treeline_lang.backends.http import HttpClient
-from treeline_lang.backends.scoring import select_by_logprobs
-from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.http import HttpClient, read
+from treeline_lang.backends.openai_format import DIALECTS, Dialect, spoken
+from treeline_lang.backends.scoring import Tokenize, select_by_logprobs, walk
+from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
-from treeline_lang.backends.walk import Tokenize, walk
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
@@ -42,7 +41,7 @@ class TokenUsage:
             setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
 
-class OpenAI(Backend):
+class OpenAI(StoppingBackend):
     """A model behind OpenAI's API. As chats it is sent turns, and answers in the assistant's; as completions it is sent
     the text."""
 
@@ -98,18 +97,11 @@ class OpenAI(Backend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        if sampling.stop_regex:
-            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
+    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._ask(self._path, await self._body(prompt, sampling))
         return form.completions_of(answer, sampling.n or 1, chat=self.chats)
 
-    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
-            async for completion in stream:
-                yield completion
-
-    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         body = await self._body(prompt, sampling) | asked
         growing = form.Growing(self.chats)
@@ -183,17 +175,14 @@ class _Scorer:
 
     async def count(self, text: str) -> int:
         answer = await self._echo(text)
-        with form.read(answer):
+        with read(answer, form.FORM):
             return int(answer["usage"]["prompt_tokens"])
 
-    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
-        answer = await self._echo(list(texts), logprobs=1)
-        with form.read(answer):
+    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
+        answer = await self._echo(prompts, logprobs=1)
+        with read(answer, form.FORM):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             return [_tokens(choice["logprobs"])[start:] for choice in choices]
-
-    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
-        raise Unsupported("OpenAI's API does not tell the ids of tokens")
 
     async def _echo(self, prompt: Any, **more: Any) -> Any:
         return await self._complete(prompt=prompt, max_tokens=0, temperature=0, echo=True, **more)

@@ -101,19 +101,19 @@ class _Execution:
     def submit(self, number: int, step: Any) -> None:
         stream = self._stream(number)
         match step:
-            case Append(parts, where):
+            case Append(parts, where=where):
                 extend = Extend(Sum(tuple(filled for part in parts for filled in self._filled(part))), where)
                 for name, variable in zip(generates(step), extend.variables, strict=False):
                     nth = self._counts.get((number, name), 0)
                     self._counts[number, name] = nth + 1
                     self._generated[Variable(number, name, nth)] = variable
                 stream.submit(extend)
-            case SetVar(name, value, where):
+            case SetVar(name, value, where=where):
                 waits = any(isinstance(source, Variable) for source in sources(value))
                 stream.submit(Compute(name, value, self, where) if waits else Assign(name, self.value(value), where))
             case Fork():
                 self._fork(stream, step)
-            case Join(children, appends, where):
+            case Join(children, appends, where=where):
                 join(stream, [self._stream(child) for child in children], appends=appends, where=where)
 
     def _fork(self, stream: StreamExecutor, step: Fork) -> None:

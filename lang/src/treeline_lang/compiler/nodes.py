@@ -134,20 +134,25 @@ class Hole(Expr):
 
 
 @dataclass(frozen=True, slots=True)
-class Append:
-    parts: tuple[Expr, ...]
-    where: Where | None = field(default=None, compare=False, repr=False)
+class _Located:
+    """Of a line of the program."""
+
+    where: Where | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class SetVar:
+class Append(_Located):
+    parts: tuple[Expr, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetVar(_Located):
     name: str
     value: Value
-    where: Where | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(_Located):
     children: tuple[int, ...]
     hint: tuple[Expr, ...] = ()
     """What all children begin with: cached with the text before."""
@@ -155,16 +160,14 @@ class Fork:
     """Children begin before it is cached; their first model calls wait for it."""
     together: tuple[int, ...] = ()
     """Children whose first model calls are sent as one request."""
-    where: Where | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(_Located):
     """Of streams that end here. `appends`: their texts are appended; otherwise their variables become lists."""
 
     children: tuple[int, ...]
     appends: bool = False
-    where: Where | None = field(default=None, compare=False, repr=False)
 
 
 Step = Append | SetVar | Fork | Join

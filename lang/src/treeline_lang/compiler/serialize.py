@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import keyword
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Never
@@ -76,6 +76,8 @@ class _Codec(NamedTuple):
 
     dump: Callable[[Any], Any]
     load: Callable[[Any, str], Any]
+    kind: type = object
+    """The class of what is read."""
 
 
 def _wrong(at: str, what: str) -> Never:
@@ -132,8 +134,10 @@ def _pair(one: _Codec, other: _Codec) -> _Codec:
     return _Codec(lambda pair: [one.dump(pair[0]), other.dump(pair[1])], load)
 
 
-def _record(kind: type, codecs: Mapping[str, _Codec]) -> _Codec:
-    """Of an object with these fields; those that are left out of a file have their defaults."""
+def _record(kind: type, **special: _Codec) -> _Codec:
+    """The codec of a dataclass: a field's is the special one, else that of its name in `_FIELDS`; a field that has none
+    is in no file. Those that are left out of a file have their defaults."""
+    codecs = {one.name: found for one in fields(kind) if (found := special.get(one.name) or _FIELDS.get(one.name))}
 
     def load(value: Any, at: str) -> Any:
         if not isinstance(value, dict):
@@ -148,33 +152,28 @@ def _record(kind: type, codecs: Mapping[str, _Codec]) -> _Codec:
         except TypeError as error:
             return _wrong(at, str(error).partition(" ")[2])
 
-    return _Codec(lambda node: {name: codec.dump(getattr(node, name)) for name, codec in codecs.items()}, load)
+    return _Codec(lambda node: {name: codec.dump(getattr(node, name)) for name, codec in codecs.items()}, load, kind)
 
 
-def _union(name: str, kinds: Mapping[str, tuple[type, _Codec]]) -> _Codec:
-    """Of several records, told apart by their field `is`."""
-    tags = {kind: tag for tag, (kind, _) in kinds.items()}
+def _union(name: str, **records: _Codec) -> _Codec:
+    """The codec of several classes; the field `is` says which."""
+    tags = {record.kind: tag for tag, record in records.items()}
 
     def dump(node: Any) -> dict[str, Any]:
         if type(node) not in tags:
             raise ProgramFileError(f"a {type(node).__name__} cannot be in a file")
         tag = tags[type(node)]
-        return {"is": tag, **kinds[tag][1].dump(node)}
+        return {"is": tag, **records[tag].dump(node)}
 
     def load(value: Any, at: str) -> Any:
         if at.count(".") > MAX_DEPTH:
             _wrong(at, "too deep")
         tag = value.get("is") if isinstance(value, dict) else None
-        if not isinstance(tag, str) or tag not in kinds:
-            _wrong(at, f"not a {name}: one of {', '.join(kinds)}")
-        return kinds[tag][1].load({key: one for key, one in value.items() if key != "is"}, at)
+        if not isinstance(tag, str) or tag not in records:
+            _wrong(at, f"not a {name}: one of {', '.join(records)}")
+        return records[tag].load({key: one for key, one in value.items() if key != "is"}, at)
 
     return _Codec(dump, load)
-
-
-def _later(codec: Callable[[], _Codec]) -> _Codec:
-    """One that is defined below."""
-    return _Codec(lambda value: codec().dump(value), lambda value, at: codec().load(value, at))
 
 
 # ---- lines, sampling, pictures --------------------------------------------------------------------------------------
@@ -245,32 +244,41 @@ def _dump_constant(value: Any) -> Any:
 
 
 _CONSTANT = _Codec(_dump_constant, _checked(_is_constant, "a constant").load)
-_PATH = _several(_KEY, 16)
-_ARGUMENT = (Argument, _record(Argument, {"name": _NAME, "path": _PATH}))
-_VARIABLE = (Variable, _record(Variable, {"stream": _NUMBER, "name": _NAME, "nth": _NUMBER, "path": _PATH}))
-_SOURCE = _union("source", {"argument": _ARGUMENT, "variable": _VARIABLE})
+_FIELDS: Final[dict[str, _Codec]] = {
+    "appends": _FLAG,
+    "children": _several(_NUMBER, MAX_STREAMS),
+    "model_type": _MODEL_TYPE,
+    "mutable": _FLAG,
+    "name": _NAME,
+    "nth": _NUMBER,
+    "path": _several(_KEY, 16),
+    "required": _FLAG,
+    "role": _ROLE,
+    "sampling": _SAMPLING,
+    "stream": _NUMBER,
+    "where": _WHERE,
+}
+"""How a field is written, by its name, where a class says nothing else."""
+_ARGUMENT, _VARIABLE = _record(Argument), _record(Variable)
+_SOURCE = _union("source", argument=_ARGUMENT, variable=_VARIABLE)
 _TEXT_OR_SOURCE = _Codec(
     lambda part: part if isinstance(part, str) else _SOURCE.dump(part),
     lambda part, at: part if isinstance(part, str) else _SOURCE.load(part, at),
 )
+_INNER = _Codec(lambda value: _VALUE.dump(value), lambda value, at: _VALUE.load(value, at))
 _VALUE: Final[_Codec] = _union(
     "value",
-    {
-        "argument": _ARGUMENT,
-        "variable": _VARIABLE,
-        "joined": (Joined, _record(Joined, {"parts": _several(_TEXT_OR_SOURCE)})),
-        "const": (Const, _record(Const, {"value": _CONSTANT})),
-        "items": (Items, _record(Items, {"items": _several(_later(lambda: _VALUE)), "mutable": _FLAG})),
-        "entries": (
-            Entries,
-            _record(Entries, {"entries": _several(_pair(_later(lambda: _VALUE), _later(lambda: _VALUE)))}),
-        ),
-        "state": (State, _record(State, {"stream": _NUMBER})),
-    },
+    argument=_ARGUMENT,
+    variable=_VARIABLE,
+    joined=_record(Joined, parts=_several(_TEXT_OR_SOURCE)),
+    const=_record(Const, value=_CONSTANT),
+    items=_record(Items, items=_several(_INNER)),
+    entries=_record(Entries, entries=_several(_pair(_INNER, _INNER))),
+    state=_record(State),
 )
-_HOLE = (Hole, _record(Hole, {"value": _SOURCE, "text": _FLAG, "where": _WHERE}))
-_TEXT_PART = (Text, _record(Text, {"text": _TEXT, "where": _WHERE}))
-_LITERAL = _union("text", {"text": _TEXT_PART, "hole": _HOLE})
+_HOLE = _record(Hole, value=_SOURCE, text=_FLAG)
+_TEXT_PART = _record(Text, text=_TEXT)
+_LITERAL = _union("text", text=_TEXT_PART, hole=_HOLE)
 
 
 def _sum_of(part: _Codec) -> _Codec:
@@ -292,7 +300,7 @@ _CHOICE = _Codec(lambda choice: choice if isinstance(choice, str) else _CHOICE_P
 
 
 def _dump_method(method: ChoicesMethod) -> str:
-    if method.custom is not None:
+    if CHOICES_METHODS.get(method.name) is not method:
         raise ProgramFileError(f"the choices method {method.name} is the program's own, which no file holds")
     return method.name
 
@@ -305,44 +313,32 @@ _METHOD = _Codec(
         else _wrong(at, f"not one of {', '.join(CHOICES_METHODS)}")
     ),
 )
-_GEN = (Gen, _record(Gen, {"name": _optional(_NAME), "sampling": _SAMPLING, "where": _WHERE}))
-_AROUND_ROLE = {"role": _ROLE, "where": _WHERE}
-_AROUND_SCOPE = {"name": _NAME, "where": _WHERE}
+_GEN = _record(Gen, name=_optional(_NAME))
 _CHOICES = _Codec(
     _several(_CHOICE).dump, lambda value, at: _several(_CHOICE).load(value, at) or _wrong(at, "there is no choice")
 )
-_SELECT = {"name": _optional(_NAME), "choices": _CHOICES, "method": _METHOD, "where": _WHERE}
-_THOUGHTS = {
-    "expr": _sum_of(_union("text or gen", {"text": _TEXT_PART, "hole": _HOLE, "gen": _GEN})),
-    "model_type": _MODEL_TYPE,
-    "where": _WHERE,
-}
+_THOUGHTS = _sum_of(_union("text or gen", text=_TEXT_PART, hole=_HOLE, gen=_GEN))
 _PART = _union(
     "part",
-    {
-        "text": _TEXT_PART,
-        "hole": _HOLE,
-        "gen": _GEN,
-        "select": (Select, _record(Select, _SELECT)),
-        "role_begin": (RoleBegin, _record(RoleBegin, _AROUND_ROLE)),
-        "role_end": (RoleEnd, _record(RoleEnd, _AROUND_ROLE)),
-        "scope_begin": (ScopeBegin, _record(ScopeBegin, _AROUND_SCOPE)),
-        "scope_end": (ScopeEnd, _record(ScopeEnd, _AROUND_SCOPE)),
-        "order_begin": (OrderBegin, _record(OrderBegin, {"where": _WHERE})),
-        "order_end": (OrderEnd, _record(OrderEnd, {"where": _WHERE})),
-        "image": (Image, _record(Image, {"source": _Codec(_dump_picture, _TEXT.load), "where": _WHERE})),
-        "reasoning": (SeparateReasoning, _record(SeparateReasoning, _THOUGHTS)),
-    },
+    text=_TEXT_PART,
+    hole=_HOLE,
+    gen=_GEN,
+    select=_record(Select, name=_optional(_NAME), choices=_CHOICES, method=_METHOD),
+    role_begin=_record(RoleBegin),
+    role_end=_record(RoleEnd),
+    scope_begin=_record(ScopeBegin),
+    scope_end=_record(ScopeEnd),
+    order_begin=_record(OrderBegin),
+    order_end=_record(OrderEnd),
+    image=_record(Image, source=_Codec(_dump_picture, _TEXT.load)),
+    reasoning=_record(SeparateReasoning, expr=_THOUGHTS),
 )
-_CHILDREN = _several(_NUMBER, MAX_STREAMS)
 _STEP = _union(
     "step",
-    {
-        "append": (Append, _record(Append, {"parts": _several(_PART), "where": _WHERE})),
-        "set_var": (SetVar, _record(SetVar, {"name": _NAME, "value": _VALUE, "where": _WHERE})),
-        "fork": (Fork, _record(Fork, {"children": _CHILDREN, "where": _WHERE})),
-        "join": (Join, _record(Join, {"children": _CHILDREN, "appends": _FLAG, "where": _WHERE})),
-    },
+    append=_record(Append, parts=_several(_PART)),
+    set_var=_record(SetVar, value=_VALUE),
+    fork=_record(Fork),
+    join=_record(Join),
 )
 
 
@@ -362,17 +358,14 @@ def _dump_default(value: Any) -> Any:
 
 
 _DEFAULT = _Codec(_dump_default, _checked(_plain, "plain data").load)
-_PARAMETER = _record(Parameter, {"name": _NAME, "required": _FLAG, "default": _DEFAULT})
-_STREAM = _record(Stream, {"steps": _several(_STEP, MAX_STEPS), "sampling": _SAMPLING})
+_PARAMETER = _record(Parameter, default=_DEFAULT)
+_STREAM = _record(Stream, steps=_several(_STEP, MAX_STEPS))
 _GRAPH = _record(
     Graph,
-    {
-        "name": _NAME,
-        "parameters": _several(_PARAMETER, 256),
-        "streams": _several(_STREAM, MAX_STREAMS),
-        "returns": _VALUE,
-        "num_api_spec_tokens": _optional(_INTEGER),
-    },
+    parameters=_several(_PARAMETER, 256),
+    streams=_several(_STREAM, MAX_STREAMS),
+    returns=_VALUE,
+    num_api_spec_tokens=_optional(_INTEGER),
 )
 
 
