@@ -13,6 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
+HINT_S: Final = 30.0
+"""So long requests wait for their hint. It is given up then, and they compute what they share themselves."""
 DEEPEST: Final = 200
 """Each has a thread."""
 
@@ -111,6 +114,13 @@ class Run:
     depth: int = 0
     """Programs within which it was called."""
     streams: Streams = field(default_factory=Streams)
+
+    async def send_ahead(self, prompt: Prompt, children: int = 1) -> None:
+        """A hint: returns once the prompt is cached, for so many requests that begin with it, or once that has failed.
+        A hint that is refused, or takes too long, costs a program time and nothing else."""
+        with suppress(Exception):
+            async with asyncio.timeout(HINT_S):
+                await self.backend.warm(prompt, self.call, children)
 
     def beside(self, sampling: Sampling, num_api_spec_tokens: int | None = None) -> Run:
         """A run for a program called within this one; it is cancelled with it. Raises RecursionError."""

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from treeline_lang import background, hints
+from treeline_lang import background
 from treeline_lang.compiler import prefix
 from treeline_lang.compiler.nodes import Argument, Joined, Unknown, at_path
 from treeline_lang.compiler.prefix import MIN_SHARED, shared_length
@@ -52,7 +52,7 @@ class Shared:
         asks for it."""
         with self._lock:
             if self._asked is None:
-                hint = hints.send(run, Prompt(self.text))
+                hint = run.send_ahead(Prompt(self.text))
                 self._asked = asyncio.run_coroutine_threadsafe(hint, background.loop())
         with suppress(Exception):  # it was given up
             self._asked.result()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import hints, images, speculative
+from treeline_lang import images, speculative
 from treeline_lang.backends.base import Completion
 from treeline_lang.compiler import prefix
 from treeline_lang.compiler.nodes import Path, at_path
@@ -131,7 +131,7 @@ class Fork(Step):
                 template = await run.backend.template() if prefix.has_turns(self._hint) else None
                 prefix.append_all(beginning, self._hint, {}, template)
             if beginning.text:
-                warming = asyncio.create_task(hints.send(run, beginning.prompt(), len(self.children)))
+                warming = asyncio.create_task(run.send_ahead(beginning.prompt(), len(self.children)))
         if warming is not None and not self._ahead:
             await warming
         for child in self.children:

@@ -79,37 +79,27 @@ Unknown = Argument | Variable | Joined
 Value = Argument | Variable | Joined | Const | Items | Entries | State
 
 
-def sources(value: Value | str) -> Iterator[Argument | Variable]:
-    """What must be known for the value to be."""
+def leaves(value: Value | str) -> Iterator[Argument | Variable | State]:
+    """What a value is made of, but for constants."""
     match value:
-        case Argument() | Variable():
+        case Argument() | Variable() | State():
             yield value
         case Joined(parts):
             for part in parts:
-                yield from sources(part)
+                yield from leaves(part)
         case Items(items):
             for item in items:
-                yield from sources(item)
+                yield from leaves(item)
         case Entries(entries):
             for key, entry in entries:
-                yield from (*sources(key), *sources(entry))
+                yield from (*leaves(key), *leaves(entry))
         case _:
             pass
 
 
-def states(value: Value) -> Iterator[int]:
-    """The streams that the value holds as states."""
-    match value:
-        case State(stream):
-            yield stream
-        case Items(items):
-            for item in items:
-                yield from states(item)
-        case Entries(entries):
-            for key, entry in entries:
-                yield from (*states(key), *states(entry))
-        case _:
-            pass
+def sources(value: Value) -> Iterator[Argument | Variable]:
+    """What must be known for the value to be."""
+    return (leaf for leaf in leaves(value) if not isinstance(leaf, State))
 
 
 def at_path(value: Any, path: Path) -> Any:
@@ -311,7 +301,8 @@ class GraphData:
             for source in sources(value):
                 if isinstance(source, Variable):
                     self._place(source, places)
-        if any(not 0 <= state < len(self.streams) for value in values for state in states(value)):
+        held = [leaf.stream for value in values for leaf in leaves(value) if isinstance(leaf, State)]
+        if any(not 0 <= number < len(self.streams) for number in held):
             raise ValueError("it returns a state that there is not")
         given = {parameter.name for parameter in self.parameters}
         steps = (step for stream in self.streams for step in stream.steps)
