@@ -58,8 +58,8 @@ class Jobs:
         self._stopped = False
 
     def run(self, num_threads: int | Literal["auto"], progress_bar: bool) -> Iterator[ProgramState]:
-        """The states, in the order of the arguments, each as soon as it and those before have ended. Whoever leaves
-        early, or interrupts, ends the others."""
+        """The states, in the order of the arguments, each as soon as it and those before have ended. Leaving early,
+        or an interrupt, ends the others."""
         threads = thread_count(num_threads, len(self._runs)) if self._runs else 0
         return self._results(threads, Progress(len(self._runs), self._program.__name__, shown=progress_bar))
 

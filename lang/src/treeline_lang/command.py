@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_lang
         return _complain(prog, f"{type(error).__name__}: {error}", FAILED)
     except (TypeError, ValueError) as error:
         return _complain(prog, str(error), WRONG)
-    except BrokenPipeError:  # whoever read what is printed wants no more, and nor does the end of the process
+    except BrokenPipeError:  # the reader has gone; what is flushed when the process ends must not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
@@ -102,14 +102,14 @@ def _run(options: argparse.Namespace) -> int:
         state = program.start(program.new_run(backend, sampling), bound, waits=True)
         text, variables = state.text(), state.variables
         if options.json:
-            told = {"text": text, "variables": variables, "messages": state.messages(), "returned": state.ret_value}
-            _print(_json(told))
+            shown = {"text": text, "variables": variables, "messages": state.messages(), "returned": state.ret_value}
+            _print(_json(shown))
         else:
-            _print(_told(state.ret_value, variables, text))
+            _print(_outcome(state.ret_value, variables, text))
     return OK
 
 
-def _told(returned: Any, variables: dict[str, Any], text: str) -> str:
+def _outcome(returned: Any, variables: dict[str, Any], text: str) -> str:
     """What the program has come to: what it returns, or else what it has set, or else its text."""
     if returned is None and not variables:
         return text
@@ -123,7 +123,7 @@ def _json(value: Any) -> str:
 
 
 def _other(value: Any) -> Any:
-    """Of what JSON does not have."""
+    """How a value is shown that JSON does not have."""
     return value.text() if isinstance(value, ProgramState) else str(value)
 
 

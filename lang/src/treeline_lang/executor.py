@@ -1,8 +1,8 @@
 """A state's executor: like a stream of a GPU, it takes steps without making their submitter wait, and does them in
 order; different streams run at the same time.
 
-A variable is there as soon as the step that sets it is submitted; whoever reads it waits for it. A step that fails ends
-its stream: the steps behind it are not done, and their variables raise the same error.
+A variable is there as soon as the step that sets it is submitted; reading it waits for its value. A step that fails
+ends its stream: the steps behind it are not done, and their variables raise the same error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
 HINT_S: Final = 30.0
-"""So long requests wait for their hint. It is given up then, and they compute what they share themselves."""
+"""How long requests wait for their hint. Then it is given up, and they compute what they share themselves."""
 DEEPEST: Final = 200
 """Each has a thread."""
 
@@ -40,7 +40,7 @@ class Step(ABC):
     """What an error calls it."""
     where: Where | None = None
     variables: Sequence[Variable] = ()
-    """That it sets."""
+    """The variables that it sets."""
 
     @abstractmethod
     async def do(self, stream: StreamExecutor) -> None: ...
@@ -69,7 +69,7 @@ class Mark(Step):
 
 
 class Streams:
-    """Those of a run, to be cancelled together."""
+    """The streams of a run, to be cancelled together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Streams:
             stream.cancel()
 
     def sync(self) -> None:
-        """Wait until what was submitted to them is done or given up: branches that nobody joined, too."""
+        """Wait until what was submitted to them is done or given up: branches that were not joined, too."""
         with self._lock:
             members = list(self._members)
         for stream in members:
@@ -175,13 +175,13 @@ class StreamExecutor:
     # ---- threads of programs ------------------------------------------------------------------------------------
 
     def submit(self, step: Step) -> None:
-        """Does not wait, unless the run is told not to be parallel. Raises ProgramError once it is closed."""
+        """Does not wait, unless the run is not parallel. Raises ProgramError once it is closed."""
         with self._declared:
             late = not self._open
             if late and (self._is_branch or not step.do_late()):
                 reason = "nothing can be appended any more: the program has ended, or the branch was joined"
                 refusal = ProgramError(reason, where=step.where, step=step.name)
-                background.post(step.abandon, refusal)  # nobody waits for what it would have begun
+                background.post(step.abandon, refusal)  # so that its branches and variables fail instead of waiting
                 raise refusal.again()
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()

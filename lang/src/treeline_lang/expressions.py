@@ -69,7 +69,7 @@ class Sum(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Gen(Located):
-    """The model goes on. `name`: the variable that holds what it wrote; None: nobody reads it."""
+    """The model goes on. `name`: the variable that holds what it wrote; None: no variable."""
 
     step = "gen"
     name: str | None
@@ -140,7 +140,7 @@ class Video(Located):
 
 @dataclass(frozen=True, slots=True)
 class SeparateReasoning(Located):
-    """Of each variable that `expr` generates, the reasoning goes to another one, `<name>_reasoning_content`."""
+    """Moves the reasoning of each variable that `expr` generates to another one, `<name>_reasoning_content`."""
 
     step = "separate_reasoning"
     expr: Expr
@@ -290,7 +290,7 @@ def image(source: str | bytes) -> Expr:
 
 
 def video(source: str | bytes, num_frames: int) -> Expr:
-    """So many frames of a video. Refused by backends that read text alone."""
+    """A number of frames of a video. Refused by backends that read text alone."""
     if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
         raise ValueError(f"num_frames is at least 1, not {num_frames!r}")
     return Video(source, num_frames)

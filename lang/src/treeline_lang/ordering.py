@@ -58,7 +58,7 @@ class Shared:
             self._asked.result()
 
     def give_up(self) -> None:
-        """Nobody needs it any more."""
+        """Cancel the request for it: it is not needed any more."""
         self.close()
         if self._asked is not None:
             self._asked.cancel()
@@ -84,7 +84,7 @@ class Plan:
     def give_up(self) -> None:
         """The items that have not been started never will be."""
         shared = [one for item in self.order for one in self.shared.get(item, ())]
-        for one in shared:  # first: whoever waits for one goes on to the next
+        for one in shared:  # first, so that an item that waits for one does not ask for the next
             one.close()
         for one in shared:
             one.give_up()
@@ -127,8 +127,8 @@ def _beginnings(
 
 
 def _common(arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Those that all have alike: constants of the batch, on which the program may branch. Plain data alone, and copies
-    of it, as the trace shall not change what the runs are given."""
+    """The arguments that all items have in common: constants of the batch, on which the program may
+    branch. Plain data alone, and copies of it, as the trace shall not change what the runs are given."""
     first, *rest = arguments
     return {
         name: copy.deepcopy(value)
@@ -174,7 +174,7 @@ def worthwhile(texts: Sequence[str], threads: int) -> list[tuple[int, int, int]]
     ahead, outer ones before those within them. texts: sorted."""
     chosen: list[tuple[int, int, int]] = []
     around: list[tuple[int, int, int]] = []
-    """Those of them that this one is within, the innermost last."""
+    """The chosen groups that contain this one, the innermost last."""
     for length, first, last in sorted(groups(texts), key=lambda group: (group[1], -group[2])):
         while around and around[-1][2] < first:
             around.pop()

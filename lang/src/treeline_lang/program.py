@@ -77,7 +77,7 @@ class Function:
         return f"<program {self.__name__}{self._signature}>"
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the body, by name. Raises TypeError for those that it does not have, and lacks."""
+        """The arguments of the body, by name. Raises TypeError for unknown and for missing ones."""
         try:
             bound = self._signature.bind(*args, **{**self.bound, **kwargs})
         except TypeError as error:
@@ -214,7 +214,7 @@ class Function:
             return state
 
         def body() -> None:
-            with suppress(Exception):  # the state tells it to whoever reads
+            with suppress(Exception):  # the state raises it when it is read
                 try:
                     self.run_body(state, arguments)
                 finally:
@@ -309,7 +309,7 @@ class Function:
         if run.parallel:
             return self.start(run, arguments, waits=False)
         state = state_of(run)
-        with suppress(Exception):  # the state tells it to whoever reads
+        with suppress(Exception):  # the state raises it when it is read
             self.run_body(state, arguments)
         return state
 
@@ -396,7 +396,7 @@ def _checked_signature(body: Callable[..., Any]) -> inspect.Signature:
     if any(inspect.iscoroutinefunction(kind) or inspect.isasyncgenfunction(kind) for kind in kinds):
         raise TypeError(f"{name}: {_NOT_ASYNC}")
     if any(inspect.isgeneratorfunction(kind) for kind in kinds):
-        raise TypeError(f"{name}: a program does not yield; whoever wants its text as it grows reads text_iter()")
+        raise TypeError(f"{name}: a program does not yield; to follow its text, read text_iter()")
     signature = inspect.signature(body)
     parameters = [*signature.parameters.values()]
     first = parameters[0] if parameters else None

@@ -71,7 +71,7 @@ class Sampling:
         return self.regex is not None or self.json_schema is not None
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of these parameters that are set, as JSON has them."""
+        """The parameters among `names` that are set, as JSON has them."""
         found = {name: value for name in names if (value := getattr(self, name)) not in (None, ())}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 

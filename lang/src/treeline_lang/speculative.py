@@ -14,7 +14,7 @@ from treeline_lang.speculation import TRIES, Pattern, Surplus, as_asked, eligibl
 from treeline_lang.transcript import Prompt
 
 _NONE = {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0}
-"""What a gen costs that asks nobody. The metas of a run add up to what its calls cost."""
+"""What a gen costs that needs no call. The metas of a run add up to what its calls cost."""
 
 
 async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -> list[Completion]:

@@ -309,7 +309,7 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
 
 
 async def text_of(choice: str | Expr) -> str:
-    """Of an expression that has one without a model's help."""
+    """The text of an expression that has one without a model's help."""
     if isinstance(choice, str):
         return choice
     texts = []

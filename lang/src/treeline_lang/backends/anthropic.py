@@ -21,7 +21,7 @@ from treeline_lang.templates import TEMPLATES, ChatTemplate
 from treeline_lang.transcript import Prompt
 
 VERSION: Final = "2023-06-01"
-"""Of the API: what `anthropic-version` says."""
+"""The version of the API, sent as `anthropic-version`."""
 _PLAIN: Final = ("temperature", "top_p", "top_k")
 _UNKNOWN: Final = {
     "min_p": "",

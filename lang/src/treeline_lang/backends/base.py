@@ -1,4 +1,4 @@
-"""What a program asks of whoever generates."""
+"""What a program asks of a backend, and the default backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Call:
     session: str | None = None
     """Requests of one program: better served where the earlier ones were."""
     num_api_spec_tokens: int | None = None
-    """Of the program (`treeline_lang.speculation`)."""
+    """What the program asks for with each call, at least (`treeline_lang.speculation`)."""
 
 
 class Backend(ABC):

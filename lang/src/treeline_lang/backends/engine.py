@@ -129,7 +129,7 @@ class EngineBackend(StoppingBackend):
         return await select_by_logprobs(self, prompt.text, choices, method)
 
     async def count(self, text: str) -> int:
-        """Of `scoring.Scorer`."""
+        """As `scoring.Scorer` has it."""
         output = await _asked(self._engine.async_generate(text, _NOTHING))
         return int(output.prompt_tokens)
 

@@ -19,9 +19,9 @@ from treeline_lang.errors import BackendError, Refused, Unreachable
 _BUSY: Final = (429, 503, 529)
 """529 is Anthropic's word for overloaded."""
 _MAX_WAIT_S: Final = 30.0
-"""Of one pause; servers say how long they want to be left alone (Retry-After)."""
+"""The longest pause; servers say how long they want to be left alone (Retry-After)."""
 MAX_ANSWER_BYTES: Final = 256 << 20
-"""Of an answer, or of one event of a stream, unpacked: a server may send without an end, or a little that is packed and
+"""Bytes of an answer, or of one event of a stream, unpacked: a server may send without an end, or little that
 unpacks to more than there is memory."""
 
 
@@ -38,7 +38,7 @@ class HttpClient:
         self.url = _USER.sub("//", url.rstrip("/"))
         """For requests and errors: without the name and the password that may be in it."""
         for name, value in (headers or {}).items():
-            if not _HEADER.fullmatch(value):  # which is not told: it may be a key
+            if not _HEADER.fullmatch(value):  # the value is not shown: it may be a key
                 raise ValueError(f"the key for the header {name} is not one line of visible ASCII characters")
         if not timeout_s > 0:
             raise ValueError(f"a timeout is above 0 seconds, not {timeout_s!r}")
@@ -47,7 +47,7 @@ class HttpClient:
         self._busy_s = busy_s
         self._connections: Connections | None = None
         self._pid = 0
-        """Of the process whose connections these are."""
+        """The process whose connections these are."""
 
     def _open(self) -> Connections:
         if self._connections is None or self._pid != os.getpid():  # a fork must not write to its parent's sockets

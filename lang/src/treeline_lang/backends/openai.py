@@ -26,7 +26,7 @@ URL: Final = "https://api.openai.com/v1"
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Of all requests of a backend, as the server tells."""
+    """Tokens of all requests of a backend, as the server counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -34,10 +34,10 @@ class TokenUsage:
     def reset(self) -> None:
         self.prompt_tokens = self.completion_tokens = 0
 
-    def add(self, told: Any) -> None:
-        """told: a mapping that may have the two."""
+    def add(self, usage: Any) -> None:
+        """usage: a mapping that may have the two."""
         for name in ("prompt_tokens", "completion_tokens"):
-            count = told.get(name) if isinstance(told, Mapping) else None
+            count = usage.get(name) if isinstance(usage, Mapping) else None
             setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
 

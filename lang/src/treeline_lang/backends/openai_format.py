@@ -110,7 +110,7 @@ def _whole(answer: Any, choice: Any, *, chat: bool, several: bool) -> Completion
         growing.reasoning = thought
     growing.take_choice({**choice, "delta": {"content": text}, "text": text})
     meta = growing.completion().meta
-    if several:  # of all together: nobody says how many are whose
+    if several:  # the server counts them for all choices together
         meta.pop("completion_tokens", None)
     return Completion(growing.text, meta)
 
@@ -131,7 +131,7 @@ class Growing:
         with read(event, FORM):
             self.take_head(event)
             for choice in event.get("choices") or ():
-                if choice.get("index", 0) == 0:  # nobody asks for more in a stream
+                if choice.get("index", 0) == 0:  # a stream is asked for one choice
                     self.take_choice(choice)
         return self.completion()
 

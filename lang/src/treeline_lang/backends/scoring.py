@@ -25,7 +25,7 @@ async def select_by_logprobs(scorer: Scorer, text: str, choices: Sequence[str], 
     scored = _checked(await scorer.score([text + choice for choice in choices], start), len(choices))
     tokens = [tokens_of_choice(one, choice, before) for one, choice in zip(scored, choices, strict=True)]
     if not all(tokens):
-        raise BackendError("the server told no logprobs of the choices")
+        raise BackendError("the server gave no logprobs of the choices")
     alone: list[list[TokenLogprob]] = []
     if method.unconditional:
         ids = [[token.id for token in one if token.id is not None] for one in tokens]
@@ -37,7 +37,7 @@ def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLog
     """As servers have said it, for comparing: what is not a number is neither more nor less likely than another. Raises
     BackendError."""
     if len(scored) != count:
-        raise BackendError(f"the server told the logprobs of {len(scored)} texts where {count} were asked for")
+        raise BackendError(f"the server gave the logprobs of {len(scored)} texts where {count} were asked for")
     for token in (token for one in scored for token in one):
         fits = (
             (token.logprob is None or _is_logprob(token.logprob))
@@ -45,7 +45,7 @@ def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLog
             and (token.text is None or isinstance(token.text, str))
         )
         if not fits:
-            raise BackendError(f"the server told a logprob that is none: {str(token)[:200]}")
+            raise BackendError(f"the server gave a logprob that is none: {str(token)[:200]}")
     return scored
 
 

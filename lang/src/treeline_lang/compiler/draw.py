@@ -56,7 +56,7 @@ _PAD: Final = 6
 _MARGIN: Final = 24
 _HEAD: Final = 64
 _CHARACTERS: Final = 37
-"""That fit in a box."""
+"""Characters that fit in a line of a box."""
 _TIP: Final = 1000
 """Characters of what a reader sees who points at a line."""
 _ENOUGH: Final = 12

@@ -125,7 +125,7 @@ class Hole(Expr):
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """Of a line of the program."""
+    """A step that knows its line in the program."""
 
     where: Where | None = field(default=None, compare=False, repr=False, kw_only=True)
 
@@ -154,7 +154,7 @@ class Fork(_Located):
 
 @dataclass(frozen=True, slots=True)
 class Join(_Located):
-    """Of streams that end here. `appends`: their texts are appended; otherwise their variables become lists."""
+    """Joins streams, which end here. `appends`: their texts are appended; otherwise their variables become lists."""
 
     children: tuple[int, ...]
     appends: bool = False
@@ -249,7 +249,7 @@ class GraphData:
         return places
 
     def parents(self) -> Mapping[int, Place]:
-        """Of each stream that a fork begins: that fork. Raises ValueError where two do."""
+        """The fork that begins each stream, by the number of the stream. Raises ValueError where two do."""
         found: dict[int, Place] = {}
         for number, stream in enumerate(self.streams):
             for index, step in enumerate(stream.steps):

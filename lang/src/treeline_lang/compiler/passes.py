@@ -108,7 +108,7 @@ def _place(step: Step) -> str:
 
 
 def _diff(before: Sequence[Step], after: Sequence[Step]) -> list[str]:
-    """Of the prompt, as a unified diff."""
+    """How the prompt changes, as a unified diff."""
     return list(difflib.unified_diff(_prompt(before), _prompt(after), "before", "after", lineterm=""))
 
 

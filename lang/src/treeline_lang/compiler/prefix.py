@@ -59,7 +59,7 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
 
 
 def text_of(parts: Sequence[Expr], template: ChatTemplate | None) -> str:
-    """Of constants."""
+    """The text of parts that are constants."""
     transcript = Transcript()
     append_all(transcript, parts, {}, template)
     return transcript.text

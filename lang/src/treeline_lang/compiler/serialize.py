@@ -2,10 +2,10 @@
 
 A file is data, and is believed in nothing. Reading it evaluates nothing and opens no other file; every field has a type
 and a bound, and whatever is not as it should be raises ProgramFileError with its place in the file. What passes have
-noted for the executor is not in it: that is found anew.
+noted for the executor is not in it: passes find it again.
 
 Two things that a program may do, one in a file may not: show pictures of this machine, unless they are in a folder that
-whoever reads the file names; and have `stop_regex`, which is matched in this process, for as long as it likes.
+the reader of the file names; and have `stop_regex`, which is matched in this process, for as long as it likes.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ MAX_BYTES: Final = 16 << 20
 MAX_STREAMS: Final = 1024
 MAX_STEPS: Final = 16_384
 MAX_ITEMS: Final = 4096
-"""Of any one list in it."""
+"""The longest list in a file."""
 MAX_NAME: Final = 256
 MAX_DEPTH: Final = 32
 
 
 class _Codec(NamedTuple):
-    """How one kind of value is written and read. `load` is told where it is, for errors."""
+    """How one kind of value is written and read. `load` gets its place in the file, for errors."""
 
     dump: Callable[[Any], Any]
     load: Callable[[Any, str], Any]

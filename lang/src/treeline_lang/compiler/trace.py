@@ -98,7 +98,7 @@ class Placeholder(Expr):
         return self.tracing.refuse(self.value, f"asked for its {name}")
 
     def __deepcopy__(self, _memo: object) -> Self:
-        """One of another trace would be refused there, where nobody sees it."""
+        """One of another trace would be refused there, where it would not be noticed."""
         return self
 
     def __repr__(self) -> str:
@@ -321,7 +321,7 @@ class Tracing:
         return Sum(tuple(part for one in flatten(choice) for part in self.parts(one)))
 
     def value(self, value: Any) -> Value:
-        """Of what a program sets or returns."""
+        """What a program sets or returns, with placeholders as the values that they stand for."""
         match value:
             case Placeholder():
                 return value.value
