@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.base import Call, Completion, GrowingCompletion
 from treeline_lang.backends.http import HttpClient, given_up, read
 from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
@@ -23,6 +23,12 @@ from treeline_lang.transcript import Prompt
 VERSION: Final = "2023-06-01"
 """The version of the API, sent as `anthropic-version`."""
 _PLAIN: Final = ("temperature", "top_p", "top_k")
+_FINISHES: Final = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+}
 _UNKNOWN: Final = {
     "min_p": "",
     "min_tokens": "",
@@ -71,7 +77,7 @@ class Anthropic(StoppingBackend):
             async for _, event in events:
                 if growing.take(event):
                     yield growing.completion()
-        if growing.stop_reason is None:
+        if growing.finish is None:
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
@@ -138,15 +144,10 @@ def completion_of(answer: Any) -> Completion:
 
 
 @dataclass
-class Growing:
-    """A message, from the events of a stream or whole."""
+class Growing(GrowingCompletion):
+    """A message."""
 
-    text: str = ""
-    reasoning: str = ""
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
     usage: dict[str, int] = field(default_factory=dict)
-    id: str | None = None
 
     def take(self, event: Any) -> bool:
         """→ whether there is more now. Raises BackendError for an error, and for what is no event."""
@@ -167,7 +168,7 @@ class Growing:
         return True
 
     def take_message(self, message: Mapping[str, Any]) -> None:
-        self.id = message.get("id")
+        self.meta["id"] = message.get("id")
         self._count(message.get("usage"))
 
     def take_block(self, block: Mapping[str, Any]) -> None:
@@ -175,31 +176,15 @@ class Growing:
         self.reasoning += block.get("thinking") or ""
 
     def take_end(self, delta: Mapping[str, Any]) -> None:
-        self.stop_reason, self.stop_sequence = delta.get("stop_reason"), delta.get("stop_sequence")
+        reason: Any = delta.get("stop_reason")
+        self.finish, self.matched = _FINISHES.get(reason, reason), delta.get("stop_sequence")
         self._count(delta.get("usage"))
 
     def _count(self, usage: Mapping[str, Any] | None) -> None:
-        self.usage |= {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
-
-    def completion(self) -> Completion:
         """Counts in the names of `/generate`: what was read from a cache, or written to one, is of the prompt."""
-        meta: dict[str, Any] = {"id": self.id, "finish_reason": self._finish_reason()}
+        self.usage |= {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
         if "input_tokens" in self.usage:
             cached = self.usage.get("cache_read_input_tokens", 0)
             written = self.usage.get("cache_creation_input_tokens", 0)
-            meta |= {"prompt_tokens": self.usage["input_tokens"] + cached + written, "cached_tokens": cached}
-            meta["completion_tokens"] = self.usage.get("output_tokens", 0)
-        if self.reasoning:
-            meta["reasoning_content"] = self.reasoning
-        return Completion(self.text, meta)
-
-    def _finish_reason(self) -> dict[str, Any] | None:
-        match self.stop_reason:
-            case None:
-                return None
-            case "end_turn" | "stop_sequence":
-                return {"type": "stop", "matched": self.stop_sequence}
-            case "max_tokens" | "model_context_window_exceeded":
-                return {"type": "length", "length": self.usage.get("output_tokens")}
-            case other:
-                return {"type": other}
+            self.meta |= {"prompt_tokens": self.usage["input_tokens"] + cached + written, "cached_tokens": cached}
+            self.meta["completion_tokens"] = self.usage.get("output_tokens", 0)

@@ -24,6 +24,29 @@ class Completion:
     """As SGLang's `meta_info`: `finish_reason`, `prompt_tokens`, `completion_tokens`, …, where the backend tells."""
 
 
+@dataclass
+class GrowingCompletion:
+    """A completion that is put together from the events of a stream, or from a whole answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    finish: str | None = None
+    """Why it has ended: `stop`, `length` or another word; None while it has not."""
+    matched: Any = None
+    """The stop that ended it."""
+
+    def completion(self) -> Completion:
+        """All so far."""
+        reason: dict[str, Any] | None = None if self.finish is None else {"type": self.finish}
+        if self.finish == "stop":
+            reason = {"type": "stop", "matched": self.matched}
+        elif self.finish == "length":
+            reason = {"type": "length", "length": self.meta.get("completion_tokens")}
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return Completion(self.text, {**self.meta, "finish_reason": reason, **thought})
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """What is known of a request besides its text."""

@@ -104,7 +104,7 @@ class OpenAI(StoppingBackend):
     async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         body = await self._body(prompt, sampling) | asked
-        growing = form.Growing(self.chats)
+        growing = form.Growing(chat=self.chats)
         async with aclosing(self._http.events(self._path, body)) as events:
             async for _, event in events:
                 yield growing.take(event)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from treeline_lang.backends.base import Completion
+from treeline_lang.backends.base import Completion, GrowingCompletion
 from treeline_lang.backends.http import given_up, read
 from treeline_lang.errors import BackendError, Unsupported
 from treeline_lang.sampling import Sampling
@@ -116,15 +116,10 @@ def _whole(answer: Any, choice: Any, *, chat: bool, several: bool) -> Completion
 
 
 @dataclass
-class Growing:
-    """One choice, from the events of a stream or from a whole answer."""
+class Growing(GrowingCompletion):
+    """One choice."""
 
-    chat: bool
-    text: str = ""
-    reasoning: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
-    finish: str | None = None
-    matched: Any = None
+    chat: bool = False
 
     def take(self, event: Any) -> Completion:
         """→ all so far. Raises BackendError for an event that is none."""
@@ -154,23 +149,6 @@ class Growing:
             self.matched = choice.get("matched_stop", choice.get("stop_reason"))
             if self.finish == "abort":
                 raise BackendError("the server gave the request up")
-
-    def completion(self) -> Completion:
-        meta = {**self.meta, "finish_reason": self._finish_reason()}
-        if self.reasoning:
-            meta["reasoning_content"] = self.reasoning
-        return Completion(self.text, meta)
-
-    def _finish_reason(self) -> dict[str, Any] | None:
-        match self.finish:
-            case None:
-                return None
-            case "stop":
-                return {"type": "stop", "matched": self.matched}
-            case "length":
-                return {"type": "length", "length": self.meta.get("completion_tokens")}
-            case other:
-                return {"type": other}
 
     def _take_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         if self.chat:
