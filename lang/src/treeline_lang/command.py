@@ -44,9 +44,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     run.add_argument("--max-new-tokens", type=int, metavar="N", help="where the program says none")
     run.add_argument("--model", help="where several are served behind the URL")
     run.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each request (600)")
-    run.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="where images may be that the program shows (none)"
-    )
     run.add_argument("--json", action="store_true", help="print text, variables, messages and what it returns as JSON")
     show = words.add_parser(
         "show",
@@ -93,7 +90,7 @@ def _print(text: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    program = Compiled.load(options.file, pictures=options.pictures)
+    program = Compiled.load(options.file)
     arguments = _arguments(options.arg, options.json_arg)
     asked = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
     sampling = program.split({name: value for name, value in asked.items() if value is not None})[1]

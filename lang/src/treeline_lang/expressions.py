@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Never
 
 from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, token_length_normalized
+from treeline_lang.errors import Unsupported
 from treeline_lang.reasoning import check_model_type
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.where import Where, caller
@@ -129,13 +130,6 @@ class Image(Located):
 
     step = "image"
     source: str | bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Video(Located):
-    step = "video"
-    source: str | bytes
-    num_frames: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +284,8 @@ def image(source: str | bytes) -> Expr:
 
 
 def video(source: str | bytes, num_frames: int) -> Expr:
-    """A number of frames of a video. Refused by backends that read text alone."""
-    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
-        raise ValueError(f"num_frames is at least 1, not {num_frames!r}")
-    return Video(source, num_frames)
+    """Raises Unsupported: no backend reads videos."""
+    raise Unsupported(f"no backend reads videos, nor {num_frames} frames of one", where=caller(), step="video")
 
 
 def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:

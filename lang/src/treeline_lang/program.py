@@ -348,15 +348,11 @@ class Compiled(Function):
         Path(path).write_text(serialize.dumps(self.graph), encoding="utf-8")
 
     @classmethod
-    def load(
-        cls, path: str | Path, *, passes: Sequence[Pass] = DEFAULT_PASSES, pictures: str | Path | None = None
-    ) -> Compiled:
-        """What `save` wrote. pictures: the folder in which images may be that it shows; None: it may show none of this
-        machine. Raises ProgramFileError, OSError."""
-        folder = None if pictures is None else Path(pictures)
+    def load(cls, path: str | Path, *, passes: Sequence[Pass] = DEFAULT_PASSES) -> Compiled:
+        """What `save` wrote. Raises ProgramFileError, OSError."""
         with Path(path).open("rb") as file:
             text = file.read(serialize.MAX_BYTES + 1)  # a device has no size, and no end
-        return cls.of(serialize.loads(text, pictures=folder), passes)
+        return cls.of(serialize.loads(text), passes)
 
     def bind(self, **arguments: Any) -> Compiled:
         bound = Compiled(self.body, self.num_api_spec_tokens, super().bind(**arguments).bound)

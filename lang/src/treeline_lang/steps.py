@@ -26,7 +26,6 @@ from treeline_lang.expressions import (
     Select,
     SeparateReasoning,
     Text,
-    Video,
     as_expr,
     flatten,
     names_of,
@@ -231,8 +230,6 @@ async def _append(stream: StreamExecutor, part: Expr, variables: Iterator[Variab
             pass
         case Image(source):
             await _show_image(stream, source)
-        case Video():
-            raise Unsupported(f"{type(stream.run.backend).__name__} reads text alone, and no videos")
         case SeparateReasoning(expr, model_type):
             await _separate(stream, expr, model_type, variables)
         case _:

@@ -44,7 +44,6 @@ from treeline_lang.expressions import (
     Select,
     SeparateReasoning,
     Text,
-    Video,
     flatten,
 )
 
@@ -168,7 +167,7 @@ def _part(part: Expr) -> Iterator[Line]:
             yield _line("scope", f"reasoning apart ({model_type})")
             for one in flatten(expr):
                 yield from _part(one)
-        case Image(source) | Video(source):
+        case Image(source):
             yield _line("scope", f"{part.step} {source if isinstance(source, str) else f'of {len(source)} bytes'}")
         case _:
             yield _line("scope", part.step)

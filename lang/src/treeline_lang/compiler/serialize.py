@@ -4,8 +4,8 @@ A file is data, and is believed in nothing. Reading it evaluates nothing and ope
 and a bound, and whatever is not as it should be raises ProgramFileError with its place in the file. What passes have
 noted for the executor is not in it: passes find it again.
 
-Two things that a program may do, one in a file may not: show pictures of this machine, unless they are in a folder that
-the reader of the file names; and have `stop_regex`, which is matched in this process, for as long as it likes.
+Two things that a program may do, one in a file may not: show pictures of the machine that runs it (those of the machine
+that writes the file are in it); and have `stop_regex`, which is matched in this process, for as long as it likes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import keyword
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Never
 
@@ -225,7 +225,15 @@ _SAMPLING = _Codec(_dump_sampling, _load_sampling)
 
 
 def _dump_picture(source: str | bytes) -> str:
-    return images.url_of(source) if isinstance(source, bytes) else source
+    try:
+        return images.url_of(source)
+    except (OSError, ValueError) as error:
+        raise ProgramFileError(f"no image: {error}") from error
+
+
+_PICTURE = _Codec(
+    _dump_picture, _checked(lambda value: isinstance(value, str) and images.is_url(value), "the URL of an image").load
+)
 
 
 # ---- values, parts, steps -------------------------------------------------------------------------------------------
@@ -330,7 +338,7 @@ _PART = _union(
     scope_end=_record(ScopeEnd),
     order_begin=_record(OrderBegin),
     order_end=_record(OrderEnd),
-    image=_record(Image, source=_Codec(_dump_picture, _TEXT.load)),
+    image=_record(Image, source=_PICTURE),
     reasoning=_record(SeparateReasoning, expr=_THOUGHTS),
 )
 _STEP = _union(
@@ -377,9 +385,8 @@ def dumps(graph: Graph) -> str:
     return json.dumps({MARK: VERSION, **_GRAPH.dump(graph)}, indent=1, allow_nan=False) + "\n"
 
 
-def loads(text: str | bytes, *, pictures: Path | None = None) -> Graph:
-    """pictures: the folder in which a program's images may be; None: it may show none of this machine. Raises
-    ProgramFileError."""
+def loads(text: str | bytes) -> Graph:
+    """Raises ProgramFileError."""
     if len(text) > MAX_BYTES:
         raise ProgramFileError(f"the file is larger than {MAX_BYTES >> 20} MiB")
     try:
@@ -393,9 +400,9 @@ def loads(text: str | bytes, *, pictures: Path | None = None) -> Graph:
             if type(version) is not int
             else f"this is a program of version {version!r}, not {VERSION}"
         )
-    graph = _GRAPH.load(data, "program")
+    graph: Graph = _GRAPH.load(data, "program")
     _check(graph)
-    return _with_pictures(graph, pictures)
+    return graph
 
 
 def _check(graph: Graph) -> None:
@@ -417,26 +424,3 @@ def _check(graph: Graph) -> None:
 
 def _is_identifier(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
-
-
-def _with_pictures(graph: Graph, folder: Path | None) -> Graph:
-    """With the paths of images inside of `folder` made whole, and no others."""
-
-    def shown(part: Expr) -> Expr:
-        if not isinstance(part, Image) or not isinstance(part.source, str) or images.is_url(part.source):
-            return part
-        if folder is None:
-            raise ProgramFileError(f"it shows the file {part.source!r}, and files are not allowed", where=part.where)
-        try:
-            path = (folder / part.source).resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # no name that a file can have; links in a circle
-            raise ProgramFileError(f"it shows the file {part.source!r}: {error}", where=part.where) from None
-        if not path.is_relative_to(folder.resolve()):
-            raise ProgramFileError(f"it shows the file {part.source!r}, outside of {folder}", where=part.where)
-        return replace(part, source=str(path))
-
-    def step_with(step: Any) -> Any:
-        return replace(step, parts=tuple(map(shown, step.parts))) if isinstance(step, Append) else step
-
-    streams = tuple(replace(stream, steps=tuple(map(step_with, stream.steps))) for stream in graph.streams)
-    return replace(graph, streams=streams)
