@@ -18,10 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from treeline_lang import background
-from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.base import Backend, Call
 from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
 from treeline_lang.growing import Growing, Variable
-from treeline_lang.meeting import Meeting
 from treeline_lang.sampling import Sampling
 from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Prompt, Transcript
@@ -152,8 +151,6 @@ class StreamExecutor:
         """What it was forked with."""
         self.warming: asyncio.Task[None] | None = None
         """Caches what this stream begins with: its first model call waits for that."""
-        self.meeting: Meeting | None = None
-        """Where the first model call goes out with those of others."""
         self.ahead = Ahead()
         """What is known of the text to come."""
         self._children: list[StreamExecutor] = []
@@ -264,32 +261,17 @@ class StreamExecutor:
         self._waits = False
         if self.failure is None:
             self.failure = failure
-        if self.meeting is not None:
-            self.meeting.leave()
-            self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(self.failure)
         self.growing.fail(self.failure)  # first: the mark of the body's end may be among the steps, and ends it well
         while self._inbox:
             self._inbox.popleft().abandon(self.failure)
 
-    async def ready(self, *, alone: bool) -> Meeting | None:
-        """Before a model call. → Where it is to go with others; `alone`: it cannot."""
+    async def ready(self) -> None:
+        """Before a model call: waits until what this stream begins with is cached."""
         warming, self.warming = self.warming, None
         if warming is not None:
             await asyncio.shield(warming)
-        meeting, self.meeting = self.meeting, None
-        if meeting is not None and alone:
-            meeting.leave()
-            return None
-        return meeting
-
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
-        """`Backend.generate`, with what this stream's first call has to wait for."""
-        meeting = await self.ready(alone=False)
-        if meeting is not None:
-            return await meeting.generate(self.run.backend, prompt, sampling, self.run.call)
-        return await self.run.backend.generate(prompt, sampling, self.run.call)
 
     def show(self, coming: str = "") -> None:
         """Let those who follow the text see it. coming: what the transcript does not have yet."""
@@ -331,9 +313,6 @@ class StreamExecutor:
         self._over = True
         if failure is not None:
             self.fail(failure)
-        if self.meeting is not None:  # there was no call: the others go without
-            self.meeting.leave()
-            self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(ProgramError("the program ended within the scope", step=f"var_scope({variable.name!r})"))
         self.growing.end()

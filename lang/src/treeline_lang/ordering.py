@@ -23,11 +23,13 @@ from typing import Any, Final, Protocol
 from treeline_lang import background
 from treeline_lang.compiler import prefix
 from treeline_lang.compiler.nodes import Argument, Joined, Unknown, at_path
-from treeline_lang.compiler.prefix import MIN_SHARED, shared_length
+from treeline_lang.compiler.prefix import shared_length
 from treeline_lang.compiler.trace import Traced
 from treeline_lang.executor import Run
 from treeline_lang.transcript import Prompt
 
+MIN_SHARED: Final = 64
+"""Characters that are worth a request of their own; fewer are not."""
 MIN_SAVED: Final = 2048
 """The same of a group within the batch, times those that would compute them for nothing. Each group costs its items one
 more round trip: about as long as some hundred tokens take."""
@@ -97,13 +99,13 @@ def plan_batch(program: Traceable, arguments: Sequence[Mapping[str, Any]], run: 
     if len(arguments) < 2:
         return given
     try:
-        texts, keys, constants = _beginnings(program, arguments, run)
+        texts, keys = _beginnings(program, arguments, run)
     except Exception:
         return given
     order = sorted(range(len(arguments)), key=keys.__getitem__)
     if not (run.hints and run.backend.takes_hints and threads > 1):
         return Plan(order)
-    shared: dict[int, list[Shared]] = {item: list(constants) for item in order}
+    shared: dict[int, list[Shared]] = {}
     for length, first, last in worthwhile([texts[item] for item in order], threads):
         one = Shared(texts[order[first]][:length])
         for item in order[first : last + 1]:
@@ -113,17 +115,15 @@ def plan_batch(program: Traceable, arguments: Sequence[Mapping[str, Any]], run: 
 
 def _beginnings(
     program: Traceable, arguments: Sequence[Mapping[str, Any]], run: Run
-) -> tuple[list[str], list[tuple[str, str]], list[Shared]]:
-    """Of each item the text that its first prompt begins with; by what to order them: that, and where the trace stopped
-    because of an argument, that argument, since what follows is likely to be made of it; what a compiled program says
-    that streams begin with which none of the items' first prompts does."""
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """The text that the first prompt of each item begins with; and by what to order the items: that, and the argument
+    at which the trace stopped, if there is one, since what follows is likely to be made of it."""
     traced = program.traced(_common(arguments), to_first_request=True)
     template = background.call(run.backend.template()) if prefix.has_turns(prefix.parts_of(traced.graph)) else None
     texts = [prefix.beginning(traced.graph, one, template) for one in arguments]
     cause = next(_arguments(traced.stopped_by), None)
     keys = [(text, _shown(one, cause)) for text, one in zip(texts, arguments, strict=True)]
-    constants = [prefix.text_of(parts, template) for parts in traced.graph.beginnings]
-    return texts, keys, [Shared(text) for text in constants if not texts[0].startswith(text)]
+    return texts, keys
 
 
 def _common(arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

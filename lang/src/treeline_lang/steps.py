@@ -250,7 +250,7 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         sampling = sampling.over(Sampling(stop=stops)) if stops else sampling
     if run.streaming and streams and count == 1:
         last = Completion("")
-        await stream.ready(alone=True)
+        await stream.ready()
         async for last in run.backend.stream(prompt, sampling, run.call):
             variable.say(last.text, last.meta)
             stream.show(last.text)
@@ -297,7 +297,7 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
     if "" in choices:
         raise ProgramError("a choice is empty")
     run = stream.run
-    await stream.ready(alone=True)
+    await stream.ready()
     decision = await run.backend.select(stream.transcript.prompt(), choices, node.method, run.call)
     chosen = choices[decision.index]
     stream.transcript.append(chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -82,13 +81,6 @@ class Backend(ABC):
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         """`sampling.n` completions."""
-
-    async def generate_batch(
-        self, requests: Sequence[tuple[Prompt, Sampling]], call: Call
-    ) -> Sequence[list[Completion] | BaseException]:
-        """Several at once. → Of each its completions, or why it has none: one that fails fails alone."""
-        each = (self.generate(prompt, sampling, call) for prompt, sampling in requests)
-        return await asyncio.gather(*each, return_exceptions=True)
 
     @abstractmethod
     def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:

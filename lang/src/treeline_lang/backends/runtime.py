@@ -62,24 +62,6 @@ class RuntimeEndpoint(StoppingBackend):
             )
         return completions
 
-    async def generate_batch(
-        self, requests: Sequence[tuple[Prompt, Sampling]], call: Call
-    ) -> Sequence[list[Completion] | BaseException]:
-        """As one request, where they agree in what is said once for all of them."""
-        bodies = [self._body(prompt.text, sampling) for prompt, sampling in requests]
-        together = {key: value for key, value in bodies[0].items() if key in _TOP_LEVEL}
-        alone = any(sampling.stop_regex or (sampling.n or 1) > 1 for _, sampling in requests)
-        if alone or any({key: body[key] for key in _TOP_LEVEL if key in body} != together for body in bodies):
-            return await super().generate_batch(requests, call)
-        lists = {key: [body[key] for body in bodies] for key in ("text", "sampling_params")}
-        try:
-            answers = await self._post(lists | together, call)
-        except Refused:  # one of them is wrong, and the server does not serve the others
-            return await super().generate_batch(requests, call)
-        if not isinstance(answers, list) or len(answers) != len(requests):
-            raise BackendError(f"the server's answer to {len(requests)} prompts is not a list of so many")
-        return [_of_batch(answer) for answer in answers]
-
     async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         body = {**self._body(prompt.text, sampling), "stream": True}
         ended = False
@@ -227,10 +209,3 @@ def _completion(answer: Any) -> Completion:
         if not isinstance(text, str):
             raise TypeError
         return Completion(text, meta)
-
-
-def _of_batch(answer: Any) -> list[Completion] | BackendError:
-    try:
-        return [_completion(answer)]
-    except BackendError as error:
-        return error

@@ -123,10 +123,9 @@ def lines_of(step: Step) -> list[Line]:
             return [line for part in parts for line in _part(part)]
         case SetVar(name, value):
             return [_line("flow", f"{name} = {value_text(value)}")]
-        case Fork(children, hint, ahead, together):
+        case Fork(children, hint, ahead):
             notes = [f"hint: {'+'.join(part.full for one in hint for part in _part(one))}"] if hint else []
             notes += ["not waited for"] if ahead and not hint else []
-            notes += [f"{len(together)} first calls in one request"] if together else []
             return [_line("flow", f"fork {len(children)}"), *(_line("scope", note) for note in notes)]
         case Join(children, appends):
             mode = "appending their texts" if appends else "gathering variables"

@@ -38,7 +38,6 @@ from treeline_lang.compiler.trace import Recorder
 from treeline_lang.errors import WrongArgument
 from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, characters_of, flatten
-from treeline_lang.meeting import Meeting
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Assign, Extend, Read, join
 from treeline_lang.steps import Fork as ForkStep
@@ -119,10 +118,6 @@ class _Execution:
     def _fork(self, stream: StreamExecutor, step: Fork) -> None:
         branches = stream.branch(len(step.children))
         self._states |= {child: ProgramState(one) for child, one in zip(step.children, branches, strict=True)}
-        if step.together and stream.run.parallel:  # otherwise the first would wait for those not submitted yet
-            meeting = Meeting(len(step.together))
-            for child in step.together:
-                self._stream(child).meeting = meeting
         hint = tuple(filled for part in step.hint for filled in self._filled(part))
         stream.submit(ForkStep(branches, step.where, hint, ahead=step.ahead))
 

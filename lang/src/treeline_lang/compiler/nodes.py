@@ -148,8 +148,6 @@ class Fork(_Located):
     """What all children begin with: cached with the text before."""
     ahead: bool = False
     """Children begin before it is cached; their first model calls wait for it."""
-    together: tuple[int, ...] = ()
-    """Children whose first model calls are sent as one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +224,6 @@ class GraphData:
     streams: tuple[Stream, ...]
     returns: Value = field(default_factory=lambda: Const(None))
     num_api_spec_tokens: int | None = None
-    beginnings: tuple[tuple[Expr, ...], ...] = ()
-    """Constants with which streams begin that begin by themselves: cached once ahead of a batch."""
 
     def definitions(self) -> dict[Variable, Place]:
         """Which step makes which variable known: the text of a scope is at its end."""

@@ -10,8 +10,8 @@ from typing import Final
 
 from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import Append, Argument, Fork, Hole, SetVar, Step, Stream, Variable, reads
-from treeline_lang.compiler.prefix import MIN_SHARED, shared_length
-from treeline_lang.expressions import Expr, Gen, OrderBegin, OrderEnd, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, Text
+from treeline_lang.compiler.prefix import shared_length
+from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, RoleEnd, ScopeBegin, ScopeEnd, Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ Pass = Callable[[Graph], tuple[Graph, Report]]
 
 _SILENT = (ScopeBegin, ScopeEnd, OrderBegin, OrderEnd)
 """Parts that append no text."""
+_KNOWN = (Text, RoleBegin, RoleEnd)
+"""Parts whose text does not depend on a model."""
 
 
 # ---- code movement --------------------------------------------------------------------------------------------------
@@ -140,71 +142,32 @@ def hint_forks(graph: Graph) -> tuple[Graph, Report]:
     """Fork hints: what all branches begin with is cached with the text before, and only their first model calls wait
     for that. An interpreter sees a fork before it sees what the branches append, so its hint ends at the fork, and the
     branches wait for it."""
-    lines = []
-    for number, index, step in _forks(graph):
-        if len(step.children) > 1:
-            hint = _common([_beginning(graph.streams[child], arguments=True) for child in step.children])
-            graph = _with_step(graph, number, index, replace(step, hint=hint, ahead=True))
-            more = f", with {''.join(map(_shown, hint))!r}" if hint else ""
-            lines.append(f"{step.where or 'fork'}: {len(step.children)} branches do not wait for their hint{more}")
-    return graph, Report("fork hints", tuple(lines))
+    lines: list[str] = []
+
+    def hinted(step: Step) -> Step:
+        if not isinstance(step, Fork) or len(step.children) < 2:
+            return step
+        hint = _common([_beginning(graph.streams[child]) for child in step.children])
+        more = f", with {''.join(map(_shown, hint))!r}" if hint else ""
+        lines.append(f"{step.where or 'fork'}: {len(step.children)} branches do not wait for their hint{more}")
+        return replace(step, hint=hint, ahead=True)
+
+    streams = [replace(stream, steps=tuple(map(hinted, stream.steps))) for stream in graph.streams]
+    return replace(graph, streams=tuple(streams)), Report("fork hints", tuple(lines))
 
 
-def batch_siblings(graph: Graph) -> tuple[Graph, Report]:
-    """Batching: model calls of sibling branches that are ready at once go out as one request. A branch is ready at once
-    if its first model call is a `gen` of one answer, and all before it is known when the fork is."""
-    lines = []
-    for number, index, step in _forks(graph):
-        ready = tuple(child for child in step.children if _is_ready(graph.streams[child]))
-        if len(ready) > 1:
-            graph = _with_step(graph, number, index, replace(step, together=ready))
-            lines.append(f"{step.where or 'fork'}: the first calls of {len(ready)} branches are one request")
-    return graph, Report("batching", tuple(lines))
-
-
-def _is_ready(stream: Stream) -> bool:
-    first = next((part for part in _leading(stream) if not _is_known_at_once(part, arguments=True)), None)
-    return isinstance(first, Gen) and first.sampling.n in (None, 1) and not first.sampling.stop_regex
-
-
-def precache(graph: Graph) -> tuple[Graph, Report]:
-    """Pre-caching: constants with which a stream begins are cached once ahead of a batch, those of programs that the
-    body calls too, which an interpreter does not come to before it runs."""
-    forked = graph.parents()
-    beginnings, lines = [], []
-    for number, stream in enumerate(graph.streams):
-        if number in forked:
-            continue
-        parts = _beginning(stream, arguments=False)
-        length = sum(len(part.text) for part in parts if isinstance(part, Text))
-        if length > MIN_SHARED:
-            beginnings.append(parts)
-            lines.append(f"stream {number}: its first {length} characters are the same in all runs")
-    return replace(graph, beginnings=tuple(dict.fromkeys(beginnings))), Report("pre-caching", tuple(lines))
-
-
-DEFAULT_PASSES: Final[tuple[Pass, ...]] = (move_constants, hint_forks, batch_siblings, precache)
-
-
-# ---- what passes have in common -------------------------------------------------------------------------------------
-
-
-def _forks(graph: Graph) -> list[tuple[int, int, Fork]]:
-    """(number of the stream, index of the step, fork) of all forks."""
-    return [
-        (number, index, step)
-        for number, stream in enumerate(graph.streams)
-        for index, step in enumerate(stream.steps)
-        if isinstance(step, Fork)
-    ]
-
-
-def _with_step(graph: Graph, number: int, index: int, step: Step) -> Graph:
-    """The graph with one step instead of another."""
-    stream = graph.streams[number]
-    steps = (*stream.steps[:index], step, *stream.steps[index + 1 :])
-    streams = (*graph.streams[:number], replace(stream, steps=steps), *graph.streams[number + 1 :])
-    return replace(graph, streams=streams)
+def _beginning(stream: Stream) -> tuple[Expr, ...]:
+    """The parts of a stream whose texts are known without waiting for a model, up to the first other one; texts that
+    follow each other are one."""
+    parts: list[Expr] = []
+    for part in _leading(stream):
+        if not (isinstance(part.value, Argument) if isinstance(part, Hole) else isinstance(part, _KNOWN)):
+            break
+        if isinstance(part, Text) and parts and isinstance(parts[-1], Text):
+            parts[-1] = Text(parts[-1].text + part.text, where=parts[-1].where)
+        else:
+            parts.append(part)
+    return tuple(parts)
 
 
 def _leading(stream: Stream) -> Iterator[Expr]:
@@ -214,39 +177,6 @@ def _leading(stream: Stream) -> Iterator[Expr]:
             yield from (part for part in step.parts if not isinstance(part, _SILENT))
         elif not isinstance(step, SetVar) or any(isinstance(source, Variable) for source in reads(step)):
             return
-
-
-def _is_known_at_once(part: Expr, *, arguments: bool) -> bool:
-    """Whether it has a text without waiting for a model."""
-    if isinstance(part, Hole):
-        return arguments and isinstance(part.value, Argument)
-    return isinstance(part, Text | RoleBegin | RoleEnd)
-
-
-def _beginning(stream: Stream, *, arguments: bool) -> tuple[Expr, ...]:
-    """The parts of a stream up to the first that is not known at once; texts that follow each other are one."""
-    parts: list[Expr] = []
-    for part in _leading(stream):
-        if not _is_known_at_once(part, arguments=arguments):
-            break
-        if isinstance(part, Text) and parts and isinstance(parts[-1], Text):
-            parts[-1] = Text(parts[-1].text + part.text, where=parts[-1].where)
-        else:
-            parts.append(part)
-    return tuple(parts)
-
-
-def _shown(part: Expr) -> str:
-    """A part as a reader of a prompt would like to see it."""
-    match part:
-        case Text(text):
-            return text
-        case Hole(value):
-            return "{" + value.name + "".join(f"[{key!r}]" for key in value.path) + "}"
-        case RoleBegin(role) | RoleEnd(role):
-            return f"<{'/' if isinstance(part, RoleEnd) else ''}{role}>"
-        case _:
-            return f"<{part.step}>"
 
 
 def _common(beginnings: Sequence[Sequence[Expr]]) -> tuple[Expr, ...]:
@@ -263,3 +193,19 @@ def _common(beginnings: Sequence[Sequence[Expr]]) -> tuple[Expr, ...]:
                 parts.append(Text(first.text[:length], where=first.where))
         break
     return tuple(parts)
+
+
+def _shown(part: Expr) -> str:
+    """A part as a reader of a prompt would like to see it."""
+    match part:
+        case Text(text):
+            return text
+        case Hole(value):
+            return "{" + value.name + "".join(f"[{key!r}]" for key in value.path) + "}"
+        case RoleBegin(role) | RoleEnd(role):
+            return f"<{'/' if isinstance(part, RoleEnd) else ''}{role}>"
+        case _:
+            return f"<{part.step}>"
+
+
+DEFAULT_PASSES: Final[tuple[Pass, ...]] = (move_constants, hint_forks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, at_path, parts_within
@@ -23,9 +23,6 @@ from treeline_lang.expressions import (
 )
 from treeline_lang.templates import ChatTemplate
 from treeline_lang.transcript import Transcript
-
-MIN_SHARED: Final = 64
-"""Characters that are worth a request of their own; fewer are not."""
 
 
 def has_turns(parts: Iterable[Expr]) -> bool:
@@ -56,13 +53,6 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
                 return transcript.text
         else:
             return transcript.text
-
-
-def text_of(parts: Sequence[Expr], template: ChatTemplate | None) -> str:
-    """The text of parts that are constants."""
-    transcript = Transcript()
-    append_all(transcript, parts, {}, template)
-    return transcript.text
 
 
 def append_all(
