@@ -132,7 +132,7 @@ def test_a_runtime_serves_until_it_is_shut_down() -> None:
 
 @pytest.mark.integration
 @pytest.mark.deep
-def test_the_likeliest_first_tokens_are_told_where_none_is_wanted(endpoint: sgl.RuntimeEndpoint) -> None:
+def test_a_gen_of_no_tokens_has_the_likeliest_first_tokens(endpoint: sgl.RuntimeEndpoint) -> None:
     @sgl.function
     def looks(s: Any) -> None:
         s += "The capital of France is"

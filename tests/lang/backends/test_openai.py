@@ -264,7 +264,7 @@ def ask(*choices: str) -> Any:
     return asking
 
 
-def test_select_walks_tokens_where_likelihoods_are_not_told(server: FakeOpenAI) -> None:
+def test_select_walks_tokens_where_the_api_gives_no_likelihoods(server: FakeOpenAI) -> None:
     """Tokens are characters here. What all that are left begin with is not asked for."""
 
     def say(body: dict[str, Any]) -> bytes:

@@ -147,7 +147,7 @@ def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
 
 
-def test_who_stops_reading_is_told_nothing(tmp_path):
+def test_a_reader_that_stops_gets_no_error_message(tmp_path):
     file = tmp_path / "judge.json"
     judge.compile(strict=True).save(file)
     read, write = os.pipe()

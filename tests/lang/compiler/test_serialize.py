@@ -98,7 +98,7 @@ def test_an_interpreted_program_cannot_be_saved(tmp_path):
         (lambda s: s.set_var("x", float("nan")), "nan cannot be in a file: texts, numbers"),
     ],
 )
-def test_what_no_file_holds_is_told_when_it_is_written(act, reason):
+def test_what_no_file_holds_is_refused_when_it_is_written(act, reason):
     with pytest.raises(ProgramFileError, match=reason):
         dumps(function(act).trace())
 

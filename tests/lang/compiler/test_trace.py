@@ -139,7 +139,7 @@ def test_a_refusal_counts_even_where_the_program_catches_it():
         catches.trace()
 
 
-def test_errors_of_the_program_are_told_with_its_line():
+def test_errors_of_the_program_have_its_line():
     @function
     def fails(s, word):
         s += word
