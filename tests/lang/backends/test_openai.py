@@ -113,6 +113,15 @@ def test_the_key_of_the_environment(server: FakeOpenAI, monkeypatch: pytest.Monk
             state["x"]
 
 
+def test_the_address_is_read_from_the_environment(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    with OpenAI(model="m", dialect="openai") as openai:
+        assert chat.run(backend=openai)["x"] == "Hello"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    with backend(server, dialect="openai") as openai:
+        assert chat.run(backend=openai)["x"] == "Hello"
+
+
 def test_several_answers_and_logprobs(server: FakeOpenAI) -> None:
     logprobs = {"content": [{"token": "A", "logprob": -0.5, "top_logprobs": [{"token": "B", "logprob": -1.0}]}]}
     server.answer = lambda _: chat_answer("A", "B", logprobs=logprobs)

@@ -52,13 +52,14 @@ class Anthropic(StoppingBackend):
         *,
         model: str,
         api_key: str | None = None,
-        url: str = "https://api.anthropic.com",
+        url: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """api_key: None is the variable ANTHROPIC_API_KEY. url: what `/v1/messages` comes after. Raises ValueError for
-        one that is none."""
+        """api_key: None is the variable ANTHROPIC_API_KEY. url: what `/v1/messages` comes after (None: the variable
+        ANTHROPIC_BASE_URL, or Anthropic's own). Raises ValueError for one that is none."""
         key = api_key or os.environ.get("ANTHROPIC_API_KEY")
         headers = {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})
+        url = url or os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com"
         self._http = HttpClient(url, headers, timeout_s=timeout_s)
         self._model = model
         self._template = replace(TEMPLATES["plain"], stop=())

@@ -49,7 +49,7 @@ class OpenAI(StoppingBackend):
 
     def __init__(
         self,
-        url: str = URL,
+        url: str | None = None,
         *,
         model: str,
         api_key: str | None = None,
@@ -59,15 +59,17 @@ class OpenAI(StoppingBackend):
         tokenize: Tokenize | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """url: what `/chat/completions` and `/completions` come after. api_key: sent as a bearer token (None: the
-        variable OPENAI_API_KEY). completions: the text is completed, with turns as `chat_template` writes them (one of
-        `treeline_lang.templates.TEMPLATES`, or pieces of your own; None: plain).
+        """url: what `/chat/completions` and `/completions` come after (None: the variable OPENAI_BASE_URL, or OpenAI's
+        own). api_key: sent as a bearer token (None: the variable OPENAI_API_KEY). completions: the text is completed,
+        with turns as `chat_template` writes them (one of `treeline_lang.templates.TEMPLATES`, or pieces of your own;
+        None: plain).
 
         dialect: what the server takes beyond OpenAI's API, one of `openai`, `treeline`, `vllm`, `sglang` (None: the
         server's `/models` says who it is). tokenize: a text to the model's tokens, for `select` with OpenAI's own
         completions. Raises ValueError for a URL, a template or a dialect that is none.
         """
         key = api_key or os.environ.get("OPENAI_API_KEY")
+        url = url or os.environ.get("OPENAI_BASE_URL") or URL
         self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
         self._model = model
         self.chats = self.reads_images = not completions
