@@ -3,7 +3,7 @@
 #
 # Records are taken out of texts: a few examples come first, then the text, and each field is generated under its own
 # constraint. The program has no `if` that depends on what the model says, so it can be compiled: stored as a file,
-# drawn, and run by whoever has the file and no source. It runs here on an engine in this process, without a server.
+# drawn, and run with the file alone, without the source. It runs here on an engine in this process, without a server.
 
 # %%
 import json

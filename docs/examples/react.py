@@ -58,7 +58,7 @@ print(state["tool_0"] in TOOLS, state.text().endswith(f"Observation: {state.ret_
 
 # %% [markdown]
 # ## A chat with a tool
-# In chats the tool's result is told as the user. The final answer is streamed.
+# In chats the tool's result is a turn of the user. The final answer is streamed.
 
 
 # %%

@@ -206,7 +206,7 @@ def test_every_refusal_has_its_type(code: int, reason: str, kind: type[KubeError
     assert (str(error), error.code, error.reason) == ("get /x: m", code, reason)
 
 
-def test_an_answer_of_somebody_else_is_told_as_it_is() -> None:
+def test_an_answer_that_is_not_the_api_servers_is_quoted_in_the_error() -> None:
     assert str(error_of(502, b"<html>bad gateway", None, "get /x")) == "get /x: <html>bad gateway"
     assert str(error_of(502, b"", None, "get /x")) == "get /x: HTTP 502"
     body = b'{"details": {"retryAfterSeconds": 3}}'
@@ -294,7 +294,7 @@ async def test_a_warning_of_the_server_is_logged_once(
     assert [record.getMessage() for record in caplog.records] == ['the API server warns: 299 - "v1 is old"']
 
 
-async def test_a_token_that_ran_out_is_read_anew_once(script: Script, tmp_path: Path) -> None:
+async def test_a_token_that_ran_out_is_read_again_once(script: Script, tmp_path: Path) -> None:
     def kubeconfig(token: str) -> Path:
         config = {
             "current-context": "c",

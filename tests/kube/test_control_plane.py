@@ -82,7 +82,7 @@ def run_build(*arguments: str, **environment: str) -> subprocess.CompletedProces
     )
 
 
-def test_what_is_missing_is_told_with_the_command_that_builds_it(tmp_path: Path) -> None:
+def test_an_error_for_a_missing_program_names_the_command_that_builds_it(tmp_path: Path) -> None:
     done = run_build("--check", "etcd", TREELINE_CACHE=str(tmp_path))
     assert (done.returncode, done.stdout) == (3, "")
     assert f"run {BUILD} etcd" in done.stderr

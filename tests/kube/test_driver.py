@@ -218,7 +218,7 @@ async def test_a_defect_does_not_end_the_following(
         (b"current-context: x\n", "contexts"),
     ],
 )
-async def test_a_file_that_is_no_kubeconfig_is_told_in_one_line_with_the_fix(
+async def test_an_error_for_a_file_that_is_no_kubeconfig_is_one_line_with_the_fix(
     tmp_path: Path, content: bytes, told: str
 ) -> None:
     file = tmp_path / "config"
@@ -232,7 +232,7 @@ async def test_a_file_that_is_no_kubeconfig_is_told_in_one_line_with_the_fix(
     assert "\n" not in message
 
 
-async def test_a_kubeconfig_that_is_not_there_is_told_by_the_flag_that_names_it(
+async def test_an_error_for_a_missing_kubeconfig_names_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

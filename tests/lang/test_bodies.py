@@ -178,7 +178,7 @@ def test_variables_may_be_set_once_a_program_has_ended_though_nothing_is_appende
         state += "more"
 
 
-def test_a_branch_that_was_joined_is_told_nothing_more() -> None:
+def test_a_branch_that_was_joined_takes_no_more_steps() -> None:
     @function
     def joins(s: Any) -> None:
         branches = s.fork(size=2)

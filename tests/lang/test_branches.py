@@ -77,7 +77,7 @@ def test_a_tree_of_forks_gathers_lists_of_lists():
     assert tree.run(backend=backend)["leaf"] == [[["000", "001"], ["010", "011"]], [["100", "101"], ["110", "111"]]]
 
 
-def test_branches_that_nobody_joins_hinder_nobody():
+def test_branches_that_are_not_joined_hold_nothing_up():
     kept: list[Any] = []
 
     @function
@@ -94,7 +94,7 @@ def test_branches_that_nobody_joins_hinder_nobody():
         assert all(child["a"].strip() for child in group), "a batch waits for them"
 
 
-def test_an_error_in_a_branch_nobody_joins_is_the_branchs():
+def test_an_error_in_a_branch_that_is_not_joined_stays_in_the_branch():
     kept: list[Any] = []
 
     @function
@@ -166,7 +166,7 @@ def test_a_failure_reaches_forks_of_forks_deeper_than_pythons_stack() -> None:
     assert isinstance(deepest[0].error(), WrongType)
 
 
-def test_a_fork_of_what_has_ended_is_an_error_and_nobody_waits_for_its_branches() -> None:
+def test_a_fork_of_what_has_ended_is_an_error_and_fails_its_branches() -> None:
     @function
     def late(s: Any) -> None:
         group = s.fork(2)

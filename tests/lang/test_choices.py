@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_lang import greedy_token_selection, token_length_normalized, unconditional_likelihood_normalized
-from treeline_lang.choices import CHOICES_METHODS, TokenLogprob, tokens_of_choice
+from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, Decision, TokenLogprob, tokens_of_choice
+
+
+def decided(method: ChoicesMethod, given: Sequence[Sequence[float]], alone: Sequence[Sequence[float]] = ()) -> Decision:
+    """By these logprobs of the tokens of each choice."""
+    one, other = ([[TokenLogprob(value, None, None) for value in each] for each in all_] for all_ in (given, alone))
+    return method.decide(["x"] * len(one), one, other)
+
 
 LOGPROBS = st.lists(st.lists(st.floats(-20, 0), min_size=1, max_size=6), min_size=1, max_size=6)
 
 
 def test_the_mean_does_not_favour_short_texts_and_the_first_of_equals_wins() -> None:
-    decision = token_length_normalized.decide([[-3.0], [-1.0, -2.0, -1.0], [-2.0, -2.0]], [])
+    decision = decided(token_length_normalized, [[-3.0], [-1.0, -2.0, -1.0], [-2.0, -2.0]])
     assert (decision.index, decision.scores) == (1, [-3.0, pytest.approx(-4 / 3), -2.0])
-    assert token_length_normalized.decide([[-1.0], [-1.0, -1.0]], []).index == 0
-    assert token_length_normalized.decide([[-1.0, 0.0], [-0.6]], []).index == 0, "a logprob of 0 counts"
+    assert decided(token_length_normalized, [[-1.0], [-1.0, -1.0]]).index == 0
+    assert decided(token_length_normalized, [[-1.0, 0.0], [-0.6]]).index == 0, "a logprob of 0 counts"
 
 
 def test_greedy_goes_token_by_token_as_decoding_would() -> None:
     better_mean = [[-1.0, -9.0, -9.0], [-2.0, 0.0, 0.0]]
-    assert greedy_token_selection.decide(better_mean, []).index == 0
-    assert token_length_normalized.decide(better_mean, []).index == 1
+    assert decided(greedy_token_selection, better_mean).index == 0
+    assert decided(token_length_normalized, better_mean).index == 1
     shared = [[-1.0, -3.0], [-1.0, -2.0], [-5.0, 0.0]]
-    assert greedy_token_selection.decide(shared, []).index == 1
-    assert greedy_token_selection.decide([[-1.0], [-1.0, -0.5]], []).index == 1, "the short one goes on with its mean"
+    assert decided(greedy_token_selection, shared).index == 1
+    assert decided(greedy_token_selection, [[-1.0], [-1.0, -0.5]]).index == 1, "the short one goes on with its mean"
 
 
 def test_the_unconditional_one_asks_how_much_the_prompt_helps() -> None:
     given_prompt, alone = [[-1.0, -1.0], [-2.0, -2.0]], [[0.0, -1.0], [0.0, -9.0]]
-    decision = unconditional_likelihood_normalized.decide(given_prompt, alone)
+    decision = decided(unconditional_likelihood_normalized, given_prompt, alone)
     assert (decision.index, decision.scores) == (1, [-0.5, 2.5])
-    healed = unconditional_likelihood_normalized.decide([[-1.0, -1.0]], [[-4.0]])
+    healed = decided(unconditional_likelihood_normalized, [[-1.0, -1.0]], [[-4.0]])
     assert healed.scores == [1.0], "aligned at the end"
 
 
 @given(LOGPROBS, st.sampled_from(sorted(CHOICES_METHODS)))
 def test_the_chosen_one_has_the_best_score(logprobs: list[list[float]], method: str) -> None:
-    decision = CHOICES_METHODS[method].decide(logprobs, logprobs)
+    decision = decided(CHOICES_METHODS[method], logprobs, logprobs)
     assert decision.scores[decision.index] == max(decision.scores)
     assert len(decision.scores) == len(logprobs)
 
 
 @given(LOGPROBS)
 def test_greedys_choice_has_the_best_first_token(logprobs: list[list[float]]) -> None:
-    chosen = greedy_token_selection.decide(logprobs, []).index
+    chosen = decided(greedy_token_selection, logprobs).index
     assert logprobs[chosen][0] == max(one[0] for one in logprobs)
 
 

@@ -51,7 +51,7 @@ def server() -> Iterator[ClosingServer]:
     server.socket.close()
 
 
-def test_a_request_on_a_connection_that_was_closed_meanwhile_is_sent_anew(server: ClosingServer) -> None:
+def test_a_request_on_a_connection_that_was_closed_meanwhile_is_sent_again(server: ClosingServer) -> None:
     client = HttpClient(server.url)
     for _ in range(3):
         assert background.call(client.post("/x", {})) == {}

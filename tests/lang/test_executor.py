@@ -193,7 +193,7 @@ def test_the_text_of_a_scope_cannot_be_read_within_it():
     scoped.run(backend=FakeBackend())
 
 
-def test_a_branch_joined_within_its_scope_is_an_error_and_nobody_waits_for_its_text():
+def test_a_branch_joined_within_its_scope_is_an_error_and_its_text_fails():
     @function
     def early(s: Any) -> None:
         forks = s.fork(1)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.echo_backend import EchoBackend
 from treeline_lang import (
+    Unsupported,
     assistant,
     assistant_begin,
     assistant_end,
@@ -90,7 +91,6 @@ def test_texts_and_numbers_are_added_from_both_sides() -> None:
         (lambda: separate_reasoning(select("x", ["a"])), "nothing else has reasoning"),
         (lambda: separate_reasoning(gen_int("x")), "nothing else has reasoning"),
         (lambda: separate_reasoning(gen("x"), "gpt"), "model_type is one of"),
-        (lambda: video("a.mp4", 0), "num_frames"),
         (lambda: check_sampling(max_tokens=1, max_new_tokens=2), "one thing"),
         (lambda: check_sampling(heat=1), "there is no parameter 'heat'"),
     ],
@@ -194,3 +194,8 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert (type(sampling.max_tokens), type(sampling.temperature)) == (int, float)
     assert type(sampling.stop_token_ids[0]) is int
     assert isinstance(gen_int("x", 4), Gen)
+
+
+def test_no_backend_reads_videos() -> None:
+    with pytest.raises(Unsupported, match="videos"):
+        video("a.mp4", 8)

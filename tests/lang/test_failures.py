@@ -101,7 +101,7 @@ RUNS: dict[str, Callable[[FakeBackend], Any]] = {
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_whoever_reads_a_program_whose_call_failed_is_told_why(run: Callable[..., Any], read: Any) -> None:
+def test_reading_a_program_whose_call_failed_raises_why(run: Callable[..., Any], read: Any) -> None:
     backend = FakeBackend()
     backend.fails = lambda _: Refused("no answer")
     state = run(backend)

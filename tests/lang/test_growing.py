@@ -60,7 +60,7 @@ def test_many_followers_in_threads_and_loops_see_the_same(count: int) -> None:
         assert {result.result(PATIENCE_S) for result in results} == {"x" * 200 + "y"}
 
 
-def test_a_failure_comes_after_what_came_and_to_each_reader_anew() -> None:
+def test_each_reader_gets_what_came_and_then_the_failure() -> None:
     variable = Variable("a")
     variable.grow("so far")
     variable.fail(Unreachable("gone"))

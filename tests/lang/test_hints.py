@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.lang_backend import PATIENCE_S, FakeBackend
-from treeline_lang import Unreachable, function, gen, hints
+from treeline_lang import Unreachable, executor, function, gen
 from treeline_lang.ordering import Plan, Shared
 from treeline_lang.program import Function
 from treeline_lang.sampling import Sampling
@@ -38,7 +38,7 @@ def panel(s: Any, question: str) -> list[str]:
 def test_a_program_ends_as_without_hints(
     trouble: Callable[[FakeBackend], None], program: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hints, "MOST_S", 0.02)
+    monkeypatch.setattr(executor, "HINT_S", 0.02)
     expected = [program.run(question=word, backend=FakeBackend(), hints=False).ret_value for word in ("oak", "ash")]
     backend = FakeBackend()
     trouble(backend)

@@ -126,7 +126,7 @@ def test_nothing_is_chosen_by_what_is_no_logprob(entry: list[Any], method: str) 
     with (
         scripted(scoring([entry])) as url,
         RuntimeEndpoint(url) as backend,
-        pytest.raises(BackendError, match="told a logprob that is none"),
+        pytest.raises(BackendError, match="gave a logprob that is none"),
     ):
         _ = program.run(backend=backend)["a"]
 
@@ -168,13 +168,13 @@ def test_tokens_that_are_none_are_not_speculated_with(told: Any) -> None:
 
 @pytest.mark.parametrize("end", ["\n", "\r\nx: y", "\0", "…", " "])
 @pytest.mark.parametrize("backend", [RuntimeEndpoint, OpenAI, Anthropic])
-def test_a_key_that_no_header_can_have_is_refused_and_not_told(backend: Any, end: str) -> None:
+def test_a_key_that_no_header_can_have_is_refused_and_not_shown(backend: Any, end: str) -> None:
     with pytest.raises(ValueError, match="one line of visible ASCII") as caught:
         backend(url="http://127.0.0.1:1", model="m", api_key=SECRET + end)
     assert SECRET not in str(caught.value)
 
 
-def test_a_password_in_a_url_is_sent_and_not_told() -> None:
+def test_a_password_in_a_url_is_sent_and_not_shown() -> None:
     client = HttpClient(f"http://user:{SECRET}@127.0.0.1:1")
     with pytest.raises(Unreachable) as caught:
         background.call(client.get("/x"))

@@ -172,7 +172,7 @@ async def test_a_server_with_tls_is_reached_through_a_proxy(
         assert b"x-key" not in asked[0]
 
 
-async def test_a_server_whose_certificate_nobody_vouches_for_cannot_be_reached(tmp_path: Path) -> None:
+async def test_a_server_whose_certificate_is_not_trusted_cannot_be_reached(tmp_path: Path) -> None:
     async with serving(answers(FINE), ssl=terms(tmp_path)) as port:
         with pytest.raises(CannotConnect, match="certificate"):
             await ask(f"https://localhost:{port}")

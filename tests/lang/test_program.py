@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.lang_backend import FakeBackend
 from treeline_lang import Unsupported, function, gen, set_default_backend, user
-from treeline_lang.batch import thread_count
-from treeline_lang.progress import Progress
+from treeline_lang.batch import Progress, thread_count
 
 
 @function

@@ -7,7 +7,10 @@ models/tiny does not: the programs of `CLEVER` run, and may fail by their last a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,9 +133,26 @@ def test_a_runtime_serves_until_it_is_shut_down() -> None:
         sgl.Runtime(model_path="/nowhere")
 
 
+def test_the_server_of_a_runtime_takes_free_ports_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def ends_at_once(argv: list[str]) -> subprocess.Popen[bytes]:
+        started.append(argv)
+        return popen([sys.executable, "-c", "raise SystemExit(1)"])
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", ends_at_once)
+    with pytest.raises(sgl.Unreachable, match="status 1"):
+        sgl.Runtime("tiny", page_size=None, mixed_chunk=False)
+    [argv] = started
+    flags = dict(itertools.pairwise(argv))
+    assert (flags["--metrics-port"], flags["--admin-port"]) == ("0", "0")
+    assert not {"--page-size", "--mixed-chunk"} & set(argv)
+
+
 @pytest.mark.integration
 @pytest.mark.deep
-def test_the_likeliest_first_tokens_are_told_where_none_is_wanted(endpoint: sgl.RuntimeEndpoint) -> None:
+def test_a_gen_of_no_tokens_has_the_likeliest_first_tokens(endpoint: sgl.RuntimeEndpoint) -> None:
     @sgl.function
     def looks(s: Any) -> None:
         s += "The capital of France is"

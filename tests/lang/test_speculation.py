@@ -49,7 +49,7 @@ def test_three_fields_take_one_call() -> None:
     assert "output_token_logprobs" not in state.get_meta_info("author")
 
 
-def test_texts_that_the_model_did_not_say_are_asked_anew() -> None:
+def test_texts_that_the_model_did_not_say_are_asked_for_again() -> None:
     script = says(SHOTS, "Melville; Pages: 600;") | says(SHOTS + "Melville; Year: ", "1851; Genre: novel;")
     model = ScriptedModel(script)
     state = extraction(64).run(backend=model, temperature=0)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from treeline_lang import background
 from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.choices import ChoicesMethod, Decision
+from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate
 from treeline_lang.transcript import Prompt
@@ -104,8 +104,11 @@ class FakeBackend(Backend):
 
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
         async with self._request(Request("select", prompt, call=call, choices=tuple(choices))):
-            given = [self.logprobs(prompt.text, choice) for choice in choices]
-            return method.decide(given, [self.logprobs("", choice) for choice in choices])
+            given, alone = (
+                [[TokenLogprob(value, None, None) for value in self.logprobs(text, choice)] for choice in choices]
+                for text in (prompt.text, "")
+            )
+            return method.decide(choices, given, alone)
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:
         async with self._request(Request("warm", prompt, call=call)):

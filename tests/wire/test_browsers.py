@@ -61,7 +61,7 @@ def test_a_request_with_an_origin_is_a_pages(origin: bytes) -> None:
 
 
 @pytest.mark.parametrize("site", [b"cross-site", b"same-site", b"same-origin", b"", b"none "])
-def test_what_a_page_fetches_is_told_from_what_a_person_opens(site: bytes) -> None:
+def test_a_pages_request_is_found_and_a_persons_passes(site: bytes) -> None:
     told = page_request([(b"sec-fetch-site", site)])
     assert (told is None) == (site.strip() == b"none")
 

@@ -24,17 +24,6 @@ def test_ours_is_a_map_of_names() -> None:
     assert set(msgspec.msgpack.decode(encode(OURS))) == set(TreelineLoad.__struct_fields__)
 
 
-def test_ours_before_and_after_it_had_cached_pages() -> None:
-    before = "83a565706f636807aa70616765735f7573656405ab70616765735f746f74616c64"
-    after = "84a565706f636807aa70616765735f7573656405ab70616765735f746f74616c64ac70616765735f63616368656428"
-    assert decode_load(TREELINE_LOAD_TOPIC, bytes.fromhex(before)) == TreelineLoad(
-        epoch=7, pages_used=5, pages_total=100
-    )
-    report = TreelineLoad(epoch=7, pages_used=5, pages_total=100, pages_cached=40)
-    assert decode_load(TREELINE_LOAD_TOPIC, bytes.fromhex(after)) == report
-    assert encode(report).hex().endswith(after[-28:])
-
-
 @pytest.mark.parametrize("report", [STAT, OURS])
 def test_an_unknown_topic_is_decided_by_the_payload(report: LoadStat | TreelineLoad) -> None:
     assert decode_load(b"configured", encode(report)) == report

@@ -40,7 +40,7 @@ def test_a_name_behind_a_gateway_has_exactly_one_winner_and_it_is_the_oldest_val
 
 @settings(max_examples=60, deadline=None)
 @given(rule_sets())
-def test_when_a_winner_goes_the_next_is_promoted_and_nobody_else_moves(rules):
+def test_when_a_winner_goes_the_next_is_promoted_and_all_others_stay(rules):
     before = decide_names(rules, POOLS).verdicts
     for gone in rules:
         after = decide_names([one for one in rules if one is not gone], POOLS).verdicts

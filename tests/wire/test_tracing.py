@@ -55,7 +55,7 @@ def test_the_exporter_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "there is grpc alone"),
     ],
 )
-def test_an_exporter_that_there_is_not_is_told(
+def test_an_unknown_exporter_is_refused_with_the_known_ones(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -85,7 +85,7 @@ def test_envoy_samples_what_the_variables_ask_for(
 
 
 @pytest.mark.parametrize(("sampler", "argument"), [("jaeger_remote", ""), ("traceidratio", "2"), ("", "nan")])
-def test_a_share_that_nobody_can_follow_is_refused(
+def test_a_share_that_is_no_number_from_0_to_1_is_refused(
     monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)

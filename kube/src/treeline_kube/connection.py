@@ -110,7 +110,7 @@ class Answer(NamedTuple):
 class Connection:
     """A connection to an API server.
 
-    `deadline` returns the instant (of `clock.now`) until which we may write, the lease's; `on_request` is told verb,
+    `deadline` returns the instant (of `clock.now`) until which we may write, the lease's; `on_request` gets verb,
     resource, HTTP status (0 without an answer) and seconds of every attempt.
     """
 
@@ -271,7 +271,7 @@ class Connection:
         return reply
 
     async def _log_in_again(self) -> bool:
-        """Read the credentials anew, which may be short-lived; whether there is something to read.
+        """Read the credentials again, which may be short-lived; whether there is something to read.
 
         Where certificates have changed, all connections are given up for new ones.
         """

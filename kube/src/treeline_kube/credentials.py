@@ -54,8 +54,8 @@ class Credentials:
     def refused(self, error: Exception) -> NoCluster:
         """The error for credentials that nothing can be made of: one line, whatever the file is."""
         where = self._file or "the service account of this pod"
-        told = isinstance(error, OSError | ValueError) or type(error).__name__ in _SELF_EXPLAINING
-        what = " ".join(str(error).split()) if told else "it is no kubeconfig"
+        explains = isinstance(error, OSError | ValueError) or type(error).__name__ in _SELF_EXPLAINING
+        what = " ".join(str(error).split()) if explains else "it is no kubeconfig"
         fix = "correct it, or give another --kubeconfig FILE or --context NAME"
         return NoCluster(f"no Kubernetes credentials from {where}: {what}; {fix}", sent=False)
 

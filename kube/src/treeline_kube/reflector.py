@@ -349,7 +349,7 @@ class Reflector:
 
     def _expect(self, state: State) -> None:
         if self.state is not state:
-            raise OutOfOrder(f"{self.label}: told of {state.value} while {self.state.value}")
+            raise OutOfOrder(f"{self.label}: cannot be {state.value} while {self.state.value}")
 
     def _relist(self) -> None:
         self.state = State.LISTING

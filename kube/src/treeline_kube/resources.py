@@ -17,7 +17,7 @@ class Ref(NamedTuple):
 
     @classmethod
     def of(cls, obj: Mapping[str, Any]) -> Ref:
-        """That of a decoded object."""
+        """The address of a decoded object."""
         meta = obj["metadata"]
         return cls(obj["apiVersion"], obj["kind"], meta.get("namespace", ""), meta["name"])
 

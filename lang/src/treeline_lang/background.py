@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _posted: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
 _woken = False
-"""It has been told of what was posted, and has not yet come to it."""
+"""The loop has been woken for what was posted, and has not yet run it."""
 
 
 def loop() -> asyncio.AbstractEventLoop:
@@ -49,7 +49,7 @@ def wake() -> None:
 
 def _take_posted() -> None:
     global _woken
-    _woken = False  # before the last look: what is posted from here on wakes it anew
+    _woken = False  # before the last look: what is posted from here on wakes it again
     while _posted:
         context, function, args = _posted.popleft()
         asyncio.get_running_loop().call_soon(function, *args, context=context)

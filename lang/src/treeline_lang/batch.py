@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal, Protocol, Self
 
 from treeline_lang.executor import Run
-from treeline_lang.ordering import Plan, plan_batch
-from treeline_lang.progress import Progress
+from treeline_lang.ordering import Plan, Traceable, plan_batch
 from treeline_lang.state import ProgramState, state_of
-
-if TYPE_CHECKING:
-    from treeline_lang.program import Function
 
 Order = Literal["dfs", "given"]
 ORDERS: Final = ("dfs", "given")
+_WIDTH: Final = 30
+"""Characters of the progress bar."""
+_EVERY_S: Final = 0.1
 
 
 def thread_count(asked: int | Literal["auto"], items: int) -> int:
@@ -30,11 +31,19 @@ def thread_count(asked: int | Literal["auto"], items: int) -> int:
     return min(asked, items)
 
 
+class Program(Traceable, Protocol):
+    """What is run of a program."""
+
+    __name__: str
+
+    def run_body(self, state: ProgramState, arguments: Mapping[str, Any]) -> None: ...
+
+
 class Jobs:
     """The runs of one program, each with its own arguments."""
 
     def __init__(
-        self, program: Function, arguments: Sequence[Mapping[str, Any]], new_run: Callable[[], Run], order: Order
+        self, program: Program, arguments: Sequence[Mapping[str, Any]], new_run: Callable[[], Run], order: Order
     ) -> None:
         """Raises ValueError for an order that there is not; Unsupported if there is no backend."""
         if order not in ORDERS:
@@ -49,8 +58,8 @@ class Jobs:
         self._stopped = False
 
     def run(self, num_threads: int | Literal["auto"], progress_bar: bool) -> Iterator[ProgramState]:
-        """The states, in the order of the arguments, each as soon as it and those before have ended. Whoever leaves
-        early, or interrupts, ends the others."""
+        """The states, in the order of the arguments, each as soon as it and those before have ended. Leaving early,
+        or an interrupt, ends the others."""
         threads = thread_count(num_threads, len(self._runs)) if self._runs else 0
         return self._results(threads, Progress(len(self._runs), self._program.__name__, shown=progress_bar))
 
@@ -90,7 +99,7 @@ class Jobs:
         """Runs to its end; what goes wrong stays in the state."""
         self._plan.prepare(index, self._runs[index])
         state = state_of(self._runs[index])
-        with suppress(BaseException):  # the state has been told; this thread is nobody's to end by a SystemExit
+        with suppress(BaseException):  # the state keeps the error; a SystemExit must not end this thread
             self._program.run_body(state, self._arguments[index])
         self._runs[index].streams.sync()
         return state
@@ -100,3 +109,35 @@ class Jobs:
         self._plan.give_up()
         for run in self._runs:
             run.streams.cancel()
+
+
+class Progress:
+    """Counts what has ended. On a terminal one line that changes, elsewhere a line at the end."""
+
+    def __init__(self, total: int, name: str, *, shown: bool) -> None:
+        self._total, self._name, self._shown = total, name, shown
+        self._done = 0
+        self._started = self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._write("\n")
+
+    def advance(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if self._shown and sys.stderr.isatty() and now - self._last >= _EVERY_S:
+            self._last = now
+            self._write("")
+
+    def _write(self, end: str) -> None:
+        filled = _WIDTH * self._done // max(self._total, 1)
+        passed = time.monotonic() - self._started
+        rate = self._done / passed if passed > 0 else 0.0
+        bar = f"{'#' * filled:<{_WIDTH}}"
+        start = "\r" if sys.stderr.isatty() else ""
+        sys.stderr.write(f"{start}{self._name}: {self._done}/{self._total} [{bar}] {rate:.1f}/s, {passed:.0f} s{end}")
+        sys.stderr.flush()

@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
-Logprobs = Sequence[float]
-"""Of a choice's tokens, each given all before it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -34,7 +31,7 @@ class TokenLogprob:
     logprob: float | None
     """None: the first token of a text has none."""
     id: int | None
-    """None: the API does not tell."""
+    """None: the API does not say."""
     text: str | None
 
 
@@ -48,7 +45,8 @@ def _logprobs(tokens: Tokens) -> list[float]:
     return [0.0 if token.logprob is None else max(token.logprob, LOWEST) for token in tokens]
 
 
-Decide = Callable[[Sequence[Logprobs], Sequence[Logprobs]], Decision]
+Decide = Callable[[Sequence[str], Sequence[Tokens], Sequence[Tokens]], Decision]
+"""(choices, the tokens of each after the prompt, those of each without a prompt) → which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +55,28 @@ class ChoicesMethod:
 
     name: str
     decide: Decide = field(compare=False, repr=False)
-    """(the logprobs of each choice after the prompt, and without one) → which."""
     unconditional: bool = False
-    """It reads the second."""
-    custom: Callable[..., Any] | None = None
-    """One of a program's own, in SGLang's form, in place of `decide`."""
+    """It reads the tokens of each choice without a prompt."""
 
     @classmethod
     def of(cls, custom: Callable[..., Any]) -> ChoicesMethod:
+        """One of a program's own, in SGLang's form. Deciding raises ValueError for what is none of the choices."""
         name = getattr(custom, "__name__", type(custom).__name__)
-        return cls(name, _by_mean, bool(getattr(custom, "requires_unconditional_logprobs", False)), custom)
+
+        def decide(choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
+            unconditional = {"unconditional_token_logprobs": [list(map(astuple, one)) for one in alone] or None}
+            outputs: list[list[Any]] = [[] for _ in choices]
+            said = custom(choices=list(choices), **_meta(given), output_token_logprobs=outputs, **unconditional)
+            if said.decision not in choices:
+                raise ValueError(f"{name} chose {said.decision!r}, which is none of the choices")
+            return _one(list(choices).index(said.decision), len(choices), said.meta_info or {})
+
+        return cls(name, decide, bool(getattr(custom, "requires_unconditional_logprobs", False)))
 
     def by_tokens(self, choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
-        """`decide`, by the tokens of each choice. Raises ValueError for what `custom` decides that is no choice."""
-        means = [_mean(_logprobs(one)) for one in given]
-        meta = {"normalized_prompt_logprobs": means, "input_token_logprobs": [list(map(astuple, one)) for one in given]}
-        if self.custom is None:
-            made = self.decide(list(map(_logprobs, given)), list(map(_logprobs, alone)))
-            return replace(made, meta=made.meta | meta)
-        unconditional = {"unconditional_token_logprobs": [list(map(astuple, one)) for one in alone] or None}
-        said = self.custom(choices=list(choices), **meta, output_token_logprobs=[[] for _ in choices], **unconditional)
-        if said.decision not in choices:
-            raise ValueError(f"{self.name} chose {said.decision!r}, which is none of the choices")
-        index = list(choices).index(said.decision)
-        return Decision(index, [float(i == index) for i in range(len(choices))], {**meta, **(said.meta_info or {})})
+        """`decide`, with the logprobs in the meta."""
+        made = self.decide(choices, given, alone)
+        return replace(made, meta=_meta(given) | made.meta)
 
     def __call__(
         self,
@@ -99,7 +95,12 @@ class ChoicesMethod:
         return ChoicesDecision(choices[made.index], made.meta)
 
 
-def _mean(logprobs: Logprobs) -> float:
+def _meta(given: Sequence[Tokens]) -> dict[str, Any]:
+    means = [_mean(_logprobs(one)) for one in given]
+    return {"normalized_prompt_logprobs": means, "input_token_logprobs": [list(map(astuple, one)) for one in given]}
+
+
+def _mean(logprobs: Sequence[float]) -> float:
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")
 
 
@@ -108,36 +109,41 @@ def _best(scores: list[float], **meta: Any) -> Decision:
     return Decision(max(range(len(scores)), key=scores.__getitem__), scores, meta)
 
 
-def _by_mean(given: Sequence[Logprobs], _unconditional: Sequence[Logprobs]) -> Decision:
-    return _best([_mean(one) for one in given])
+def _one(index: int, count: int, meta: dict[str, Any]) -> Decision:
+    """One of so many, by a way that gives no scores."""
+    return Decision(index, [float(i == index) for i in range(count)], meta)
 
 
-def _greedily(given: Sequence[Logprobs], _unconditional: Sequence[Logprobs]) -> Decision:
+def _by_mean(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence[Tokens]) -> Decision:
+    return _best([_mean(_logprobs(one)) for one in given])
+
+
+def _greedily(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence[Tokens]) -> Decision:
     """As greedy decoding would go: token by token, those stay that have the best one there. Shorter choices go on with
     their mean."""
-    width = max(len(one) for one in given)
-    rows = [[*one, *[_mean(one)] * (width - len(one))] for one in given]
+    rows = [_logprobs(one) for one in given]
+    width = max(map(len, rows))
+    rows = [[*row, *[_mean(row)] * (width - len(row))] for row in rows]
     left = list(range(len(rows)))
     for column in range(width):
         top = max(rows[i][column] for i in left)
         left = [i for i in left if rows[i][column] == top]
-        if len(left) == 1:
-            break
-    return Decision(left[0], [1.0 if i == left[0] else 0.0 for i in range(len(rows))], {"rows": rows})
+    return _one(left[0], len(rows), {"rows": rows})
 
 
-def _over_unconditional(given: Sequence[Logprobs], unconditional: Sequence[Logprobs]) -> Decision:
+def _over_unconditional(_choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
     """By how much the prompt makes a choice likelier than it is by itself. Aligned at the ends: the first token of a
     choice alone has no logprob and counts 0, and where the prompt's end was healed into it there may be one less."""
     scores = []
-    for after, alone in zip(given, unconditional, strict=True):
-        aligned = [0.0] * (len(after) - len(alone)) + list(alone)[-len(after) :]
+    unconditional = [_logprobs(one) for one in alone]
+    for after, without in zip(map(_logprobs, given), unconditional, strict=True):
+        aligned = [0.0] * (len(after) - len(without)) + without[-len(after) :]
         scores.append(_mean([x - y for x, y in zip(after, aligned, strict=True)]))
-    return _best(scores, unconditional=[list(one) for one in unconditional])
+    return _best(scores, unconditional=unconditional)
 
 
 token_length_normalized: Final = ChoicesMethod("token_length_normalized", _by_mean)
-"""The highest mean logprob of a token: what `select` does unless told otherwise."""
+"""The highest mean logprob of a token: what `select` does by default."""
 greedy_token_selection: Final = ChoicesMethod("greedy_token_selection", _greedily)
 """What greedy decoding held to the choices would write."""
 unconditional_likelihood_normalized: Final = ChoicesMethod(

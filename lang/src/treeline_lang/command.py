@@ -44,9 +44,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     run.add_argument("--max-new-tokens", type=int, metavar="N", help="where the program says none")
     run.add_argument("--model", help="where several are served behind the URL")
     run.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for each request (600)")
-    run.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="where images may be that the program shows (none)"
-    )
     run.add_argument("--json", action="store_true", help="print text, variables, messages and what it returns as JSON")
     show = words.add_parser(
         "show",
@@ -73,7 +70,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m treeline_lang
         return _complain(prog, f"{type(error).__name__}: {error}", FAILED)
     except (TypeError, ValueError) as error:
         return _complain(prog, str(error), WRONG)
-    except BrokenPipeError:  # whoever read what is printed wants no more, and nor does the end of the process
+    except BrokenPipeError:  # the reader has gone; what is flushed when the process ends must not fail, too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except OSError as error:
@@ -93,7 +90,7 @@ def _print(text: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    program = Compiled.load(options.file, pictures=options.pictures)
+    program = Compiled.load(options.file)
     arguments = _arguments(options.arg, options.json_arg)
     asked = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
     sampling = program.split({name: value for name, value in asked.items() if value is not None})[1]
@@ -102,14 +99,14 @@ def _run(options: argparse.Namespace) -> int:
         state = program.start(program.new_run(backend, sampling), bound, waits=True)
         text, variables = state.text(), state.variables
         if options.json:
-            told = {"text": text, "variables": variables, "messages": state.messages(), "returned": state.ret_value}
-            _print(_json(told))
+            shown = {"text": text, "variables": variables, "messages": state.messages(), "returned": state.ret_value}
+            _print(_json(shown))
         else:
-            _print(_told(state.ret_value, variables, text))
+            _print(_outcome(state.ret_value, variables, text))
     return OK
 
 
-def _told(returned: Any, variables: dict[str, Any], text: str) -> str:
+def _outcome(returned: Any, variables: dict[str, Any], text: str) -> str:
     """What the program has come to: what it returns, or else what it has set, or else its text."""
     if returned is None and not variables:
         return text
@@ -123,7 +120,7 @@ def _json(value: Any) -> str:
 
 
 def _other(value: Any) -> Any:
-    """Of what JSON does not have."""
+    """How a value is shown that JSON does not have."""
     return value.text() if isinstance(value, ProgramState) else str(value)
 
 

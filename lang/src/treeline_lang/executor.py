@@ -1,8 +1,8 @@
 """A state's executor: like a stream of a GPU, it takes steps without making their submitter wait, and does them in
 order; different streams run at the same time.
 
-A variable is there as soon as the step that sets it is submitted; whoever reads it waits for it. A step that fails ends
-its stream: the steps behind it are not done, and their variables raise the same error.
+A variable is there as soon as the step that sets it is submitted; reading it waits for its value. A step that fails
+ends its stream: the steps behind it are not done, and their variables raise the same error.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from treeline_lang import background
-from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.base import Backend, Call
 from treeline_lang.errors import Cancelled, ProgramError, UnknownVariable
 from treeline_lang.growing import Growing, Variable
-from treeline_lang.meeting import Meeting
 from treeline_lang.sampling import Sampling
 from treeline_lang.speculation import Ahead
 from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
+HINT_S: Final = 30.0
+"""How long requests wait for their hint. Then it is given up, and they compute what they share themselves."""
 DEEPEST: Final = 200
 """Each has a thread."""
 
@@ -37,7 +39,7 @@ class Step(ABC):
     """What an error calls it."""
     where: Where | None = None
     variables: Sequence[Variable] = ()
-    """That it sets."""
+    """The variables that it sets."""
 
     @abstractmethod
     async def do(self, stream: StreamExecutor) -> None: ...
@@ -66,7 +68,7 @@ class Mark(Step):
 
 
 class Streams:
-    """Those of a run, to be cancelled together."""
+    """The streams of a run, to be cancelled together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +91,7 @@ class Streams:
             stream.cancel()
 
     def sync(self) -> None:
-        """Wait until what was submitted to them is done or given up: branches that nobody joined, too."""
+        """Wait until what was submitted to them is done or given up: branches that were not joined, too."""
         with self._lock:
             members = list(self._members)
         for stream in members:
@@ -111,6 +113,13 @@ class Run:
     depth: int = 0
     """Programs within which it was called."""
     streams: Streams = field(default_factory=Streams)
+
+    async def send_ahead(self, prompt: Prompt, children: int = 1) -> None:
+        """A hint: returns once the prompt is cached, for so many requests that begin with it, or once that has failed.
+        A hint that is refused, or takes too long, costs a program time and nothing else."""
+        with suppress(Exception):
+            async with asyncio.timeout(HINT_S):
+                await self.backend.warm(prompt, self.call, children)
 
     def beside(self, sampling: Sampling, num_api_spec_tokens: int | None = None) -> Run:
         """A run for a program called within this one; it is cancelled with it. Raises RecursionError."""
@@ -142,8 +151,6 @@ class StreamExecutor:
         """What it was forked with."""
         self.warming: asyncio.Task[None] | None = None
         """Caches what this stream begins with: its first model call waits for that."""
-        self.meeting: Meeting | None = None
-        """Where the first model call goes out with those of others."""
         self.ahead = Ahead()
         """What is known of the text to come."""
         self._children: list[StreamExecutor] = []
@@ -165,13 +172,13 @@ class StreamExecutor:
     # ---- threads of programs ------------------------------------------------------------------------------------
 
     def submit(self, step: Step) -> None:
-        """Does not wait, unless the run is told not to be parallel. Raises ProgramError once it is closed."""
+        """Does not wait, unless the run is not parallel. Raises ProgramError once it is closed."""
         with self._declared:
             late = not self._open
             if late and (self._is_branch or not step.do_late()):
                 reason = "nothing can be appended any more: the program has ended, or the branch was joined"
                 refusal = ProgramError(reason, where=step.where, step=step.name)
-                background.post(step.abandon, refusal)  # nobody waits for what it would have begun
+                background.post(step.abandon, refusal)  # so that its branches and variables fail instead of waiting
                 raise refusal.again()
             self.variables.update({variable.name: variable for variable in step.variables})
             self._declared.notify_all()
@@ -254,32 +261,17 @@ class StreamExecutor:
         self._waits = False
         if self.failure is None:
             self.failure = failure
-        if self.meeting is not None:
-            self.meeting.leave()
-            self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(self.failure)
         self.growing.fail(self.failure)  # first: the mark of the body's end may be among the steps, and ends it well
         while self._inbox:
             self._inbox.popleft().abandon(self.failure)
 
-    async def ready(self, *, alone: bool) -> Meeting | None:
-        """Before a model call. → Where it is to go with others; `alone`: it cannot."""
+    async def ready(self) -> None:
+        """Before a model call: waits until what this stream begins with is cached."""
         warming, self.warming = self.warming, None
         if warming is not None:
             await asyncio.shield(warming)
-        meeting, self.meeting = self.meeting, None
-        if meeting is not None and alone:
-            meeting.leave()
-            return None
-        return meeting
-
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
-        """`Backend.generate`, with what this stream's first call has to wait for."""
-        meeting = await self.ready(alone=False)
-        if meeting is not None:
-            return await meeting.generate(self.run.backend, prompt, sampling, self.run.call)
-        return await self.run.backend.generate(prompt, sampling, self.run.call)
 
     def show(self, coming: str = "") -> None:
         """Let those who follow the text see it. coming: what the transcript does not have yet."""
@@ -321,9 +313,6 @@ class StreamExecutor:
         self._over = True
         if failure is not None:
             self.fail(failure)
-        if self.meeting is not None:  # there was no call: the others go without
-            self.meeting.leave()
-            self.meeting = None
         for variable, _ in self.scopes.values():
             variable.fail(ProgramError("the program ended within the scope", step=f"var_scope({variable.name!r})"))
         self.growing.end()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Never
 
 from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, token_length_normalized
+from treeline_lang.errors import Unsupported
 from treeline_lang.reasoning import check_model_type
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.where import Where, caller
@@ -50,10 +51,16 @@ Piece = Expr | str | int | float
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Expr):
+class Located(Expr):
+    """One that knows the line of the program that made it."""
+
+    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Located):
     has_text = True
     text: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +69,16 @@ class Sum(Expr):
 
 
 @dataclass(frozen=True, slots=True)
-class Gen(Expr):
-    """The model goes on. `name`: the variable that holds what it wrote; None: nobody reads it."""
+class Gen(Located):
+    """The model goes on. `name`: the variable that holds what it wrote; None: no variable."""
 
     step = "gen"
     name: str | None
     sampling: Sampling
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Select(Expr):
+class Select(Located):
     """The model takes one of several texts."""
 
     step = "select"
@@ -80,76 +86,59 @@ class Select(Expr):
     choices: tuple[str | Expr, ...]
     """An expression is one that has a text without asking a model."""
     method: ChoicesMethod = token_length_normalized
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class RoleBegin(Expr):
+class RoleBegin(Located):
     step = "role"
     role: Role
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class RoleEnd(Expr):
+class RoleEnd(Located):
     step = "role"
     role: Role
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeBegin(Expr):
+class ScopeBegin(Located):
     step = "var_scope"
     name: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ScopeEnd(Expr):
+class ScopeEnd(Located):
     step = "var_scope"
     name: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class OrderBegin(Expr):
+class OrderBegin(Located):
     """What is appended from here to its end may be appended in any order: the compiler puts constants first."""
 
     step = "any_order"
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class OrderEnd(Expr):
+class OrderEnd(Located):
     step = "any_order"
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Image(Expr):
+class Image(Located):
     """A picture: a path, a URL, or its bytes."""
 
     step = "image"
     source: str | bytes
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Video(Expr):
-    step = "video"
-    source: str | bytes
-    num_frames: int
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class SeparateReasoning(Expr):
-    """Of each variable that `expr` generates, the reasoning goes to another one, `<name>_reasoning_content`."""
+class SeparateReasoning(Located):
+    """Moves the reasoning of each variable that `expr` generates to another one, `<name>_reasoning_content`."""
 
     step = "separate_reasoning"
     expr: Expr
     model_type: str
-    where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
 
 def characters_of(piece: object) -> str:
@@ -295,10 +284,8 @@ def image(source: str | bytes) -> Expr:
 
 
 def video(source: str | bytes, num_frames: int) -> Expr:
-    """So many frames of a video. Refused by backends that read text alone."""
-    if isinstance(num_frames, bool) or not isinstance(num_frames, int) or num_frames < 1:
-        raise ValueError(f"num_frames is at least 1, not {num_frames!r}")
-    return Video(source, num_frames)
+    """Raises Unsupported: no backend reads videos."""
+    raise Unsupported(f"no backend reads videos, nor {num_frames} frames of one", where=caller(), step="video")
 
 
 def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:

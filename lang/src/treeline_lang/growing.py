@@ -105,7 +105,7 @@ class Growing:
             woken = asyncio.Event()
 
             def wake(woken: asyncio.Event = woken) -> None:
-                with suppress(RuntimeError):  # the reader's loop has been closed: nobody waits there
+                with suppress(RuntimeError):  # the reader's loop has been closed: there is no reader to wake
                     loop.call_soon_threadsafe(woken.set)
 
             if self._listen(seen, wake):

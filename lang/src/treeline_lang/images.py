@@ -22,7 +22,7 @@ def is_url(source: str) -> bool:
 
 
 def url_of(source: str | bytes) -> str:
-    """Of a path, a URL or bytes. Raises OSError, and ValueError for what is no picture."""
+    """The URL of an image: a path, a URL or its bytes. Raises OSError, and ValueError for what is no picture."""
     if isinstance(source, str) and is_url(source):
         return source
     if isinstance(source, str):

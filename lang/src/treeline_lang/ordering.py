@@ -18,22 +18,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
-from treeline_lang import background, hints
+from treeline_lang import background
 from treeline_lang.compiler import prefix
 from treeline_lang.compiler.nodes import Argument, Joined, Unknown, at_path
+from treeline_lang.compiler.prefix import shared_length
+from treeline_lang.compiler.trace import Traced
 from treeline_lang.executor import Run
 from treeline_lang.transcript import Prompt
-
-if TYPE_CHECKING:
-    from treeline_lang.program import Function
 
 MIN_SHARED: Final = 64
 """Characters that are worth a request of their own; fewer are not."""
 MIN_SAVED: Final = 2048
 """The same of a group within the batch, times those that would compute them for nothing. Each group costs its items one
 more round trip: about as long as some hundred tokens take."""
+
+
+class Traceable(Protocol):
+    """A program, as far as a batch's order depends on it."""
+
+    def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> Traced: ...
 
 
 @dataclass(slots=True)
@@ -49,13 +54,13 @@ class Shared:
         asks for it."""
         with self._lock:
             if self._asked is None:
-                hint = hints.send(run, Prompt(self.text))
+                hint = run.send_ahead(Prompt(self.text))
                 self._asked = asyncio.run_coroutine_threadsafe(hint, background.loop())
         with suppress(Exception):  # it was given up
             self._asked.result()
 
     def give_up(self) -> None:
-        """Nobody needs it any more."""
+        """Cancel the request for it: it is not needed any more."""
         self.close()
         if self._asked is not None:
             self._asked.cancel()
@@ -81,26 +86,26 @@ class Plan:
     def give_up(self) -> None:
         """The items that have not been started never will be."""
         shared = [one for item in self.order for one in self.shared.get(item, ())]
-        for one in shared:  # first: whoever waits for one goes on to the next
+        for one in shared:  # first, so that an item that waits for one does not ask for the next
             one.close()
         for one in shared:
             one.give_up()
 
 
-def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int) -> Plan:
+def plan_batch(program: Traceable, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int) -> Plan:
     """arguments: of each item; threads: how many run at the same time. Never fails: at worst the order is the given
     one."""
     given = Plan(range(len(arguments)))
     if len(arguments) < 2:
         return given
     try:
-        texts, keys, constants = _beginnings(program, arguments, run)
+        texts, keys = _beginnings(program, arguments, run)
     except Exception:
         return given
     order = sorted(range(len(arguments)), key=keys.__getitem__)
     if not (run.hints and run.backend.takes_hints and threads > 1):
         return Plan(order)
-    shared: dict[int, list[Shared]] = {item: list(constants) for item in order}
+    shared: dict[int, list[Shared]] = {}
     for length, first, last in worthwhile([texts[item] for item in order], threads):
         one = Shared(texts[order[first]][:length])
         for item in order[first : last + 1]:
@@ -109,23 +114,21 @@ def plan_batch(program: Function, arguments: Sequence[Mapping[str, Any]], run: R
 
 
 def _beginnings(
-    program: Function, arguments: Sequence[Mapping[str, Any]], run: Run
-) -> tuple[list[str], list[tuple[str, str]], list[Shared]]:
-    """Of each item the text that its first prompt begins with; by what to order them: that, and where the trace stopped
-    because of an argument, that argument, since what follows is likely to be made of it; what a compiled program says
-    that streams begin with which none of the items' first prompts does."""
+    program: Traceable, arguments: Sequence[Mapping[str, Any]], run: Run
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """The text that the first prompt of each item begins with; and by what to order the items: that, and the argument
+    at which the trace stopped, if there is one, since what follows is likely to be made of it."""
     traced = program.traced(_common(arguments), to_first_request=True)
     template = background.call(run.backend.template()) if prefix.has_turns(prefix.parts_of(traced.graph)) else None
     texts = [prefix.beginning(traced.graph, one, template) for one in arguments]
     cause = next(_arguments(traced.stopped_by), None)
     keys = [(text, _shown(one, cause)) for text, one in zip(texts, arguments, strict=True)]
-    constants = [prefix.text_of(parts, template) for parts in traced.graph.beginnings]
-    return texts, keys, [Shared(text) for text in constants if not texts[0].startswith(text)]
+    return texts, keys
 
 
 def _common(arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Those that all have alike: constants of the batch, on which the program may branch. Plain data alone, and copies
-    of it, as the trace shall not change what the runs are given."""
+    """The arguments that all items have in common: constants of the batch, on which the program may
+    branch. Plain data alone, and copies of it, as the trace shall not change what the runs are given."""
     first, *rest = arguments
     return {
         name: copy.deepcopy(value)
@@ -171,7 +174,7 @@ def worthwhile(texts: Sequence[str], threads: int) -> list[tuple[int, int, int]]
     ahead, outer ones before those within them. texts: sorted."""
     chosen: list[tuple[int, int, int]] = []
     around: list[tuple[int, int, int]] = []
-    """Those of them that this one is within, the innermost last."""
+    """The chosen groups that contain this one, the innermost last."""
     for length, first, last in sorted(groups(texts), key=lambda group: (group[1], -group[2])):
         while around and around[-1][2] < first:
             around.pop()
@@ -197,15 +200,3 @@ def groups(texts: Sequence[str]) -> Iterator[tuple[int, int, int]]:
             yield deeper, first, index - 1
         if length and (not open_groups or open_groups[-1][0] < length):
             open_groups.append((length, first))
-
-
-def shared_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

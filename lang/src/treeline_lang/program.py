@@ -77,7 +77,7 @@ class Function:
         return f"<program {self.__name__}{self._signature}>"
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the body, by name. Raises TypeError for those that it does not have, and lacks."""
+        """The arguments of the body, by name. Raises TypeError for unknown and for missing ones."""
         try:
             bound = self._signature.bind(*args, **{**self.bound, **kwargs})
         except TypeError as error:
@@ -214,7 +214,7 @@ class Function:
             return state
 
         def body() -> None:
-            with suppress(Exception):  # the state tells it to whoever reads
+            with suppress(Exception):  # the state raises it when it is read
                 try:
                     self.run_body(state, arguments)
                 finally:
@@ -309,7 +309,7 @@ class Function:
         if run.parallel:
             return self.start(run, arguments, waits=False)
         state = state_of(run)
-        with suppress(Exception):  # the state tells it to whoever reads
+        with suppress(Exception):  # the state raises it when it is read
             self.run_body(state, arguments)
         return state
 
@@ -348,15 +348,11 @@ class Compiled(Function):
         Path(path).write_text(serialize.dumps(self.graph), encoding="utf-8")
 
     @classmethod
-    def load(
-        cls, path: str | Path, *, passes: Sequence[Pass] = DEFAULT_PASSES, pictures: str | Path | None = None
-    ) -> Compiled:
-        """What `save` wrote. pictures: the folder in which images may be that it shows; None: it may show none of this
-        machine. Raises ProgramFileError, OSError."""
-        folder = None if pictures is None else Path(pictures)
+    def load(cls, path: str | Path, *, passes: Sequence[Pass] = DEFAULT_PASSES) -> Compiled:
+        """What `save` wrote. Raises ProgramFileError, OSError."""
         with Path(path).open("rb") as file:
             text = file.read(serialize.MAX_BYTES + 1)  # a device has no size, and no end
-        return cls.of(serialize.loads(text, pictures=folder), passes)
+        return cls.of(serialize.loads(text), passes)
 
     def bind(self, **arguments: Any) -> Compiled:
         bound = Compiled(self.body, self.num_api_spec_tokens, super().bind(**arguments).bound)
@@ -396,7 +392,7 @@ def _checked_signature(body: Callable[..., Any]) -> inspect.Signature:
     if any(inspect.iscoroutinefunction(kind) or inspect.isasyncgenfunction(kind) for kind in kinds):
         raise TypeError(f"{name}: {_NOT_ASYNC}")
     if any(inspect.isgeneratorfunction(kind) for kind in kinds):
-        raise TypeError(f"{name}: a program does not yield; whoever wants its text as it grows reads text_iter()")
+        raise TypeError(f"{name}: a program does not yield; to follow its text, read text_iter()")
     signature = inspect.signature(body)
     parameters = [*signature.parameters.values()]
     first = parameters[0] if parameters else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
@@ -70,6 +70,17 @@ class Sampling:
     def constrained(self) -> bool:
         return self.regex is not None or self.json_schema is not None
 
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """The parameters among `names` that are set, as JSON has them."""
+        found = {name: value for name in names if (value := getattr(self, name)) not in (None, ())}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+    def native(self) -> dict[str, Any]:
+        """How tokens are sampled, in the names of Treeline's engine and of SGLang's `/generate`; constraints and `n`
+        are left out."""
+        least = {} if self.min_tokens is None else {"min_new_tokens": self.min_tokens}
+        return {"max_new_tokens": self.limit, **least, **self.given(_NATIVE)}
+
     def value_of(self, text: str) -> Any:
         """What a variable with this text holds. Raises ValueError."""
         if self.dtype is bool:
@@ -81,6 +92,17 @@ class Sampling:
         return text if self.dtype is None else self.dtype(text)
 
 
+_NATIVE: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+)
 _FIELDS: Final = tuple(field.name for field in fields(Sampling))
 
 

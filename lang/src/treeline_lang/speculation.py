@@ -7,7 +7,7 @@ Two ways, both pure here (`speculative` drives them):
 - *Chats.* Texts and gens within one turn of the assistant are a pattern: one call makes the turn, and the pieces are
   read out of it, or the reply does not follow the pattern.
 
-A limit is one of tokens, so a surplus knows its tokens; whatever cannot be told exactly is asked anew. A Surplus
+A limit is one of tokens, so a surplus knows its tokens; what cannot be cut off exactly is asked for again. A Surplus
 belongs to one stream: nothing of it is kept on a backend, and branches do not share it, as each is to have an answer of
 its own.
 """
@@ -28,7 +28,7 @@ _ALIKE: Final = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", 
 """What a part may ask for and still be made together with others."""
 _UNBOUNDED: Final = 1 << 31
 TRIES: Final = 3
-"""Of a turn that does not come out as its pattern."""
+"""How often a turn is asked for that does not follow its pattern."""
 
 
 def eligible(sampling: Sampling) -> bool:
@@ -81,7 +81,7 @@ class Part:
 
 def part_of(pieces: Sequence[str], sampling: Sampling, ended: dict[str, Any] | None) -> Part | None:
     """What a call with this sampling would have made, of the tokens that another one made. `ended`: why the model made
-    no more, None where it would have. None: that cannot be told from so few."""
+    no more, None where it would have. None: so few tokens do not say."""
     text = "".join(pieces[: sampling.limit])
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in sampling.stop if stop in text]
     if found:
@@ -112,7 +112,7 @@ class Surplus:
     """In that text."""
     pieces: tuple[str, ...]
     sampling: Sampling
-    """Of the call."""
+    """How the call was sampled."""
     ended: dict[str, Any] | None
     """Why there is no more of it, if the model has ended it by itself."""
 
@@ -159,7 +159,7 @@ class Pattern:
         return self.parts[: last + 1]
 
     def read(self, reply: Completion) -> list[Completion] | None:
-        """Of each gen its own; None where the reply does not follow the pattern. Of a reply whose tokens nobody tells,
+        """The completion of each gen; None where the reply does not follow the pattern. Where a reply has no tokens,
         the limits of single gens are not known to be kept."""
         told = pieces_of(reply)
         pieces = (reply.text,) if told is None else told
@@ -195,4 +195,4 @@ class Ahead:
     blind: bool = False
     """The backend's tokens do not make up its texts: its surplus cannot be used."""
     spent: int = 0
-    """Calls that came to nothing, not told in a meta yet."""
+    """Calls that came to nothing, not counted in a meta yet."""

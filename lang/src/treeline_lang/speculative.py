@@ -14,7 +14,7 @@ from treeline_lang.speculation import TRIES, Pattern, Surplus, as_asked, eligibl
 from treeline_lang.transcript import Prompt
 
 _NONE = {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0}
-"""What a gen costs that asks nobody. The metas of a run add up to what its calls cost."""
+"""What a gen costs that needs no call. The metas of a run add up to what its calls cost."""
 
 
 async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -> list[Completion]:
@@ -22,9 +22,9 @@ async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -
     ahead, run = stream.ahead, stream.run
     surplus, ahead.surplus = ahead.surplus, None
     tokens = run.call.num_api_spec_tokens
+    await stream.ready()
     if tokens is None or run.streaming:
-        return await stream.generate(prompt, sampling)
-    await stream.ready(alone=True)  # what others ask is not known before
+        return await run.backend.generate(prompt, sampling, run.call)
     if ahead.foreseen:
         return [ahead.foreseen.popleft()]
     if not run.backend.chats and run.backend.tells_tokens and not ahead.blind and eligible(sampling):
@@ -74,7 +74,7 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
     continues = await run.backend.continues()
     if tokens is None or pattern is None or not pattern.speculates(continues=continues):
         return
-    await stream.ready(alone=True)
+    await stream.ready()
     prompt = stream.transcript.prompt()
     asked = pattern.asked(tokens, tells_tokens=run.backend.tells_tokens)
     tries = TRIES if asked.temperature != 0 else 1  # it would say the same again

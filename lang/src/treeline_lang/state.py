@@ -92,7 +92,7 @@ class ProgramState:
 
     def any_order(self) -> Any:
         """A context manager: the steps within mean the same in any order. A compiled program appends constants first,
-        which more prompts share (`treeline_lang.compiler.passes.code_movement`); otherwise nothing changes."""
+        which more prompts share (`treeline_lang.compiler.passes.move_constants`); otherwise nothing changes."""
         return self._around(OrderBegin(), OrderEnd())
 
     @contextmanager
@@ -218,7 +218,7 @@ class ProgramState:
     # ---- branches -----------------------------------------------------------------------------------------------
 
     def fork(self, size: int = 1) -> ProgramStateGroup:
-        """So many states with the text, the variables and the open turn of this one, which go on side by side. Before
+        """New states with the text, the variables and the open turn of this one, which go on side by side. Before
         that the prefix that they share is sent to the server once."""
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"a state is forked into one or more, not {size!r}")

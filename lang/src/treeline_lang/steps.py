@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import hints, images, speculative
+from treeline_lang import images, speculative
 from treeline_lang.backends.base import Completion
 from treeline_lang.compiler import prefix
 from treeline_lang.compiler.nodes import Path, at_path
@@ -26,7 +26,6 @@ from treeline_lang.expressions import (
     Select,
     SeparateReasoning,
     Text,
-    Video,
     as_expr,
     flatten,
     names_of,
@@ -131,7 +130,7 @@ class Fork(Step):
                 template = await run.backend.template() if prefix.has_turns(self._hint) else None
                 prefix.append_all(beginning, self._hint, {}, template)
             if beginning.text:
-                warming = asyncio.create_task(hints.send(run, beginning.prompt(), len(self.children)))
+                warming = asyncio.create_task(run.send_ahead(beginning.prompt(), len(self.children)))
         if warming is not None and not self._ahead:
             await warming
         for child in self.children:
@@ -141,21 +140,6 @@ class Fork(Step):
     def abandon(self, failure: ProgramError) -> None:
         for child in self.children:  # not at once: forks of forks may be deeper than Python's stack
             asyncio.get_running_loop().call_soon(child.fail, failure)
-
-
-class Gather(Step):
-    """`join("gather_variable")`: what the children have set becomes lists here, in their order."""
-
-    name = "join"
-
-    def __init__(self, gathered: dict[str, list[Variable]], where: Where | None) -> None:
-        self.where = where
-        self.gathered = gathered
-        self.variables = [Variable(name) for name in gathered]
-
-    async def do(self, stream: StreamExecutor) -> None:
-        for variable, parts in zip(self.variables, self.gathered.values(), strict=True):
-            variable.set([await part.read_async() for part in parts], meta=[part.meta() for part in parts])
 
 
 class Arrive(Step):
@@ -175,14 +159,20 @@ class Arrive(Step):
 
 
 class Join(Step):
-    """Waits for the children's arrivals; `appends` (`join("concate_and_append")`): what they wrote, in their order."""
+    """Waits for the children's arrivals. Then what they have set becomes lists, in their order; or, with `appends`,
+    what they wrote is appended (`join("concate_and_append")`)."""
 
     name = "join"
 
-    def __init__(self, arrivals: Sequence[Arrive], *, appends: bool, where: Where | None) -> None:
+    def __init__(
+        self, arrivals: Sequence[Arrive], gathered: dict[str, list[Variable]], *, appends: bool, where: Where | None
+    ) -> None:
+        """gathered: the variables of the children, by name."""
         self.where = where
         self.arrivals = arrivals
+        self.gathered = gathered
         self.appends = appends
+        self.variables = [Variable(name) for name in gathered]
 
     async def do(self, stream: StreamExecutor) -> None:
         arrived = [await arrival.arrived.read_async() for arrival in self.arrivals]
@@ -190,21 +180,20 @@ class Join(Step):
             for forked, transcript in arrived:
                 stream.transcript.take(transcript, forked)
             stream.show()
+        for variable, parts in zip(self.variables, self.gathered.values(), strict=True):
+            variable.set([await part.read_async() for part in parts], meta=[part.meta() for part in parts])
 
 
 def join(stream: StreamExecutor, children: Sequence[StreamExecutor], *, appends: bool, where: Where | None) -> None:
     """Submits all that a join is, and ends the children."""
     arrivals = [Arrive(where) for _ in children]
+    gathered: dict[str, list[Variable]] = {}
     for child, arrival in zip(children, arrivals, strict=True):
         child.submit(arrival)
-    stream.submit(Join(arrivals, appends=appends, where=where))
-    if not appends:
-        gathered: dict[str, list[Variable]] = {}
-        for child in children:
-            for name, variable in child.variables.items():
-                if stream.variables.get(name) is not variable:
-                    gathered.setdefault(name, []).append(variable)
-        stream.submit(Gather(gathered, where))
+        for name, variable in child.variables.items() if not appends else ():
+            if stream.variables.get(name) is not variable:
+                gathered.setdefault(name, []).append(variable)
+    stream.submit(Join(arrivals, gathered, appends=appends, where=where))
     for child in children:
         child.close_alone()
 
@@ -241,8 +230,6 @@ async def _append(stream: StreamExecutor, part: Expr, variables: Iterator[Variab
             pass
         case Image(source):
             await _show_image(stream, source)
-        case Video():
-            raise Unsupported(f"{type(stream.run.backend).__name__} reads text alone, and no videos")
         case SeparateReasoning(expr, model_type):
             await _separate(stream, expr, model_type, variables)
         case _:
@@ -263,7 +250,7 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         sampling = sampling.over(Sampling(stop=stops)) if stops else sampling
     if run.streaming and streams and count == 1:
         last = Completion("")
-        await stream.ready(alone=True)
+        await stream.ready()
         async for last in run.backend.stream(prompt, sampling, run.call):
             variable.say(last.text, last.meta)
             stream.show(last.text)
@@ -310,7 +297,7 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
     if "" in choices:
         raise ProgramError("a choice is empty")
     run = stream.run
-    await stream.ready(alone=True)
+    await stream.ready()
     decision = await run.backend.select(stream.transcript.prompt(), choices, node.method, run.call)
     chosen = choices[decision.index]
     stream.transcript.append(chosen)
@@ -319,7 +306,7 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
 
 
 async def text_of(choice: str | Expr) -> str:
-    """Of an expression that has one without a model's help."""
+    """The text of an expression that has one without a model's help."""
     if isinstance(choice, str):
         return choice
     texts = []

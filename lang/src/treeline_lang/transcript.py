@@ -29,12 +29,12 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     """Turns that have ended, as OpenAI's API has them."""
     role: Role | None = None
-    """Of the turn that is open."""
+    """The role of the open turn."""
     turn: str = ""
     """The text of that turn so far."""
     images: tuple[Picture, ...] = ()
     open_images: tuple[Picture, ...] = ()
-    """Those in the turn that is open."""
+    """The images of the open turn."""
 
 
 @dataclass(slots=True)

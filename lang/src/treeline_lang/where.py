@@ -39,7 +39,7 @@ def caller() -> Where | None:
 
 
 def name_of(body: Callable[..., Any]) -> str:
-    """Of a function; of what is called like one, that of the function within, or of its type."""
+    """The name of a function; for other callables that of the function within, or of their type."""
     while isinstance(body, functools.partial):
         body = body.func
     return getattr(body, "__name__", type(body).__name__)

@@ -112,6 +112,12 @@ def test_a_message(server: FakeOpenAI) -> None:
     }
 
 
+def test_the_address_is_read_from_the_environment(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANTHROPIC_BASE_URL", server.url)
+    with Anthropic(model="m") as api:
+        assert program().run(backend=api)["x"] == "Hello"
+
+
 @pytest.mark.parametrize(
     ("members", "finish"),
     [

@@ -25,7 +25,7 @@ from treeline_lang import (
     user,
 )
 from treeline_lang.backends.base import Call
-from treeline_lang.backends.dialects import DIALECTS, spoken
+from treeline_lang.backends.openai_format import DIALECTS, spoken
 from treeline_lang.sampling import Sampling
 from treeline_lang.state import ProgramState
 from treeline_lang.transcript import Prompt
@@ -111,6 +111,15 @@ def test_the_key_of_the_environment(server: FakeOpenAI, monkeypatch: pytest.Monk
         state = chat.run(backend=openai)
         with pytest.raises(Refused, match="no such key"):
             state["x"]
+
+
+def test_the_address_is_read_from_the_environment(server: FakeOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}/v1")
+    with OpenAI(model="m", dialect="openai") as openai:
+        assert chat.run(backend=openai)["x"] == "Hello"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1")
+    with backend(server, dialect="openai") as openai:
+        assert chat.run(backend=openai)["x"] == "Hello"
 
 
 def test_several_answers_and_logprobs(server: FakeOpenAI) -> None:
@@ -264,7 +273,7 @@ def ask(*choices: str) -> Any:
     return asking
 
 
-def test_select_walks_tokens_where_likelihoods_are_not_told(server: FakeOpenAI) -> None:
+def test_select_walks_tokens_where_the_api_gives_no_likelihoods(server: FakeOpenAI) -> None:
     """Tokens are characters here. What all that are left begin with is not asked for."""
 
     def say(body: dict[str, Any]) -> bytes:

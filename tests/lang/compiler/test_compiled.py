@@ -133,7 +133,7 @@ def test_arguments_that_are_no_texts_are_refused_with_the_line(arguments, reason
         qa.run(**arguments, backend=EchoBackend())
 
 
-def test_a_part_of_an_argument_that_is_not_there_is_told():
+def test_a_missing_part_of_an_argument_is_named_in_the_error():
     compiled = function(lambda s, shots: s.__iadd__(shots["few"][1])).compile()
     with pytest.raises(WrongArgument, match=r"shots\['few'\]\[1\]: IndexError"):
         compiled.run(shots={"few": ["one"]}, backend=EchoBackend())

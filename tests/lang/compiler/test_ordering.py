@@ -95,7 +95,7 @@ def test_a_backend_without_a_template_leaves_the_given_order():
     assert list(plan(qa, ITEMS, Silent()).order) == list(range(16))
 
 
-def test_a_beginning_that_cannot_be_cached_fails_nobody():
+def test_a_beginning_that_cannot_be_cached_fails_no_item():
     class Cold(EchoBackend):
         async def warm(self, prompt, call, children=1):
             await super().warm(prompt, call, children)

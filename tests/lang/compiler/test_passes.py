@@ -6,13 +6,10 @@ import asyncio
 
 import pytest
 from support.echo_backend import EchoBackend, echo
-from treeline_lang import Refused, Unsupported, assistant, background, function, gen, select, user
+from treeline_lang import assistant, background, function, gen, select, user
 from treeline_lang.compiler.nodes import Argument, Fork, Hole
-from treeline_lang.compiler.passes import DEFAULT_PASSES, batch_siblings, hint_forks, move_constants, precache
+from treeline_lang.compiler.passes import DEFAULT_PASSES, hint_forks, move_constants
 from treeline_lang.expressions import RoleBegin, Text
-from treeline_lang.meeting import Meeting
-from treeline_lang.sampling import Sampling
-from treeline_lang.transcript import Prompt
 
 
 def forks_of(graph):
@@ -192,38 +189,7 @@ def test_no_hint_is_sent_where_hints_are_off():
     assert backend.warmed == []
 
 
-# ---- batching -------------------------------------------------------------------------------------------------------
-
-
-class Batches(EchoBackend):
-    def __init__(self):
-        super().__init__()
-        self.batches: list[list[str]] = []
-
-    async def generate_batch(self, requests, call):
-        self.batches.append([prompt.text for prompt, _ in requests])
-        return await super().generate_batch(requests, call)
-
-
-def test_siblings_that_are_ready_at_once_are_one_request():
-    graph, report = batch_siblings(judge.trace())
-    assert forks_of(graph)[0].together == (1, 2, 3)
-    assert report.lines[0].endswith("the first calls of 3 branches are one request")
-    backend = Batches()
-    state = judge.compile(passes=[batch_siblings]).run(essay="E", backend=backend)
-    assert state.text() == judge.run(essay="E", backend=EchoBackend()).text()
-    assert [[text.split("Judge by ")[1].split("\n")[0] for text in batch] for batch in backend.batches] == [
-        ["clarity", "clarification", "cleverness"]
-    ]
-
-
-def test_streams_are_not_batched_and_neither_is_one_step_at_a_time():
-    expected = judge.run(essay="E", backend=EchoBackend()).text()
-    for options in ({"stream": True}, {"parallel": False}):
-        backend = Batches()
-        state = judge.compile().run(essay="E", backend=backend, **options)
-        assert "".join(state.text_iter()) == expected
-        assert backend.batches == []
+# ---- all of them ----------------------------------------------------------------------------------------------------
 
 
 @function
@@ -236,126 +202,6 @@ def mixed(s, word):
     branches[4] += word + "e" + gen("x", max_tokens=3) + gen("y", max_tokens=3)
     branches.join()
     s += "end" + gen("z", max_tokens=3)
-
-
-def test_only_branches_that_begin_with_a_gen_meet():
-    graph, _ = batch_siblings(mixed.trace())
-    assert forks_of(graph)[0].together == (1, 5)
-    backend = Batches()
-    state = mixed.compile().run(word="w", backend=backend)
-    assert state.variables == mixed.run(word="w", backend=EchoBackend()).variables
-    assert [sorted(batch) for batch in backend.batches] == [["a", "we"]]
-
-
-def test_a_branch_that_waits_for_its_sibling_does_not_meet_it():
-    @function
-    def chained(s):
-        branches = s.fork(3)
-        branches[0] += "first" + gen("x", max_tokens=4)
-        branches[1].set_var("kept", branches[0]["x"])
-        branches[1] += "second" + gen("x", max_tokens=4)
-        branches[2] += branches[1]["x"] + gen("y", max_tokens=4)
-        branches.join()
-        return s["y"]
-
-    compiled = chained.compile(strict=True)
-    assert forks_of(compiled.graph)[0].together == ()
-    assert compiled.run(backend=Batches()).ret_value == [echo(echo("second", 0, 4), 0, 4)]
-
-
-def test_one_that_fails_fails_alone():
-    class Refuses(Batches):
-        async def generate(self, prompt, sampling, call):
-            if prompt.text == "bad":
-                raise Refused("no")
-            return await super().generate(prompt, sampling, call)
-
-    @function
-    def two(s):
-        branches = s.fork(2)
-        branches += ["bad", "good"]
-        branches += gen("x", max_tokens=4)
-        return [*branches]
-
-    backend = Refuses()
-    bad, good = two.compile(strict=True).run(backend=backend).ret_value
-    assert good["x"] == echo("good", 0, 4)
-    assert len(backend.batches) == 1
-    with pytest.raises(Refused):
-        bad.get_var("x")
-
-
-def test_one_that_does_not_come_is_not_waited_for():
-    @function
-    def two(s):
-        s += user("open")
-        branches = s.fork(2)
-        for branch, role in zip(branches, ("user", "nobody"), strict=True):
-            branch += RoleBegin(role)
-            branch += gen("x", max_tokens=4)
-        return [*branches]
-
-    backend = Batches()
-    good, bad = two.compile(strict=True).run(backend=backend).ret_value
-    assert good["x"]
-    assert "no turn of the nobody" in bad.error().reason
-    assert [len(batch) for batch in backend.batches] == [1]
-
-
-async def test_whoever_waits_at_a_meeting_can_be_cancelled():
-    backend, meeting = Batches(), Meeting(2)
-
-    def ask(text):
-        return asyncio.ensure_future(meeting.generate(backend, Prompt(text), Sampling(max_tokens=4), None))
-
-    first = ask("first")
-    await asyncio.sleep(0)
-    first.cancel()
-    assert [one.text for one in await ask("second")] == [echo("second", 0, 4)]
-    assert first.cancelled()
-
-
-async def test_a_batch_that_fails_as_a_whole_fails_each():
-    class Broken(EchoBackend):
-        async def generate_batch(self, requests, call):
-            raise Unsupported("no batches")
-
-    meeting = Meeting(2)
-    asked = [meeting.generate(Broken(), Prompt(text), Sampling(), None) for text in "ab"]
-    results = await asyncio.gather(*asked, return_exceptions=True)
-    assert [type(result) for result in results] == [Unsupported] * 2
-
-
-# ---- pre-caching ----------------------------------------------------------------------------------------------------
-
-RULES = "These rules are the same for everybody, and are long enough to be worth it. "
-
-
-@function
-def inner(s, word):
-    s += RULES + "Judge: " + word + gen("x", max_tokens=4)
-
-
-@function
-def outer(s, word):
-    s += "Word: " + word + gen("y", max_tokens=4)
-    s += inner(word=s["y"])["x"]
-
-
-def test_what_called_programs_begin_with_is_cached_ahead_of_a_batch():
-    graph, report = precache(outer.trace())
-    assert graph.beginnings == ((Text(RULES + "Judge: "),),)
-    assert report.lines == (f"stream 1: its first {len(RULES) + 7} characters are the same in all runs",)
-    backend = EchoBackend()
-    states = outer.compile().run_batch([{"word": word} for word in "abc"], backend=backend, num_threads=2)
-    assert backend.events[0] == ("warm", RULES + "Judge: ")
-    assert backend.warmed == [RULES + "Judge: "]
-    assert [state.text() for state in states] == [outer.run(word=word, backend=backend).text() for word in "abc"]
-
-
-def test_short_beginnings_are_not_cached():
-    graph, report = precache(judge.trace())
-    assert (graph.beginnings, report.lines) == ((), ())
 
 
 def test_passes_leave_the_graph_that_they_are_given():

@@ -16,10 +16,8 @@ from support.ports import free_port
 from support.runtime_server import running
 from treeline_lang import (
     Compiled,
-    Refused,
     RuntimeEndpoint,
     assistant,
-    background,
     function,
     gen,
     gen_int,
@@ -27,11 +25,8 @@ from treeline_lang import (
     system,
     user,
 )
-from treeline_lang.backends.base import Call
 from treeline_lang.command import main
 from treeline_lang.compiler.passes import DEFAULT_PASSES
-from treeline_lang.sampling import Sampling
-from treeline_lang.transcript import Prompt
 
 MODEL = Path(__file__).parents[3] / "models" / "tiny"
 
@@ -99,34 +94,6 @@ def test_a_batch_of_compiled_programs(backend):
     assert [told(state) for state in compiled] == [told(state) for state in interpreted]
 
 
-async def ask_all(backend, *requests):
-    return await backend.generate_batch([(Prompt(text), sampling) for text, sampling in requests], Call())
-
-
-def test_a_list_of_prompts_is_one_request_and_one_that_is_refused_fails_alone(backend, monkeypatch):
-    posted = []
-    post = backend._post
-
-    async def counted(body, call):
-        posted.append(body["text"])
-        return await post(body, call)
-
-    monkeypatch.setattr(backend, "_post", counted)
-    short, long = Sampling(max_tokens=2, temperature=0), Sampling(max_tokens=5, temperature=0)
-    first, second = background.call(ask_all(backend, ("The sun", short), ("The moon", long)))
-    assert posted == [["The sun", "The moon"]]
-    assert first[0].meta["completion_tokens"] <= 2 < second[0].meta["completion_tokens"]
-    assert background.call(backend.generate(Prompt("The moon"), long, Call()))[0].text == second[0].text
-    wrong = Sampling(max_tokens=1 << 30, min_tokens=1 << 30)
-    good, bad = background.call(ask_all(backend, ("The sun", short), ("The sun", wrong)))
-    assert good[0].text == first[0].text
-    assert isinstance(bad, Refused)
-    posted.clear()
-    both = background.call(ask_all(backend, ("a", Sampling(n=2, max_tokens=1)), ("b", Sampling(max_tokens=1))))
-    assert [len(one) for one in both] == [2, 1]
-    assert sorted(posted) == ["a", "b"]
-
-
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words], capture_output=True, text=True, timeout=240, check=False
@@ -175,12 +142,12 @@ def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
     answer = command("treeline_lang", "show", str(file), "--passes")
     assert answer.returncode == 0
     assert answer.stdout.startswith("judge(essay, rules=['Be brief.'])\n\nstream 0\n")
-    assert "batching:\n  " in answer.stdout
+    assert "fork hints:\n  " in answer.stdout
     assert command("treeline_lang", "show", str(file), "--svg", str(picture)).returncode == 0
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
 
 
-def test_who_stops_reading_is_told_nothing(tmp_path):
+def test_a_reader_that_stops_gets_no_error_message(tmp_path):
     file = tmp_path / "judge.json"
     judge.compile(strict=True).save(file)
     read, write = os.pipe()

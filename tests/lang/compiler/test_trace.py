@@ -18,7 +18,6 @@ from treeline_lang import (
     separate_reasoning,
     user,
 )
-from treeline_lang.compiler.graph import Parameter
 from treeline_lang.compiler.nodes import (
     Append,
     Argument,
@@ -29,6 +28,7 @@ from treeline_lang.compiler.nodes import (
     Items,
     Join,
     Joined,
+    Parameter,
     SetVar,
     Variable,
 )
@@ -139,7 +139,7 @@ def test_a_refusal_counts_even_where_the_program_catches_it():
         catches.trace()
 
 
-def test_errors_of_the_program_are_told_with_its_line():
+def test_errors_of_the_program_have_its_line():
     @function
     def fails(s, word):
         s += word

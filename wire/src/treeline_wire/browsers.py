@@ -1,4 +1,4 @@
-"""Requests that a web page may have sent: a server that trusts whoever reaches its loopback port must refuse them.
+"""Requests that a web page may have sent: a server that trusts every client on its loopback port must refuse them.
 
 A page on the internet can make its reader's browser send requests to 127.0.0.1, and can read the answers once its own
 name resolves there (DNS rebinding). What it cannot do is leave out or forge these headers: `Host` carries the name that

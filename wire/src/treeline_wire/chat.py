@@ -2,8 +2,8 @@
 
 A template comes with a model, from strangers; messages and `chat_template_kwargs` come from other strangers. What a
 template can reach is the matter of `template_env`. What it may cost is bounded in one of two ways: plain templates and
-short requests are rendered inline (`template_inline`, microseconds), everything else by whoever is given as a
-`Renderer`: the runtime's worker processes, which have limits and are killed at their deadline.
+short requests are rendered inline (`template_inline`, microseconds), everything else by a `Renderer`: the runtime's
+worker processes, which have limits and are killed at their deadline.
 """
 
 from __future__ import annotations
@@ -219,14 +219,14 @@ def refused(text: str) -> TemplateError:
 def failed(where: str) -> TemplateError:
     """The template does not fit the request. `where` has the kind of error and the line, for the log.
 
-    The error's own text has parts of messages, so nobody is shown it.
+    The error's own text has parts of messages, so it is never shown.
     """
     log.info("a chat template failed: %s", where)
     return TemplateError(_CANNOT, user_error=True)
 
 
 def _check_syntax(text: str) -> None:
-    """Refuse what the worker would not compile, as far as that can be told cheaply."""
+    """Refuse what the worker would not compile, as far as a cheap check finds it."""
     if len(text) > MAX_INLINE_SOURCE_CHARS:
         return  # parsing it would take long; the worker does it, at the first request
     try:

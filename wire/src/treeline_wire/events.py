@@ -6,7 +6,7 @@ either engine has ever sent: the batch as array or map, events as maps or positi
 as raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
 looks at each event on its own, so that one bad event costs one event, never the batch.
 
-A payload costs some times its own bytes of memory, not some hundred times: what nobody reads is skipped, lists have
+A payload costs some times its own bytes of memory, not some hundred times: what is not used is skipped, lists have
 bounds that are checked before they are built, and what has no type is built of small events alone.
 """
 
@@ -271,7 +271,7 @@ def _signed(value: int) -> int:
 
 
 def _settle(event: Event) -> None:
-    """Turn signed hashes of a fresh event into u64, in place: nobody else holds it yet. Raises `ValueError` for extra
+    """Turn signed hashes of a fresh event into u64, in place: nothing else holds it yet. Raises `ValueError` for extra
     keys that no engine has."""
     if type(event) is BlockStored:
         if event.extra_keys is not None:
@@ -353,7 +353,7 @@ def _outline(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
 
 
 def _extra_bytes(raw: msgspec.Raw) -> int:
-    """Of the extra keys of an event in today's form; one in another is small."""
+    """The size of an event's extra keys; 0 for an event in an older form, which is small."""
     try:
         return len(_extras_decoder.decode(raw).extra_keys)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):

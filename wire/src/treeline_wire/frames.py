@@ -139,23 +139,13 @@ def parse_request(frames: Sequence[bytes]) -> Request | None:
     return None
 
 
-def replay_reply(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """One batch of a replay, in the peers' newest form."""
-    return [b"", topic, _seq_bytes(seq), payload]
-
-
-def replay_end() -> list[bytes]:
-    """The end of a replay, in the peers' newest form."""
-    return [b"", b"", _REPLAY_END, b""]
-
-
 def encode_reply(reply: Reply) -> list[bytes]:
-    """The frames of any reply."""
+    """The frames of any reply; those of a replay in the peers' newest form."""
     match reply:
         case ReplayItem():
-            return replay_reply(reply.topic, reply.seq, reply.payload)
+            return [b"", reply.topic, _seq_bytes(reply.seq), reply.payload]
         case ReplayEnd():
-            return replay_end()
+            return [b"", b"", _REPLAY_END, b""]
         case Hello():
             return _ours(_HELLO, _encoder.encode(reply))
         case SnapshotHeader():
@@ -170,14 +160,9 @@ def parse_reply(frames: Sequence[bytes]) -> Reply:
     """What a publisher answered, in any known form. Raises `FrameError`."""
     if len(frames) == 5 and frames[0] == b"" and frames[1] == _MAGIC:
         return _parse_ours(bytes(frames[2]), frames[3], bytes(frames[4]))
-    return parse_replay(frames)
-
-
-def parse_replay(frames: Sequence[bytes]) -> ReplayItem | ReplayEnd:
-    """A replay reply with topic (four frames) or, from older publishers, without (three). Raises `FrameError`."""
     if len(frames) not in (3, 4) or frames[0] != b"":
         raise FrameError(f"no replay reply has this shape ({len(frames)} frames)")
-    topic = bytes(frames[1]) if len(frames) == 4 else b""
+    topic = bytes(frames[1]) if len(frames) == 4 else b""  # older publishers send none
     if frames[-2] == _REPLAY_END:
         return ReplayEnd()
     return ReplayItem(topic, _seq(frames[-2]), bytes(frames[-1]))

@@ -13,30 +13,30 @@ MODEL_REWRITE = "x-gateway-model-name-rewrite"
 MODEL_REWRITE_LLMD = "x-llm-d-model-name-rewrite"
 REQUEST_ID = "x-request-id"
 SELECTION = "test-epp-endpoint-selection"
-"""Of conformance tests: the endpoints that a request may go to."""
+"""In conformance tests: the endpoints that a request may go to."""
 CONFORMANCE_SERVED = "x-conformance-test-served-endpoint"
-"""Of conformance tests: the endpoint that answered, told to the client."""
+"""In conformance tests: the endpoint that answered, for the client."""
 
 CREDENTIALS = ("api-key", "authorization", "cookie", "proxy-authorization", "x-api-key")
-"""Whoever knows what is in them is let in: what names a client in pages, traces and messages is none of them."""
+"""Their values let a client in: they are never used to name a client in pages, traces and messages."""
 
-# Of whoever asks, to the picker: what it cannot see in one request.
+# From the client to the picker: what it cannot see in one request.
 SESSION_ID = "x-session-id"
 """Requests with the same one belong together, by their client's word: as vLLM's router has it."""
 FORK = "x-treeline-fork"
-"""So many requests that begin like this one will follow at once."""
+"""How many requests that begin like this one will follow at once."""
 
 # Envoy metadata: namespaces and keys.
 LB = "envoy.lb"
 LB_SUBSET = "envoy.lb.subset_hint"
 POOL_METADATA = "treeline-pool"
 
-# Ours. The first two come with a response's first token; the edge strips what tells of routing unless told otherwise.
+# Ours. The first two come with a response's first token; the edge strips what shows routing unless a setting keeps it.
 CACHED_TOKENS = "x-treeline-cached-tokens"
 PROMPT_TOKENS = "x-treeline-prompt-tokens"
 ENDPOINT = "x-treeline-endpoint"
 IGNORED = "x-treeline-ignored"
-"""Of a response: names of what the request said for nothing, with commas between them."""
+"""In a response: names of members of the request that had no effect, with commas between them."""
 OVERLOADED = "x-treeline-overloaded"
 """A 503 with this header says "full, ask another", never "broken"."""
 EDGE = "x-treeline-edge"
@@ -51,8 +51,8 @@ hide."""
 PER_KEY = "PerKey"
 """Every client of the edge has a cache of its own."""
 SHARED = "Shared"
-"""Clients share one cache, but do not know each other: none is told how much of its prompt was cached."""
+"""Clients share one cache, but do not know each other: no answer says how much of a prompt was cached."""
 FORWARDED_FOR = "x-forwarded-for"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
-"""Of a distributed trace, by W3C's recommendation."""
+"""The position in a distributed trace, by W3C's recommendation."""

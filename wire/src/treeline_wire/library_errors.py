@@ -1,7 +1,7 @@
 """What goes wrong in the `tokenizers` library, as one error.
 
-It raises bare Exceptions for most things; and for a defect of its own a panic, which is no Exception and would end
-whoever catches only those.
+It raises bare Exceptions for most things; and for a defect of its own a panic, which is no Exception and passes
+handlers of those.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 MOST_CHARS: Final = 4096
-"""Of a message, a field and an exception: they may quote what a peer has sent, and each line goes to a disk."""
+"""The longest message, field and exception: they may quote what a peer has sent, and each line goes to a disk."""
 LEVELS: Final = ("debug", "info", "warning", "error")
 _USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "fields"}
 

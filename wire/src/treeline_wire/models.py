@@ -45,7 +45,7 @@ class HubModel(NamedTuple):
 
 
 def commits_of(text: str) -> dict[str, str]:
-    """`hf://` URI → commit, of lines `URI COMMIT`, as downloads tell and are told. Other lines are passed over."""
+    """`hf://` URI → commit, of lines `URI COMMIT`, as downloads write and read them. Other lines are passed over."""
     return {found[1]: found[2] for line in text.splitlines() if (found := _COMMIT_LINE.fullmatch(line))}
 
 

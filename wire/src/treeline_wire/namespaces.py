@@ -47,10 +47,10 @@ def join_salt(cache_salt: str | None, extra_key: str | None) -> str | None:
 def client_salt(key: bytes, client: str, salt: str | None) -> str:
     """The salt that stands for a client and its own salt at an engine that knows salts alone: 64 hexadecimal digits.
 
-    With a secret `key`, nobody who lacks it can compute another client's salt, or tell the client from the salt.
+    With a secret `key`, no one without it can compute another client's salt, or find the client of a salt.
     """
-    told = json.dumps([client, salt or None], ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return hmac.digest(key, told, hashlib.sha256).hex()
+    named = json.dumps([client, salt or None], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return hmac.digest(key, named, hashlib.sha256).hex()
 
 
 def event_namespace(lora_name: str | None, cache_salt: str | None) -> str | None:

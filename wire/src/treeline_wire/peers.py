@@ -21,7 +21,7 @@ from .errors import WireError
 
 VERSION: Final = 1
 MOST_BYTES: Final = 1152
-"""Of a message: what is left of IPv6's least packet of 1,280 bytes beside its headers, UDP's and a seal."""
+"""Bytes of a message: what is left of IPv6's least packet of 1,280 bytes beside its headers, UDP's and a seal."""
 MOST_MARKS: Final = 6
 MARK_BYTES: Final = 5
 REF_BYTES: Final = 4
@@ -54,9 +54,9 @@ class How(IntEnum):
 
 class Opened(Struct, frozen=True, gc=False):
     """A request was sent to an endpoint. `tokens` it has to prefill there, which should take `prefill_ms`; `age_ms` is
-    how long ago that was, where it is told later. `rank` is the one that holds most of the prompt. `marks` are of
+    how long ago that was, where it is sent later. `rank` is the one that holds most of the prompt. `marks` are of
     beginnings of the prompt that will be held then, the longest last; the whole prompt has `length` bytes and the mark
-    `tail`, 0 where it is not told. `session` is a mark of the session that it belongs to, 0 where it belongs to none.
+    `tail`, 0 where it is not known. `session` is a mark of the session that it belongs to, 0 where it belongs to none.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""The ports that the rooms use unless told otherwise. Event, replay and load ports count up by data-parallel rank."""
+"""The ports that the rooms use by default. Event, replay and load ports count up by data-parallel rank."""
 
 RUNTIME_HTTP = 8000
 RUNTIME_METRICS = 9600

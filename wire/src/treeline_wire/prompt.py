@@ -62,7 +62,7 @@ def prompt_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: Cha
 
 
 def beginning_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: ChatDialect = TREELINE) -> Prompt:
-    """Render these first messages of a longer chat: the text ends with that of the last one, whoever says it.
+    """Render these first messages of a longer chat: the text ends with that of the last one, whatever its role.
 
     Raises as `prompt_of_chat`.
     """

@@ -2,7 +2,7 @@
 
 An event stream holds every user's prompt. With keys, sockets talk only to peers that hold the pair: a client cannot
 begin CURVE's handshake without the server's public key, so the *whole pair* is secret and both files are guarded.
-Without keys, sockets bind to loopback unless told otherwise.
+Without keys, sockets bind to loopback by default.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Settings that are defined once: a dataclass field with its bounds, its words for `--help`, where else it comes from.
 
 From these are made the command line (`add_flags`), the fields from what it was given (`values`), the check of values
-that come from Python (`check`), and what may be told of them (`shown`).
+that come from Python (`check`), and what may be shown of them (`shown`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Setting:
 
     help: str
     group: str | None = ""
-    """Of `--help`. None: there is no flag, and the setting is for Python alone."""
+    """Its group in `--help`. None: there is no flag, and the setting is for Python alone."""
     flag: str | None = None
     """Where its name is not the field's."""
     metavar: str | None = None
@@ -50,7 +50,7 @@ class Setting:
     env: str | None = None
     """The environment variable that sets it where the flag does not; an empty one sets nothing."""
     file_help: str | None = None
-    """There is a flag `--NAME-file`, too, which names a file that holds the value; whoever parses reads it."""
+    """There is a flag `--NAME-file`, too, which names a file that holds the value; the parser's caller reads it."""
     secret: bool = False
     rare: bool = False
     """Left out of the short `--help`."""

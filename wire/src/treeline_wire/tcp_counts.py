@@ -32,7 +32,7 @@ def received(fd: int) -> int:
 
 
 def unread(fd: int) -> int:
-    """Of these, what is still with the kernel."""
+    """Received bytes that are still with the kernel."""
     return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
 
 

@@ -96,7 +96,7 @@ class _RenderBudget:
         self.output_chars = MAX_OUTPUT
 
     def consume(self, chars: int) -> None:
-        """So much is printed."""
+        """Count what is printed."""
         self.output_chars -= chars
         if self.output_chars < 0:
             raise NotInlineError("it prints too much")
@@ -330,7 +330,7 @@ def _look_at_clock() -> None:
 
 
 def _measured(items: Iterable[Any]) -> Iterator[Any]:
-    """What a filter yields: whoever collects it all makes no more than a value may be, and has time left."""
+    """What a filter yields: collecting all of it makes no value that is too large, and stops when the time is over."""
     left = MAX_CHARS
     for item in items:
         left = _measure((item,), left)

@@ -94,24 +94,24 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         if len(document) > MAX_BUNDLE_BYTES:
             raise BundleError(f"a tokenizer of {len(document)} bytes is too large")
         try:
-            told = msgspec.json.decode(document, type=cls)
+            given = msgspec.json.decode(document, type=cls)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise BundleError(f"not a tokenizer bundle: {str(error)[:200]}") from None
         made = cls.build(
-            told.tokenizer_json,
-            chat_template=told.chat_template,
-            tool_template=told.tool_template,
-            special_tokens=told.special_tokens,
-            add_bos=told.add_bos,
+            given.tokenizer_json,
+            chat_template=given.chat_template,
+            tool_template=given.tool_template,
+            special_tokens=given.special_tokens,
+            add_bos=given.add_bos,
         )
-        if made != told:
-            raise BundleError(f"the fingerprint {told.fingerprint[:64]!r} is not that of its parts")
+        if made != given:
+            raise BundleError(f"the fingerprint {given.fingerprint[:64]!r} is not that of its parts")
         return made
 
 
 def _fingerprint(tokenizer_json: str, rest: list[Any]) -> str:
-    """Of the JSON list of all parts. Its first one is written piece by piece: in one call a large one would keep all
-    threads of the process waiting for half a second."""
+    """The digest of the JSON list of all parts. Its first one is written piece by piece: in one call a large one
+    would keep all threads of the process waiting for half a second."""
     made = hashlib.sha256(b'["')
     for at in range(0, len(tokenizer_json), _PIECE_CHARS):
         made.update(json.dumps(tokenizer_json[at : at + _PIECE_CHARS])[1:-1].encode())

@@ -1,5 +1,6 @@
 """What OpenTelemetry's variables ask for, as far as all of Treeline that makes spans must agree on it: the picker, the
-runtime, and Envoy, which reads no variables and is told. The SDK is not needed for this, and reads the others itself.
+runtime, and Envoy, which reads no variables and is configured by these. The SDK is not needed for this, and
+reads the others itself.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 PORT: Final = 4317
-"""Of OTLP over gRPC."""
+"""The port of OTLP over gRPC."""
 RATIO: Final = 0.1
-"""Of the requests that come without a trace, so many begin one."""
+"""The share of the requests without a trace that begin one."""
 ENDPOINT: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """The first that is set counts."""
 EXPORTER: Final = "OTEL_TRACES_EXPORTER"
@@ -76,7 +77,7 @@ def collector(url: str) -> tuple[str, int]:
 
 
 def ratio() -> float:
-    """Of the requests that come without a trace, how many begin one: 0 to 1. Raises TracingError."""
+    """The share of the requests without a trace that begin one: 0 to 1. Raises TracingError."""
     name = os.environ.get(SAMPLER, "")
     if name in ("always_on", "parentbased_always_on"):
         return 1.0

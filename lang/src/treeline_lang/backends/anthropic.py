@@ -10,19 +10,25 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.http import HttpClient, given_up
-from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.base import Call, Completion, GrowingCompletion
+from treeline_lang.backends.http import HttpClient, given_up, read
+from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
 from treeline_lang.choices import ChoicesMethod, Decision
-from treeline_lang.errors import BackendError, Unreachable, Unsupported
+from treeline_lang.errors import Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate
 from treeline_lang.transcript import Prompt
 
 VERSION: Final = "2023-06-01"
-"""Of the API: what `anthropic-version` says."""
+"""The version of the API, sent as `anthropic-version`."""
 _PLAIN: Final = ("temperature", "top_p", "top_k")
+_FINISHES: Final = {
+    "end_turn": "stop",
+    "stop_sequence": "stop",
+    "max_tokens": "length",
+    "model_context_window_exceeded": "length",
+}
 _UNKNOWN: Final = {
     "min_p": "",
     "min_tokens": "",
@@ -35,7 +41,7 @@ _UNKNOWN: Final = {
 }
 
 
-class Anthropic(Backend):
+class Anthropic(StoppingBackend):
     """A model behind Anthropic's API, which is sent turns and answers in the assistant's."""
 
     chats = True
@@ -46,13 +52,14 @@ class Anthropic(Backend):
         *,
         model: str,
         api_key: str | None = None,
-        url: str = "https://api.anthropic.com",
+        url: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """api_key: None is the variable ANTHROPIC_API_KEY. url: what `/v1/messages` comes after. Raises ValueError for
-        one that is none."""
+        """api_key: None is the variable ANTHROPIC_API_KEY. url: what `/v1/messages` comes after (None: the variable
+        ANTHROPIC_BASE_URL, or Anthropic's own). Raises ValueError for one that is none."""
         key = api_key or os.environ.get("ANTHROPIC_API_KEY")
         headers = {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})
+        url = url or os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com"
         self._http = HttpClient(url, headers, timeout_s=timeout_s)
         self._model = model
         self._template = replace(TEMPLATES["plain"], stop=())
@@ -60,25 +67,18 @@ class Anthropic(Backend):
     async def template(self) -> ChatTemplate:
         return self._template
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        if sampling.stop_regex:
-            return [await last_of(self.stream(prompt, sampling, call))]
+    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._http.post("/v1/messages", self._body(prompt, sampling))
         return [completion_of(answer)]
 
-    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
-            async for completion in stream:
-                yield completion
-
-    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         growing = Growing()
         body = self._body(prompt, sampling) | {"stream": True}
         async with aclosing(self._http.events("/v1/messages", body)) as events:
             async for _, event in events:
                 if growing.take(event):
                     yield growing.completion()
-        if growing.stop_reason is None:
+        if growing.finish is None:
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
 
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
@@ -105,8 +105,7 @@ def sampling_body(sampling: Sampling) -> dict[str, Any]:
     for name, why in _UNKNOWN.items():
         if getattr(sampling, name) not in (None, (), False):
             raise Unsupported(f"Anthropic's API has no {name}{why}")
-    body: dict[str, Any] = {"max_tokens": sampling.limit}
-    body |= {name: value for name in _PLAIN if (value := getattr(sampling, name)) is not None}
+    body: dict[str, Any] = {"max_tokens": sampling.limit, **sampling.given(_PLAIN)}
     if sampling.stop:
         body["stop_sequences"] = list(sampling.stop)
     if sampling.json_schema is not None:
@@ -137,30 +136,23 @@ def _block(part: Mapping[str, Any]) -> dict[str, Any]:
 def completion_of(answer: Any) -> Completion:
     """Raises BackendError for what is no message."""
     growing = Growing()
-    try:
+    with read(answer, "a message"):
         growing.take_message(answer)
         for block in answer["content"]:
             growing.take_block(block)
         growing.take_end(answer)
-    except (KeyError, TypeError, AttributeError):
-        raise BackendError(f"the server's answer is not a message: {str(answer)[:200]}") from None
     return growing.completion()
 
 
 @dataclass
-class Growing:
-    """A message, from the events of a stream or whole."""
+class Growing(GrowingCompletion):
+    """A message."""
 
-    text: str = ""
-    reasoning: str = ""
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
     usage: dict[str, int] = field(default_factory=dict)
-    id: str | None = None
 
     def take(self, event: Any) -> bool:
         """→ whether there is more now. Raises BackendError for an error, and for what is no event."""
-        try:
+        with read(event, "an event of a message"):
             match event["type"]:
                 case "message_start":
                     self.take_message(event["message"])
@@ -174,12 +166,10 @@ class Growing:
                     raise given_up(event["error"])
                 case _:  # pings, ends of blocks, and what may be added to the API
                     return False
-        except (KeyError, TypeError, AttributeError):
-            raise BackendError(f"the server's event is not one of a message: {str(event)[:200]}") from None
         return True
 
     def take_message(self, message: Mapping[str, Any]) -> None:
-        self.id = message.get("id")
+        self.meta["id"] = message.get("id")
         self._count(message.get("usage"))
 
     def take_block(self, block: Mapping[str, Any]) -> None:
@@ -187,31 +177,15 @@ class Growing:
         self.reasoning += block.get("thinking") or ""
 
     def take_end(self, delta: Mapping[str, Any]) -> None:
-        self.stop_reason, self.stop_sequence = delta.get("stop_reason"), delta.get("stop_sequence")
+        reason: Any = delta.get("stop_reason")
+        self.finish, self.matched = _FINISHES.get(reason, reason), delta.get("stop_sequence")
         self._count(delta.get("usage"))
 
     def _count(self, usage: Mapping[str, Any] | None) -> None:
-        self.usage |= {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
-
-    def completion(self) -> Completion:
         """Counts in the names of `/generate`: what was read from a cache, or written to one, is of the prompt."""
-        meta: dict[str, Any] = {"id": self.id, "finish_reason": self._finish_reason()}
+        self.usage |= {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
         if "input_tokens" in self.usage:
             cached = self.usage.get("cache_read_input_tokens", 0)
             written = self.usage.get("cache_creation_input_tokens", 0)
-            meta |= {"prompt_tokens": self.usage["input_tokens"] + cached + written, "cached_tokens": cached}
-            meta["completion_tokens"] = self.usage.get("output_tokens", 0)
-        if self.reasoning:
-            meta["reasoning_content"] = self.reasoning
-        return Completion(self.text, meta)
-
-    def _finish_reason(self) -> dict[str, Any] | None:
-        match self.stop_reason:
-            case None:
-                return None
-            case "end_turn" | "stop_sequence":
-                return {"type": "stop", "matched": self.stop_sequence}
-            case "max_tokens" | "model_context_window_exceeded":
-                return {"type": "length", "length": self.usage.get("output_tokens")}
-            case other:
-                return {"type": other}
+            self.meta |= {"prompt_tokens": self.usage["input_tokens"] + cached + written, "cached_tokens": cached}
+            self.meta["completion_tokens"] = self.usage.get("output_tokens", 0)

@@ -1,8 +1,7 @@
-"""What a program asks of whoever generates."""
+"""What a program asks of a backend, and the default backend."""
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,29 @@ class Completion:
     """As SGLang's `meta_info`: `finish_reason`, `prompt_tokens`, `completion_tokens`, …, where the backend tells."""
 
 
+@dataclass
+class GrowingCompletion:
+    """A completion that is put together from the events of a stream, or from a whole answer."""
+
+    text: str = ""
+    reasoning: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+    finish: str | None = None
+    """Why it has ended: `stop`, `length` or another word; None while it has not."""
+    matched: Any = None
+    """The stop that ended it."""
+
+    def completion(self) -> Completion:
+        """All so far."""
+        reason: dict[str, Any] | None = None if self.finish is None else {"type": self.finish}
+        if self.finish == "stop":
+            reason = {"type": "stop", "matched": self.matched}
+        elif self.finish == "length":
+            reason = {"type": "length", "length": self.meta.get("completion_tokens")}
+        thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return Completion(self.text, {**self.meta, "finish_reason": reason, **thought})
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """What is known of a request besides its text."""
@@ -31,7 +53,7 @@ class Call:
     session: str | None = None
     """Requests of one program: better served where the earlier ones were."""
     num_api_spec_tokens: int | None = None
-    """Of the program (`treeline_lang.speculation`)."""
+    """What the program asks for with each call, at least (`treeline_lang.speculation`)."""
 
 
 class Backend(ABC):
@@ -59,13 +81,6 @@ class Backend(ABC):
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         """`sampling.n` completions."""
-
-    async def generate_batch(
-        self, requests: Sequence[tuple[Prompt, Sampling]], call: Call
-    ) -> Sequence[list[Completion] | BaseException]:
-        """Several at once. → Of each its completions, or why it has none: one that fails fails alone."""
-        each = (self.generate(prompt, sampling, call) for prompt, sampling in requests)
-        return await asyncio.gather(*each, return_exceptions=True)
 
     @abstractmethod
     def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:

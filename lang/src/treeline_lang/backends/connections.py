@@ -21,12 +21,12 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 import httptools
 
 _KEPT_S: Final = 4.0
-"""For so long idle connections are kept: shorter than servers do (many: 5 s), so that none closes one just when it is
+"""How long idle connections are kept: shorter than servers do (many: 5 s), so that none closes one just when it is
 used again."""
 _MOST: Final = 1024
 _MOST_CONNECT_S: Final = 10.0
 _HELD_BYTES: Final = 1 << 20
-"""Of a body that nobody has read yet; then the server waits. And of all that is no body: headers without an end."""
+"""Bytes of a body that are held unread; then the server waits. Headers of more bytes are refused."""
 
 
 class CannotConnect(Exception):
@@ -79,7 +79,7 @@ class Response(asyncio.Protocol):
         """The body, unpacked, in pieces of at most a MiB or as they come. Raises BrokeOff, TimeoutError."""
         packing = self.headers.get("content-encoding", "identity").lower()
         if packing not in ("identity", "gzip", "x-gzip", "deflate"):
-            raise BrokeOff(f"its answer is packed as {packing!r}, which nobody asked for")
+            raise BrokeOff(f"its answer is packed as {packing!r}, which was not asked for")
         unpacks = None if packing == "identity" else zlib.decompressobj(wbits=47)
         while True:
             while self._parts:
@@ -144,7 +144,7 @@ class Response(asyncio.Protocol):
         self._no_body += len(data)
         try:
             if self._expiry is not None:
-                raise httptools.HttpParserError("it answers what nobody asked")
+                raise httptools.HttpParserError("it answers without being asked")
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._break(f"what it says is no HTTP: {error}")
@@ -188,7 +188,7 @@ class Response(asyncio.Protocol):
 
 
 class Connections:
-    """Those above the limit wait for one to be free."""
+    """The connections to one server. Requests beyond the limit wait for a free one."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         """url: of the server; whether it is reached through a proxy says the environment, as usual. headers: of all

@@ -7,24 +7,15 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Protocol
 
-from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.backends.base import Call, Completion
 from treeline_lang.backends.scoring import select_by_logprobs
-from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import BackendError, ProgramError, Refused, TemplateError
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
 
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-)
 _OPTIONS: Final = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 
@@ -52,7 +43,7 @@ class Engine(Protocol):
     def flush_cache(self) -> None: ...
 
 
-class EngineBackend(Backend):
+class EngineBackend(StoppingBackend):
     """Programs on an engine that the caller made, and closes.
 
     with Engine(model="models/tiny") as engine:
@@ -93,20 +84,13 @@ class EngineBackend(Backend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         count = sampling.n or 1
-        if sampling.stop_regex:
-            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(count)]
         params, options = _asks(sampling)
         outputs = await _asked(self._engine.async_generate([prompt.text] * count, params, **options))
         return [self._completion(output, sampling) for output in outputs]
 
-    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
-            async for completion in stream:
-                yield completion
-
-    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         params, options = _asks(sampling)
         try:
             async with aclosing(self._engine.async_stream(prompt.text, params, **options)) as stream:
@@ -145,19 +129,13 @@ class EngineBackend(Backend):
         return await select_by_logprobs(self, prompt.text, choices, method)
 
     async def count(self, text: str) -> int:
-        """Of `scoring.Scorer`."""
+        """As `scoring.Scorer` has it."""
         output = await _asked(self._engine.async_generate(text, _NOTHING))
         return int(output.prompt_tokens)
 
-    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
-        return await self._scores(list(texts), start)
-
-    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
-        return await self._scores([list(one) for one in ids], 0)
-
-    async def _scores(self, prompts: list[Any], start: int) -> list[list[TokenLogprob]]:
+    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
         asked = {"return_logprob": True, "logprob_start_len": start}
-        outputs = await _asked(self._engine.async_generate(prompts, _NOTHING, **asked))
+        outputs = await _asked(self._engine.async_generate(list(prompts), _NOTHING, **asked))
         return [
             [TokenLogprob(value, id, self._decode([id])) for value, id in output.input_token_logprobs]
             for output in outputs
@@ -174,16 +152,12 @@ class EngineBackend(Backend):
 
 def _asks(sampling: Sampling) -> tuple[dict[str, Any], dict[str, Any]]:
     """→ (sampling parameters, options) of an engine's request."""
-    params: dict[str, Any] = {"max_new_tokens": sampling.limit, "stop": sampling.stop}
-    params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.min_tokens is not None:
-        params["min_new_tokens"] = sampling.min_tokens
-    params |= {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
+    params = sampling.native()
     if sampling.constrained:
         kind, source = ("json", sampling.json_schema) if sampling.regex is None else ("regex", sampling.regex)
         params["grammar"] = {"kind": kind, "source": source}
         params.pop("ignore_eos", None)  # nothing follows where a grammar has ended
-    return params, {name: value for name in _OPTIONS if (value := getattr(sampling, name)) is not None}
+    return params, sampling.given(_OPTIONS)
 
 
 def _finish_reason(finish: Any, tokens: int) -> dict[str, Any] | None:

@@ -7,9 +7,9 @@ import json
 import math
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Final, NamedTuple
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from treeline_lang.backends.connections import BrokeOff, CannotConnect, Connections, Response, authorization
@@ -19,20 +19,10 @@ from treeline_lang.errors import BackendError, Refused, Unreachable
 _BUSY: Final = (429, 503, 529)
 """529 is Anthropic's word for overloaded."""
 _MAX_WAIT_S: Final = 30.0
-"""Of one pause; servers say how long they want to be left alone (Retry-After)."""
+"""The longest pause; servers say how long they want to be left alone (Retry-After)."""
 MAX_ANSWER_BYTES: Final = 256 << 20
-"""Of an answer, or of one event of a stream, unpacked: a server may send without an end, or a little that is packed and
+"""Bytes of an answer, or of one event of a stream, unpacked: a server may send without an end, or little that
 unpacks to more than there is memory."""
-
-
-class _Answer(NamedTuple):
-    status: int
-    reason: str
-    body: bytes
-
-    @property
-    def text(self) -> str:
-        return self.body.decode(errors="replace")
 
 
 class HttpClient:
@@ -48,7 +38,7 @@ class HttpClient:
         self.url = _USER.sub("//", url.rstrip("/"))
         """For requests and errors: without the name and the password that may be in it."""
         for name, value in (headers or {}).items():
-            if not _HEADER.fullmatch(value):  # which is not told: it may be a key
+            if not _HEADER.fullmatch(value):  # the value is not shown: it may be a key
                 raise ValueError(f"the key for the header {name} is not one line of visible ASCII characters")
         if not timeout_s > 0:
             raise ValueError(f"a timeout is above 0 seconds, not {timeout_s!r}")
@@ -57,7 +47,7 @@ class HttpClient:
         self._busy_s = busy_s
         self._connections: Connections | None = None
         self._pid = 0
-        """Of the process whose connections these are."""
+        """The process whose connections these are."""
 
     def _open(self) -> Connections:
         if self._connections is None or self._pid != os.getpid():  # a fork must not write to its parent's sockets
@@ -71,58 +61,50 @@ class HttpClient:
             await connections.close()
 
     async def get(self, path: str) -> Any:
-        return _json((await self._send("GET", path, None, {})).body, self.url + path)
+        return _json(await self._send("GET", path, None, {}), self.url + path)
 
     async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
         """The answer's JSON. Raises Refused, Unreachable, BackendError."""
-        return _json((await self._send("POST", path, body, headers or {})).body, self.url + path)
+        return _json(await self._send("POST", path, body, headers or {}), self.url + path)
 
     async def post_text(self, path: str) -> str:
-        return (await self._send("POST", path, None, {})).text
+        return (await self._send("POST", path, None, {})).decode(errors="replace")
 
     async def events(
         self, path: str, body: Any, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[tuple[str, Any]]:
         """The events of a stream: (its name or "", its data), up to `[DONE]` or the end. Leaving early ends the
         request. Raises as `post`, and Unreachable for a stream that breaks off."""
+        async with (
+            self._answer("POST", path, body, headers or {}) as response,
+            aclosing(_events(response)) as events,
+        ):
+            async for event in events:
+                yield event
+
+    async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> bytes:
+        async with self._answer(method, path, body, headers) as response:
+            return await _whole(response, self.url + path)
+
+    @asynccontextmanager
+    async def _answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> AsyncGenerator[Response]:
+        """An answer of success, within. A busy server is asked again. Raises as `post`, also for what fails within."""
         pauses = _Pauses(self._busy_s)
+        content = b"" if body is None else json.dumps(body).encode()
+        typed = headers if body is None else {"content-type": "application/json", **headers}
         while True:
             try:
-                async with self._request("POST", path, body, headers or {}) as response:
-                    if response.status in _BUSY and (pause := pauses.after(response)) is not None:
-                        await asyncio.sleep(pause)
-                        continue
-                    if response.status != 200:
-                        raise _refused(await _whole(response, self.url + path), self.url + path)
-                    async with aclosing(_events(response)) as events:
-                        async for event in events:
-                            yield event
-                    return
+                async with self._open().request(method, path, typed, content) as response:
+                    if response.status < 300:
+                        yield response
+                        return
+                    refusal = await _whole(response, self.url + path)
             except _FAILURES as error:
                 raise _unreachable(error, self.url) from error
-
-    async def _send(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> _Answer:
-        pauses = _Pauses(self._busy_s)
-        while True:
-            try:
-                async with self._request(method, path, body, headers) as response:
-                    answer = await _whole(response, self.url + path)
-            except _FAILURES as error:
-                raise _unreachable(error, self.url) from error
-            if answer.status in _BUSY and (pause := pauses.after(response)) is not None:
-                await asyncio.sleep(pause)
-                continue
-            if answer.status >= 300:
-                raise _refused(answer, self.url + path)
-            return answer
-
-    def _request(
-        self, method: str, path: str, body: Any, headers: Mapping[str, str]
-    ) -> AbstractAsyncContextManager[Response]:
-        if body is None:
-            return self._open().request(method, path, headers, b"")
-        typed = {"content-type": "application/json", **headers}
-        return self._open().request(method, path, typed, json.dumps(body).encode())
+            pause = pauses.after(response) if response.status in _BUSY else None
+            if pause is None:
+                raise _refused(response, refusal, self.url + path)
+            await asyncio.sleep(pause)
 
 
 _USER: Final = re.compile(r"//[^/?#]*@")
@@ -144,13 +126,13 @@ def _user_of(url: str) -> dict[str, str]:
     return authorization("authorization", parts)
 
 
-async def _whole(response: Response, url: str) -> _Answer:
+async def _whole(response: Response, url: str) -> bytes:
     body = bytearray()
     async for part in response.parts():
         body += part
         if len(body) > MAX_ANSWER_BYTES:
             raise BackendError(f"{url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
-    return _Answer(response.status, response.reason, bytes(body))
+    return bytes(body)
 
 
 class _Pauses:
@@ -219,10 +201,10 @@ def _unreachable(error: Exception, url: str) -> BackendError:
     return Unreachable(f"the server at {url} broke off: {error}")
 
 
-def _refused(answer: _Answer, url: str) -> BackendError:
-    reason = message_of(answer.text) or answer.reason
-    kind = Refused if 400 <= answer.status < 500 and answer.status not in (408, 429) else BackendError
-    return kind(f"{url} answered {answer.status}: {reason}")
+def _refused(response: Response, body: bytes, url: str) -> BackendError:
+    reason = message_of(body.decode(errors="replace")) or response.reason
+    kind = Refused if 400 <= response.status < 500 and response.status not in (408, 429) else BackendError
+    return kind(f"{url} answered {response.status}: {reason}")
 
 
 def message_of(text: str) -> str:
@@ -235,6 +217,15 @@ def message_of(text: str) -> str:
         if isinstance(body, dict) and key in body:
             body = body[key]
     return (body if isinstance(body, str) else json.dumps(body))[:2000]
+
+
+@contextmanager
+def read(answer: Any, form: str) -> Iterator[None]:
+    """Around what reads an answer, or an event: one of another form is the server's error, not a bug here."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+        raise BackendError(f"the server's answer is not {form}: {str(answer)[:200]}") from None
 
 
 _REFUSALS: Final = ("BadRequestError", "NotFoundError", "invalid_request_error", "not_found_error", "permission_error")

@@ -30,7 +30,7 @@ class Runtime(RuntimeEndpoint):
         argv = [sys.executable, "-m", "treeline_runtime", "--model", str(model_path), "--port", str(port)]
         for name, value in (_FLAGS | flags).items():
             flag = f"--{name.replace('_', '-')}"
-            argv += [flag] if value is True else [] if value in (None, False) else [flag, str(value)]
+            argv += [flag] if value is True else [] if value is None or value is False else [flag, str(value)]
         super().__init__(f"http://127.0.0.1:{port}", api_key=flags.get("api_key"))
         self._process = subprocess.Popen(argv)
         atexit.register(self.shutdown)

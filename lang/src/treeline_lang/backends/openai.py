@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from treeline_lang.backends import openai_format as form
-from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.dialects import DIALECTS, Dialect, spoken
-from treeline_lang.backends.http import HttpClient
-from treeline_lang.backends.scoring import select_by_logprobs
-from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.http import HttpClient, read
+from treeline_lang.backends.openai_format import DIALECTS, Dialect, spoken
+from treeline_lang.backends.scoring import Tokenize, select_by_logprobs, walk
+from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
-from treeline_lang.backends.walk import Tokenize, walk
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
@@ -27,7 +26,7 @@ URL: Final = "https://api.openai.com/v1"
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Of all requests of a backend, as the server tells."""
+    """Tokens of all requests of a backend, as the server counts them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -35,14 +34,14 @@ class TokenUsage:
     def reset(self) -> None:
         self.prompt_tokens = self.completion_tokens = 0
 
-    def add(self, told: Any) -> None:
-        """told: a mapping that may have the two."""
+    def add(self, usage: Any) -> None:
+        """usage: a mapping that may have the two."""
         for name in ("prompt_tokens", "completion_tokens"):
-            count = told.get(name) if isinstance(told, Mapping) else None
+            count = usage.get(name) if isinstance(usage, Mapping) else None
             setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
 
-class OpenAI(Backend):
+class OpenAI(StoppingBackend):
     """A model behind OpenAI's API. As chats it is sent turns, and answers in the assistant's; as completions it is sent
     the text."""
 
@@ -50,7 +49,7 @@ class OpenAI(Backend):
 
     def __init__(
         self,
-        url: str = URL,
+        url: str | None = None,
         *,
         model: str,
         api_key: str | None = None,
@@ -60,15 +59,17 @@ class OpenAI(Backend):
         tokenize: Tokenize | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """url: what `/chat/completions` and `/completions` come after. api_key: sent as a bearer token (None: the
-        variable OPENAI_API_KEY). completions: the text is completed, with turns as `chat_template` writes them (one of
-        `treeline_lang.templates.TEMPLATES`, or pieces of your own; None: plain).
+        """url: what `/chat/completions` and `/completions` come after (None: the variable OPENAI_BASE_URL, or OpenAI's
+        own). api_key: sent as a bearer token (None: the variable OPENAI_API_KEY). completions: the text is completed,
+        with turns as `chat_template` writes them (one of `treeline_lang.templates.TEMPLATES`, or pieces of your own;
+        None: plain).
 
         dialect: what the server takes beyond OpenAI's API, one of `openai`, `treeline`, `vllm`, `sglang` (None: the
         server's `/models` says who it is). tokenize: a text to the model's tokens, for `select` with OpenAI's own
         completions. Raises ValueError for a URL, a template or a dialect that is none.
         """
         key = api_key or os.environ.get("OPENAI_API_KEY")
+        url = url or os.environ.get("OPENAI_BASE_URL") or URL
         self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
         self._model = model
         self.chats = self.reads_images = not completions
@@ -98,21 +99,14 @@ class OpenAI(Backend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        if sampling.stop_regex:
-            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
+    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._ask(self._path, await self._body(prompt, sampling))
         return form.completions_of(answer, sampling.n or 1, chat=self.chats)
 
-    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        async with aclosing(cut_where(self._stream(prompt, sampling), sampling.stop_regex)) as stream:
-            async for completion in stream:
-                yield completion
-
-    async def _stream(self, prompt: Prompt, sampling: Sampling) -> AsyncGenerator[Completion]:
+    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         body = await self._body(prompt, sampling) | asked
-        growing = form.Growing(self.chats)
+        growing = form.Growing(chat=self.chats)
         async with aclosing(self._http.events(self._path, body)) as events:
             async for _, event in events:
                 yield growing.take(event)
@@ -183,17 +177,14 @@ class _Scorer:
 
     async def count(self, text: str) -> int:
         answer = await self._echo(text)
-        with form.read(answer):
+        with read(answer, form.FORM):
             return int(answer["usage"]["prompt_tokens"])
 
-    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
-        answer = await self._echo(list(texts), logprobs=1)
-        with form.read(answer):
+    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
+        answer = await self._echo(prompts, logprobs=1)
+        with read(answer, form.FORM):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             return [_tokens(choice["logprobs"])[start:] for choice in choices]
-
-    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
-        raise Unsupported("OpenAI's API does not tell the ids of tokens")
 
     async def _echo(self, prompt: Any, **more: Any) -> Any:
         return await self._complete(prompt=prompt, max_tokens=0, temperature=0, echo=True, **more)

@@ -1,39 +1,70 @@
-"""Requests and answers of OpenAI's chat completions and completions: pure functions."""
+"""Requests and answers of OpenAI's chat completions and completions, and what servers take beyond them: pure
+functions."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from treeline_lang.backends.base import Completion
-from treeline_lang.backends.dialects import Dialect
-from treeline_lang.backends.http import given_up
+from treeline_lang.backends.base import Completion, GrowingCompletion
+from treeline_lang.backends.http import given_up, read
 from treeline_lang.errors import BackendError, Unsupported
 from treeline_lang.sampling import Sampling
 
-_PLAIN: Final = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "n")
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    name: str
+    extends: bool = False
+    """Sampling beyond OpenAI's: `top_k`, `min_p`, `min_tokens`, `stop_token_ids`, `ignore_eos`."""
+    regex: tuple[str, ...] = ()
+    """The path of the member that holds a regular expression; (): there is none."""
+    continues: bool = False
+    """`continue_final_message`: the answer goes on with an assistant's turn that has begun."""
+    echoes: bool = False
+    """Completions tell the log probabilities of the prompt (`echo`)."""
+    chat_limit: str = "max_tokens"
+
+
+DIALECTS: Final[dict[str, Dialect]] = {
+    dialect.name: dialect
+    for dialect in (
+        Dialect("openai", chat_limit="max_completion_tokens"),
+        Dialect("treeline", extends=True, regex=("regex",), continues=True, echoes=True),
+        Dialect("vllm", extends=True, regex=("structured_outputs", "regex"), continues=True, echoes=True),
+        Dialect("sglang", extends=True, regex=("regex",), continues=True, echoes=True),
+    )
+}
+
+
+def spoken(models: Any, model: str) -> Dialect:
+    """By what `/models` says of the model; OpenAI's own where that is nothing we know."""
+    listed = models.get("data") if isinstance(models, Mapping) else None
+    entries = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    for one in sorted(entries, key=lambda one: one.get("id") != model):
+        owner = one.get("owned_by")
+        if owner in DIALECTS:
+            return DIALECTS[owner]
+    return DIALECTS["openai"]
+
+
+FORM: Final = "one of OpenAI's API"
+_PLAIN: Final = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "n", "stop")
 _EXTENSIONS: Final = ("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos")
 
 
 def sampling_body(sampling: Sampling, dialect: Dialect, *, chat: bool) -> dict[str, Any]:
     """The members of a request but for its prompt. Raises Unsupported."""
     body: dict[str, Any] = {dialect.chat_limit if chat else "max_tokens": sampling.limit}
-    body |= {name: value for name in _PLAIN if (value := getattr(sampling, name)) is not None}
+    body |= sampling.given(_PLAIN)
     if sampling.stop_regex:
         body.pop("n", None)
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    for name in _EXTENSIONS:
-        value = getattr(sampling, name)
-        if value is None or value == ():
-            continue
-        if not dialect.extends:
-            raise Unsupported(f"OpenAI's API has no {name}; say which dialect the server speaks if it has")
-        body[name] = list(value) if isinstance(value, tuple) else value
-    return body | _constraint(sampling, dialect) | _logprobs(sampling, chat=chat)
+    extensions = sampling.given(_EXTENSIONS)
+    if extensions and not dialect.extends:
+        raise Unsupported(f"OpenAI's API has no {next(iter(extensions))}; say which dialect the server speaks")
+    return body | extensions | _constraint(sampling, dialect) | _logprobs(sampling, chat=chat)
 
 
 def _constraint(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
@@ -61,18 +92,9 @@ def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
     return {"logprobs": tops}
 
 
-@contextmanager
-def read(answer: Any, kind: str = "answer") -> Iterator[None]:
-    """Around what reads an answer or an event: one of another form is the server's error, not a bug here."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
-        raise BackendError(f"the server's {kind} is not one of OpenAI's API: {str(answer)[:200]}") from None
-
-
 def completions_of(answer: Any, count: int, *, chat: bool) -> list[Completion]:
     """The choices of an answer, in order. Raises BackendError for what is none, or has not so many."""
-    with read(answer):
+    with read(answer, FORM):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_whole(answer, choice, chat=chat, several=len(choices) > 1) for choice in choices]
     if len(completions) != count:
@@ -88,28 +110,23 @@ def _whole(answer: Any, choice: Any, *, chat: bool, several: bool) -> Completion
         growing.reasoning = thought
     growing.take_choice({**choice, "delta": {"content": text}, "text": text})
     meta = growing.completion().meta
-    if several:  # of all together: nobody says how many are whose
+    if several:  # the server counts them for all choices together
         meta.pop("completion_tokens", None)
     return Completion(growing.text, meta)
 
 
 @dataclass
-class Growing:
-    """One choice, from the events of a stream or from a whole answer."""
+class Growing(GrowingCompletion):
+    """One choice."""
 
-    chat: bool
-    text: str = ""
-    reasoning: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
-    finish: str | None = None
-    matched: Any = None
+    chat: bool = False
 
     def take(self, event: Any) -> Completion:
         """→ all so far. Raises BackendError for an event that is none."""
-        with read(event, "event"):
+        with read(event, FORM):
             self.take_head(event)
             for choice in event.get("choices") or ():
-                if choice.get("index", 0) == 0:  # nobody asks for more in a stream
+                if choice.get("index", 0) == 0:  # a stream is asked for one choice
                     self.take_choice(choice)
         return self.completion()
 
@@ -132,23 +149,6 @@ class Growing:
             self.matched = choice.get("matched_stop", choice.get("stop_reason"))
             if self.finish == "abort":
                 raise BackendError("the server gave the request up")
-
-    def completion(self) -> Completion:
-        meta = {**self.meta, "finish_reason": self._finish_reason()}
-        if self.reasoning:
-            meta["reasoning_content"] = self.reasoning
-        return Completion(self.text, meta)
-
-    def _finish_reason(self) -> dict[str, Any] | None:
-        match self.finish:
-            case None:
-                return None
-            case "stop":
-                return {"type": "stop", "matched": self.matched}
-            case "length":
-                return {"type": "length", "length": self.meta.get("completion_tokens")}
-            case other:
-                return {"type": other}
 
     def _take_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         if self.chat:

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
 from treeline_wire.headers import FORK, SESSION_ID
 
 from treeline_lang import background
-from treeline_lang.backends.base import Backend, Call, Completion
-from treeline_lang.backends.http import HttpClient, given_up
+from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.http import HttpClient, given_up, read
 from treeline_lang.backends.scoring import select_by_logprobs
-from treeline_lang.backends.stopping import cut_where, last_of
+from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import BackendError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
 from treeline_lang.transcript import Prompt
 
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-    "n",
-)
 _TOP_LEVEL: Final = ("return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs")
 _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 
 
-class RuntimeEndpoint(Backend):
+class RuntimeEndpoint(StoppingBackend):
     """A runtime behind a URL: a pod's, or that of a gateway with many behind it."""
 
     takes_hints = True
@@ -63,9 +53,7 @@ class RuntimeEndpoint(Backend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        if sampling.stop_regex:
-            return [await last_of(self.stream(prompt, sampling, call)) for _ in range(sampling.n or 1)]
+    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._post(self._body(prompt.text, sampling), call)
         completions = [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
         if len(completions) != (sampling.n or 1):
@@ -73,29 +61,6 @@ class RuntimeEndpoint(Backend):
                 f"the server answered with {len(completions)} texts where {sampling.n or 1} were asked for"
             )
         return completions
-
-    async def generate_batch(
-        self, requests: Sequence[tuple[Prompt, Sampling]], call: Call
-    ) -> Sequence[list[Completion] | BaseException]:
-        """As one request, where they agree in what is said once for all of them."""
-        bodies = [self._body(prompt.text, sampling) for prompt, sampling in requests]
-        together = {key: value for key, value in bodies[0].items() if key in _TOP_LEVEL}
-        alone = any(sampling.stop_regex or (sampling.n or 1) > 1 for _, sampling in requests)
-        if alone or any({key: body[key] for key in _TOP_LEVEL if key in body} != together for body in bodies):
-            return await super().generate_batch(requests, call)
-        lists = {key: [body[key] for body in bodies] for key in ("text", "sampling_params")}
-        try:
-            answers = await self._post(lists | together, call)
-        except Refused:  # one of them is wrong, and the server does not serve the others
-            return await super().generate_batch(requests, call)
-        if not isinstance(answers, list) or len(answers) != len(requests):
-            raise BackendError(f"the server's answer to {len(requests)} prompts is not a list of so many")
-        return [_of_batch(answer) for answer in answers]
-
-    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        async with aclosing(cut_where(self._stream(prompt, sampling, call), sampling.stop_regex)) as stream:
-            async for completion in stream:
-                yield completion
 
     async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         body = {**self._body(prompt.text, sampling), "stream": True}
@@ -116,22 +81,9 @@ class RuntimeEndpoint(Backend):
         await self._http.post("/generate", body, headers)
 
     def _body(self, text: str, sampling: Sampling) -> dict[str, Any]:
-        params: dict[str, Any] = {"max_new_tokens": sampling.limit}
-        if sampling.min_tokens is not None:
-            params["min_new_tokens"] = sampling.min_tokens
-        for name in _SAMPLING:
-            if getattr(sampling, name) is not None:
-                params[name] = getattr(sampling, name)
-        if sampling.stop_regex:
-            params.pop("n", None)
-        for name in ("stop", "stop_token_ids"):
-            if getattr(sampling, name):
-                params[name] = list(getattr(sampling, name))
-        for name in ("regex", "json_schema"):
-            if getattr(sampling, name) is not None:
-                params[name] = getattr(sampling, name)
-        body = {"text": text, "sampling_params": params}
-        return body | {name: value for name in _TOP_LEVEL if (value := getattr(sampling, name)) is not None}
+        constraints = sampling.given(("regex", "json_schema") if sampling.stop_regex else ("regex", "json_schema", "n"))
+        body = {"text": text, "sampling_params": sampling.native() | constraints}
+        return body | sampling.given(_TOP_LEVEL)
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 
@@ -167,7 +119,7 @@ class RuntimeEndpoint(Backend):
         except Refused as error:
             choices = ", ".join(TEMPLATES)
             raise Refused(f"{error.reason} (a server that renders no chats needs a chat_template: {choices})") from None
-        with _read(answer, "/tokenize"):
+        with read(answer, "one of /tokenize"):
             return list(answer["tokens"])
 
     async def _text(self, tokens: list[int]) -> str:
@@ -175,7 +127,7 @@ class RuntimeEndpoint(Backend):
             return ""
         body = {"tokens": tokens, "skip_special_tokens": False} | self._model
         answer = await self._http.post("/detokenize", body)
-        with _read(answer, "/detokenize"):
+        with read(answer, "one of /detokenize"):
             return str(answer["text"])
 
     async def _post(self, body: dict[str, Any], call: Call) -> Any:
@@ -237,24 +189,19 @@ class _Scorer:
 
     async def count(self, text: str) -> int:
         answer = await self._backend._post({"text": text, "sampling_params": _NOTHING}, self._call)
-        with _read(answer, "/generate"):
+        with read(answer, "one of /generate"):
             return int(answer["meta_info"]["prompt_tokens"])
 
-    async def score(self, texts: Sequence[str], start: int) -> list[list[TokenLogprob]]:
-        return await self._scores({"text": list(texts)}, start)
-
-    async def score_ids(self, ids: Sequence[Sequence[int]]) -> list[list[TokenLogprob]]:
-        return await self._scores({"input_ids": [list(one) for one in ids]}, 0)
-
-    async def _scores(self, inputs: dict[str, Any], start: int) -> list[list[TokenLogprob]]:
+    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
+        inputs = {"text" if isinstance(prompts[0], str) else "input_ids": prompts}
         asked = {"return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
         answers = await self._backend._post({**inputs, **asked, "sampling_params": _NOTHING}, self._call)
-        with _read(answers, "/generate"):
+        with read(answers, "one of /generate"):
             return [[TokenLogprob(*entry) for entry in one["meta_info"]["input_token_logprobs"]] for one in answers]
 
 
 def _completion(answer: Any) -> Completion:
-    with _read(answer, "/generate"):
+    with read(answer, "one of /generate"):
         text, meta = answer["text"], answer["meta_info"]
         finish = meta.get("finish_reason") or {}
         if finish.get("type") == "abort":
@@ -262,19 +209,3 @@ def _completion(answer: Any) -> Completion:
         if not isinstance(text, str):
             raise TypeError
         return Completion(text, meta)
-
-
-@contextmanager
-def _read(answer: Any, path: str) -> Iterator[None]:
-    """Around what reads an answer: one of another form is the server's error, not a bug here."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
-        raise BackendError(f"the server's answer is not one of {path}: {str(answer)[:200]}") from None
-
-
-def _of_batch(answer: Any) -> list[Completion] | BackendError:
-    try:
-        return [_completion(answer)]
-    except BackendError as error:
-        return error

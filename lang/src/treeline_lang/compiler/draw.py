@@ -1,8 +1,7 @@
 """Graphs as pictures (SVG), and as a text in lines.
 
 Streams are columns, a step is a box as low as what it needs lets it be; lines lead from forks to branches, from
-branches to joins, and (dashed) from what generates a variable to what reads it elsewhere. A column is used again where
-the branches before have ended.
+branches to joins, and (dashed) from what generates a variable to what reads it elsewhere.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from xml.sax.saxutils import escape
 
 from treeline_lang.compiler.nodes import (
@@ -19,6 +18,7 @@ from treeline_lang.compiler.nodes import (
     Const,
     Entries,
     Fork,
+    GraphData,
     Hole,
     Items,
     Join,
@@ -44,12 +44,8 @@ from treeline_lang.expressions import (
     Select,
     SeparateReasoning,
     Text,
-    Video,
     flatten,
 )
-
-if TYPE_CHECKING:
-    from treeline_lang.compiler.graph import Graph
 
 _WIDTH: Final = 300
 _GAP_X: Final = 60
@@ -59,7 +55,7 @@ _PAD: Final = 6
 _MARGIN: Final = 24
 _HEAD: Final = 64
 _CHARACTERS: Final = 37
-"""That fit in a box."""
+"""Characters that fit in a line of a box."""
 _TIP: Final = 1000
 """Characters of what a reader sees who points at a line."""
 _ENOUGH: Final = 12
@@ -127,10 +123,9 @@ def lines_of(step: Step) -> list[Line]:
             return [line for part in parts for line in _part(part)]
         case SetVar(name, value):
             return [_line("flow", f"{name} = {value_text(value)}")]
-        case Fork(children, hint, ahead, together):
+        case Fork(children, hint, ahead):
             notes = [f"hint: {'+'.join(part.full for one in hint for part in _part(one))}"] if hint else []
             notes += ["not waited for"] if ahead and not hint else []
-            notes += [f"{len(together)} first calls in one request"] if together else []
             return [_line("flow", f"fork {len(children)}"), *(_line("scope", note) for note in notes)]
         case Join(children, appends):
             mode = "appending their texts" if appends else "gathering variables"
@@ -171,7 +166,7 @@ def _part(part: Expr) -> Iterator[Line]:
             yield _line("scope", f"reasoning apart ({model_type})")
             for one in flatten(expr):
                 yield from _part(one)
-        case Image(source) | Video(source):
+        case Image(source):
             yield _line("scope", f"{part.step} {source if isinstance(source, str) else f'of {len(source)} bytes'}")
         case _:
             yield _line("scope", part.step)
@@ -206,7 +201,7 @@ def _lines_shown(step: Step) -> tuple[Line, ...]:
     return (*lines[: _ENOUGH - 1], Line("text", f"… and {len(rest)} more", "\n".join(one.full for one in rest)))
 
 
-def _layout(graph: Graph) -> dict[Place, _Box]:
+def _layout(graph: GraphData) -> dict[Place, _Box]:
     needs = graph.needs()
     shown = {place: _lines_shown(graph.streams[place[0]].steps[place[1]]) for place in needs}
     tops: dict[Place, int] = {}
@@ -216,59 +211,24 @@ def _layout(graph: Graph) -> dict[Place, _Box]:
             tops[other] + heights[other] + (_GAP_Y if other[0] == place[0] else 2 * _GAP_Y) for other in needs[place]
         ]
         tops[place] = max(below, default=_HEAD)
-    columns = _columns(graph, tops, heights)
-    left = {stream: _MARGIN + column * (_WIDTH + _GAP_X) for stream, column in columns.items()}
+    left = {stream: _MARGIN + column * (_WIDTH + _GAP_X) for stream, column in _columns(graph).items()}
     return {place: _Box(left[place[0]], tops[place], heights[place], shown[place]) for place in needs}
 
 
-@dataclass(slots=True)
-class _Family:
-    """A stream with all that is forked from it, and where the picture has them."""
-
-    begin: int
-    end: int
-    columns: int = 1
-    """That they take, side by side."""
-    offset: int = 0
-    """Columns between its parent's and its own."""
-
-
-def _columns(graph: Graph, tops: dict[Place, int], heights: dict[Place, int]) -> dict[int, int]:
-    """Of each stream: right of its parent's, and of the families of earlier siblings that are beside it."""
+def _columns(graph: GraphData) -> dict[int, int]:
+    """A column for each stream: right of its parent's, its own branches before its siblings. A program that was called
+    is drawn as the root's."""
     forks = graph.parents()
-    families = {}
-    for number, stream in enumerate(graph.streams):
-        first, last = ((number, 0), (number, len(stream.steps) - 1)) if stream.steps else (forks.get(number),) * 2
-        families[number] = _Family(tops[first], tops[last] + heights[last]) if first and last else _Family(_HEAD, _HEAD)
-    parents, deepest_last = _ancestry(graph)
-    for number in reversed(deepest_last):
-        _place_children(families[number], [families[child] for child in families if parents.get(child) == number])
-    columns = {ROOT: 0}
-    for number in deepest_last[1:]:
-        columns[number] = columns[parents[number]] + families[number].offset
-    return columns
-
-
-def _place_children(family: _Family, children: list[_Family]) -> None:
-    for index, child in enumerate(children):
-        beside = [one for one in children[:index] if child.begin < one.end + _LINE and one.begin < child.end + _LINE]
-        child.offset = max((one.offset + one.columns for one in beside), default=1)
-    family.columns = max((child.offset + child.columns for child in children), default=1)
-    family.begin = min([family.begin, *(child.begin for child in children)])
-    family.end = max([family.end, *(child.end for child in children)])
-
-
-def _ancestry(graph: Graph) -> tuple[dict[int, int], list[int]]:
-    """→ (parents, for a picture: what begins by itself is the root's; the streams, each after its parent)."""
-    forks = graph.parents()
-    parents = {number: forks[number][0] if number in forks else ROOT for number in range(1, len(graph.streams))}
     children: dict[int, list[int]] = {}
-    for number, parent in parents.items():
-        children.setdefault(parent, []).append(number)
-    ordered = [ROOT]
-    for number in ordered:  # grows as it goes
-        ordered += children.get(number, ())
-    return parents, ordered
+    for number in range(1, len(graph.streams)):
+        children.setdefault(forks[number][0] if number in forks else ROOT, []).append(number)
+    columns: dict[int, int] = {}
+    waiting = [ROOT]
+    while waiting:
+        number = waiting.pop()
+        columns[number] = len(columns)
+        waiting += reversed(children.get(number, ()))
+    return columns
 
 
 # ---- SVG ------------------------------------------------------------------------------------------------------------
@@ -279,7 +239,7 @@ def _xml(text: str) -> str:
     return escape(re.sub(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text), {'"': "&quot;"})
 
 
-def picture(graph: Graph) -> str:
+def picture(graph: GraphData) -> str:
     """Raises ValueError for a graph that cannot be executed."""
     boxes = _layout(graph)
     end = max((box.bottom for box in boxes.values()), default=_HEAD)
@@ -325,7 +285,7 @@ def _drawn(box: _Box, step: Step) -> str:
     return "".join([*parts, "</g>"])
 
 
-def _edges(graph: Graph, boxes: dict[Place, _Box]) -> Iterator[tuple[_Box, _Box, str]]:
+def _edges(graph: GraphData, boxes: dict[Place, _Box]) -> Iterator[tuple[_Box, _Box, str]]:
     """(from, to, what it is)."""
     parents, places = graph.parents(), graph.definitions()
     for (number, index), box in boxes.items():
@@ -365,7 +325,7 @@ def _edge(begin: _Box, end: _Box, kind: str) -> str:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def outline(graph: Graph) -> str:
+def outline(graph: GraphData) -> str:
     """All of it in lines, stream by stream; every line but headings says where in the program it is from."""
     parameters = [
         parameter.name if parameter.required else f"{parameter.name}={parameter.default!r}"

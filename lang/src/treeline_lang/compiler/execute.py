@@ -38,7 +38,6 @@ from treeline_lang.compiler.trace import Recorder
 from treeline_lang.errors import WrongArgument
 from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, characters_of, flatten
-from treeline_lang.meeting import Meeting
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Assign, Extend, Read, join
 from treeline_lang.steps import Fork as ForkStep
@@ -101,28 +100,24 @@ class _Execution:
     def submit(self, number: int, step: Any) -> None:
         stream = self._stream(number)
         match step:
-            case Append(parts, where):
+            case Append(parts, where=where):
                 extend = Extend(Sum(tuple(filled for part in parts for filled in self._filled(part))), where)
                 for name, variable in zip(generates(step), extend.variables, strict=False):
                     nth = self._counts.get((number, name), 0)
                     self._counts[number, name] = nth + 1
                     self._generated[Variable(number, name, nth)] = variable
                 stream.submit(extend)
-            case SetVar(name, value, where):
+            case SetVar(name, value, where=where):
                 waits = any(isinstance(source, Variable) for source in sources(value))
                 stream.submit(Compute(name, value, self, where) if waits else Assign(name, self.value(value), where))
             case Fork():
                 self._fork(stream, step)
-            case Join(children, appends, where):
+            case Join(children, appends, where=where):
                 join(stream, [self._stream(child) for child in children], appends=appends, where=where)
 
     def _fork(self, stream: StreamExecutor, step: Fork) -> None:
         branches = stream.branch(len(step.children))
         self._states |= {child: ProgramState(one) for child, one in zip(step.children, branches, strict=True)}
-        if step.together and stream.run.parallel:  # otherwise the first would wait for those not submitted yet
-            meeting = Meeting(len(step.together))
-            for child in step.together:
-                self._stream(child).meeting = meeting
         hint = tuple(filled for part in step.hint for filled in self._filled(part))
         stream.submit(ForkStep(branches, step.where, hint, ahead=step.ahead))
 

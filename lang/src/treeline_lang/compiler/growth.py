@@ -17,7 +17,7 @@ MAX_COPIES: Final = 10_000
 characters a thousand times as many."""
 _CONSTANTS: Final = 1000
 _STREAMS: Final = 64
-"""So many texts of that size, of all streams."""
+"""How many texts of that size all streams may have together."""
 
 
 def check(graph: Graph) -> None:
@@ -60,7 +60,7 @@ class _Sizes:
             raise ValueError("the texts of its streams can grow without a bound that makes sense")
 
     def _made(self, value: Value) -> float:
-        """Of the texts that are joined for a value; what it holds otherwise is there already."""
+        """The size of the texts that are joined for a value; what else it holds exists already."""
         match value:
             case Joined(parts):
                 return sum(self._size(part if isinstance(part, str) else Hole(part, where=None)) for part in parts)

@@ -55,13 +55,6 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
             return transcript.text
 
 
-def text_of(parts: Sequence[Expr], template: ChatTemplate | None) -> str:
-    """Of constants."""
-    transcript = Transcript()
-    append_all(transcript, parts, {}, template)
-    return transcript.text
-
-
 def append_all(
     transcript: Transcript, parts: Sequence[Expr], arguments: Mapping[str, Any], template: ChatTemplate | None
 ) -> bool:
@@ -93,3 +86,15 @@ def _append(transcript: Transcript, part: Expr, arguments: Mapping[str, Any], te
         case _:
             return False
     return True
+
+
+def shared_length(one: str, other: str) -> int:
+    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

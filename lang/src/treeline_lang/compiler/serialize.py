@@ -2,10 +2,10 @@
 
 A file is data, and is believed in nothing. Reading it evaluates nothing and opens no other file; every field has a type
 and a bound, and whatever is not as it should be raises ProgramFileError with its place in the file. What passes have
-noted for the executor is not in it: that is found anew.
+noted for the executor is not in it: passes find it again.
 
-Two things that a program may do, one in a file may not: show pictures of this machine, unless they are in a folder that
-whoever reads the file names; and have `stop_regex`, which is matched in this process, for as long as it likes.
+Two things that a program may do, one in a file may not: show pictures of the machine that runs it (those of the machine
+that writes the file are in it); and have `stop_regex`, which is matched in this process, for as long as it likes.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import json
 import keyword
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Never
 
 from treeline_lang import images
 from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod
 from treeline_lang.compiler import growth
-from treeline_lang.compiler.graph import Graph, Parameter, Stream
+from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import (
     Append,
     Argument,
@@ -32,8 +32,10 @@ from treeline_lang.compiler.nodes import (
     Items,
     Join,
     Joined,
+    Parameter,
     SetVar,
     State,
+    Stream,
     Variable,
 )
 from treeline_lang.errors import ProgramFileError
@@ -64,16 +66,18 @@ MAX_BYTES: Final = 16 << 20
 MAX_STREAMS: Final = 1024
 MAX_STEPS: Final = 16_384
 MAX_ITEMS: Final = 4096
-"""Of any one list in it."""
+"""The longest list in a file."""
 MAX_NAME: Final = 256
 MAX_DEPTH: Final = 32
 
 
 class _Codec(NamedTuple):
-    """How one kind of value is written and read. `load` is told where it is, for errors."""
+    """How one kind of value is written and read. `load` gets its place in the file, for errors."""
 
     dump: Callable[[Any], Any]
     load: Callable[[Any, str], Any]
+    kind: type = object
+    """The class of what is read."""
 
 
 def _wrong(at: str, what: str) -> Never:
@@ -130,8 +134,10 @@ def _pair(one: _Codec, other: _Codec) -> _Codec:
     return _Codec(lambda pair: [one.dump(pair[0]), other.dump(pair[1])], load)
 
 
-def _record(kind: type, codecs: Mapping[str, _Codec]) -> _Codec:
-    """Of an object with these fields; those that are left out of a file have their defaults."""
+def _record(kind: type, **special: _Codec) -> _Codec:
+    """The codec of a dataclass: a field's is the special one, else that of its name in `_FIELDS`; a field that has none
+    is in no file. Those that are left out of a file have their defaults."""
+    codecs = {one.name: found for one in fields(kind) if (found := special.get(one.name) or _FIELDS.get(one.name))}
 
     def load(value: Any, at: str) -> Any:
         if not isinstance(value, dict):
@@ -146,33 +152,28 @@ def _record(kind: type, codecs: Mapping[str, _Codec]) -> _Codec:
         except TypeError as error:
             return _wrong(at, str(error).partition(" ")[2])
 
-    return _Codec(lambda node: {name: codec.dump(getattr(node, name)) for name, codec in codecs.items()}, load)
+    return _Codec(lambda node: {name: codec.dump(getattr(node, name)) for name, codec in codecs.items()}, load, kind)
 
 
-def _union(name: str, kinds: Mapping[str, tuple[type, _Codec]]) -> _Codec:
-    """Of several records, told apart by their field `is`."""
-    tags = {kind: tag for tag, (kind, _) in kinds.items()}
+def _union(name: str, **records: _Codec) -> _Codec:
+    """The codec of several classes; the field `is` says which."""
+    tags = {record.kind: tag for tag, record in records.items()}
 
     def dump(node: Any) -> dict[str, Any]:
         if type(node) not in tags:
             raise ProgramFileError(f"a {type(node).__name__} cannot be in a file")
         tag = tags[type(node)]
-        return {"is": tag, **kinds[tag][1].dump(node)}
+        return {"is": tag, **records[tag].dump(node)}
 
     def load(value: Any, at: str) -> Any:
         if at.count(".") > MAX_DEPTH:
             _wrong(at, "too deep")
         tag = value.get("is") if isinstance(value, dict) else None
-        if not isinstance(tag, str) or tag not in kinds:
-            _wrong(at, f"not a {name}: one of {', '.join(kinds)}")
-        return kinds[tag][1].load({key: one for key, one in value.items() if key != "is"}, at)
+        if not isinstance(tag, str) or tag not in records:
+            _wrong(at, f"not a {name}: one of {', '.join(records)}")
+        return records[tag].load({key: one for key, one in value.items() if key != "is"}, at)
 
     return _Codec(dump, load)
-
-
-def _later(codec: Callable[[], _Codec]) -> _Codec:
-    """One that is defined below."""
-    return _Codec(lambda value: codec().dump(value), lambda value, at: codec().load(value, at))
 
 
 # ---- lines, sampling, pictures --------------------------------------------------------------------------------------
@@ -224,7 +225,15 @@ _SAMPLING = _Codec(_dump_sampling, _load_sampling)
 
 
 def _dump_picture(source: str | bytes) -> str:
-    return images.url_of(source) if isinstance(source, bytes) else source
+    try:
+        return images.url_of(source)
+    except (OSError, ValueError) as error:
+        raise ProgramFileError(f"no image: {error}") from error
+
+
+_PICTURE = _Codec(
+    _dump_picture, _checked(lambda value: isinstance(value, str) and images.is_url(value), "the URL of an image").load
+)
 
 
 # ---- values, parts, steps -------------------------------------------------------------------------------------------
@@ -243,32 +252,41 @@ def _dump_constant(value: Any) -> Any:
 
 
 _CONSTANT = _Codec(_dump_constant, _checked(_is_constant, "a constant").load)
-_PATH = _several(_KEY, 16)
-_ARGUMENT = (Argument, _record(Argument, {"name": _NAME, "path": _PATH}))
-_VARIABLE = (Variable, _record(Variable, {"stream": _NUMBER, "name": _NAME, "nth": _NUMBER, "path": _PATH}))
-_SOURCE = _union("source", {"argument": _ARGUMENT, "variable": _VARIABLE})
+_FIELDS: Final[dict[str, _Codec]] = {
+    "appends": _FLAG,
+    "children": _several(_NUMBER, MAX_STREAMS),
+    "model_type": _MODEL_TYPE,
+    "mutable": _FLAG,
+    "name": _NAME,
+    "nth": _NUMBER,
+    "path": _several(_KEY, 16),
+    "required": _FLAG,
+    "role": _ROLE,
+    "sampling": _SAMPLING,
+    "stream": _NUMBER,
+    "where": _WHERE,
+}
+"""How a field is written, by its name, where a class says nothing else."""
+_ARGUMENT, _VARIABLE = _record(Argument), _record(Variable)
+_SOURCE = _union("source", argument=_ARGUMENT, variable=_VARIABLE)
 _TEXT_OR_SOURCE = _Codec(
     lambda part: part if isinstance(part, str) else _SOURCE.dump(part),
     lambda part, at: part if isinstance(part, str) else _SOURCE.load(part, at),
 )
+_INNER = _Codec(lambda value: _VALUE.dump(value), lambda value, at: _VALUE.load(value, at))
 _VALUE: Final[_Codec] = _union(
     "value",
-    {
-        "argument": _ARGUMENT,
-        "variable": _VARIABLE,
-        "joined": (Joined, _record(Joined, {"parts": _several(_TEXT_OR_SOURCE)})),
-        "const": (Const, _record(Const, {"value": _CONSTANT})),
-        "items": (Items, _record(Items, {"items": _several(_later(lambda: _VALUE)), "mutable": _FLAG})),
-        "entries": (
-            Entries,
-            _record(Entries, {"entries": _several(_pair(_later(lambda: _VALUE), _later(lambda: _VALUE)))}),
-        ),
-        "state": (State, _record(State, {"stream": _NUMBER})),
-    },
+    argument=_ARGUMENT,
+    variable=_VARIABLE,
+    joined=_record(Joined, parts=_several(_TEXT_OR_SOURCE)),
+    const=_record(Const, value=_CONSTANT),
+    items=_record(Items, items=_several(_INNER)),
+    entries=_record(Entries, entries=_several(_pair(_INNER, _INNER))),
+    state=_record(State),
 )
-_HOLE = (Hole, _record(Hole, {"value": _SOURCE, "text": _FLAG, "where": _WHERE}))
-_TEXT_PART = (Text, _record(Text, {"text": _TEXT, "where": _WHERE}))
-_LITERAL = _union("text", {"text": _TEXT_PART, "hole": _HOLE})
+_HOLE = _record(Hole, value=_SOURCE, text=_FLAG)
+_TEXT_PART = _record(Text, text=_TEXT)
+_LITERAL = _union("text", text=_TEXT_PART, hole=_HOLE)
 
 
 def _sum_of(part: _Codec) -> _Codec:
@@ -290,7 +308,7 @@ _CHOICE = _Codec(lambda choice: choice if isinstance(choice, str) else _CHOICE_P
 
 
 def _dump_method(method: ChoicesMethod) -> str:
-    if method.custom is not None:
+    if CHOICES_METHODS.get(method.name) is not method:
         raise ProgramFileError(f"the choices method {method.name} is the program's own, which no file holds")
     return method.name
 
@@ -303,44 +321,32 @@ _METHOD = _Codec(
         else _wrong(at, f"not one of {', '.join(CHOICES_METHODS)}")
     ),
 )
-_GEN = (Gen, _record(Gen, {"name": _optional(_NAME), "sampling": _SAMPLING, "where": _WHERE}))
-_AROUND_ROLE = {"role": _ROLE, "where": _WHERE}
-_AROUND_SCOPE = {"name": _NAME, "where": _WHERE}
+_GEN = _record(Gen, name=_optional(_NAME))
 _CHOICES = _Codec(
     _several(_CHOICE).dump, lambda value, at: _several(_CHOICE).load(value, at) or _wrong(at, "there is no choice")
 )
-_SELECT = {"name": _optional(_NAME), "choices": _CHOICES, "method": _METHOD, "where": _WHERE}
-_THOUGHTS = {
-    "expr": _sum_of(_union("text or gen", {"text": _TEXT_PART, "hole": _HOLE, "gen": _GEN})),
-    "model_type": _MODEL_TYPE,
-    "where": _WHERE,
-}
+_THOUGHTS = _sum_of(_union("text or gen", text=_TEXT_PART, hole=_HOLE, gen=_GEN))
 _PART = _union(
     "part",
-    {
-        "text": _TEXT_PART,
-        "hole": _HOLE,
-        "gen": _GEN,
-        "select": (Select, _record(Select, _SELECT)),
-        "role_begin": (RoleBegin, _record(RoleBegin, _AROUND_ROLE)),
-        "role_end": (RoleEnd, _record(RoleEnd, _AROUND_ROLE)),
-        "scope_begin": (ScopeBegin, _record(ScopeBegin, _AROUND_SCOPE)),
-        "scope_end": (ScopeEnd, _record(ScopeEnd, _AROUND_SCOPE)),
-        "order_begin": (OrderBegin, _record(OrderBegin, {"where": _WHERE})),
-        "order_end": (OrderEnd, _record(OrderEnd, {"where": _WHERE})),
-        "image": (Image, _record(Image, {"source": _Codec(_dump_picture, _TEXT.load), "where": _WHERE})),
-        "reasoning": (SeparateReasoning, _record(SeparateReasoning, _THOUGHTS)),
-    },
+    text=_TEXT_PART,
+    hole=_HOLE,
+    gen=_GEN,
+    select=_record(Select, name=_optional(_NAME), choices=_CHOICES, method=_METHOD),
+    role_begin=_record(RoleBegin),
+    role_end=_record(RoleEnd),
+    scope_begin=_record(ScopeBegin),
+    scope_end=_record(ScopeEnd),
+    order_begin=_record(OrderBegin),
+    order_end=_record(OrderEnd),
+    image=_record(Image, source=_PICTURE),
+    reasoning=_record(SeparateReasoning, expr=_THOUGHTS),
 )
-_CHILDREN = _several(_NUMBER, MAX_STREAMS)
 _STEP = _union(
     "step",
-    {
-        "append": (Append, _record(Append, {"parts": _several(_PART), "where": _WHERE})),
-        "set_var": (SetVar, _record(SetVar, {"name": _NAME, "value": _VALUE, "where": _WHERE})),
-        "fork": (Fork, _record(Fork, {"children": _CHILDREN, "where": _WHERE})),
-        "join": (Join, _record(Join, {"children": _CHILDREN, "appends": _FLAG, "where": _WHERE})),
-    },
+    append=_record(Append, parts=_several(_PART)),
+    set_var=_record(SetVar, value=_VALUE),
+    fork=_record(Fork),
+    join=_record(Join),
 )
 
 
@@ -360,17 +366,14 @@ def _dump_default(value: Any) -> Any:
 
 
 _DEFAULT = _Codec(_dump_default, _checked(_plain, "plain data").load)
-_PARAMETER = _record(Parameter, {"name": _NAME, "required": _FLAG, "default": _DEFAULT})
-_STREAM = _record(Stream, {"steps": _several(_STEP, MAX_STEPS), "sampling": _SAMPLING})
+_PARAMETER = _record(Parameter, default=_DEFAULT)
+_STREAM = _record(Stream, steps=_several(_STEP, MAX_STEPS))
 _GRAPH = _record(
     Graph,
-    {
-        "name": _NAME,
-        "parameters": _several(_PARAMETER, 256),
-        "streams": _several(_STREAM, MAX_STREAMS),
-        "returns": _VALUE,
-        "num_api_spec_tokens": _optional(_INTEGER),
-    },
+    parameters=_several(_PARAMETER, 256),
+    streams=_several(_STREAM, MAX_STREAMS),
+    returns=_VALUE,
+    num_api_spec_tokens=_optional(_INTEGER),
 )
 
 
@@ -382,9 +385,8 @@ def dumps(graph: Graph) -> str:
     return json.dumps({MARK: VERSION, **_GRAPH.dump(graph)}, indent=1, allow_nan=False) + "\n"
 
 
-def loads(text: str | bytes, *, pictures: Path | None = None) -> Graph:
-    """pictures: the folder in which a program's images may be; None: it may show none of this machine. Raises
-    ProgramFileError."""
+def loads(text: str | bytes) -> Graph:
+    """Raises ProgramFileError."""
     if len(text) > MAX_BYTES:
         raise ProgramFileError(f"the file is larger than {MAX_BYTES >> 20} MiB")
     try:
@@ -398,9 +400,9 @@ def loads(text: str | bytes, *, pictures: Path | None = None) -> Graph:
             if type(version) is not int
             else f"this is a program of version {version!r}, not {VERSION}"
         )
-    graph = _GRAPH.load(data, "program")
+    graph: Graph = _GRAPH.load(data, "program")
     _check(graph)
-    return _with_pictures(graph, pictures)
+    return graph
 
 
 def _check(graph: Graph) -> None:
@@ -422,26 +424,3 @@ def _check(graph: Graph) -> None:
 
 def _is_identifier(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
-
-
-def _with_pictures(graph: Graph, folder: Path | None) -> Graph:
-    """With the paths of images inside of `folder` made whole, and no others."""
-
-    def shown(part: Expr) -> Expr:
-        if not isinstance(part, Image) or not isinstance(part.source, str) or images.is_url(part.source):
-            return part
-        if folder is None:
-            raise ProgramFileError(f"it shows the file {part.source!r}, and files are not allowed", where=part.where)
-        try:
-            path = (folder / part.source).resolve()
-        except (OSError, ValueError, RuntimeError) as error:  # no name that a file can have; links in a circle
-            raise ProgramFileError(f"it shows the file {part.source!r}: {error}", where=part.where) from None
-        if not path.is_relative_to(folder.resolve()):
-            raise ProgramFileError(f"it shows the file {part.source!r}, outside of {folder}", where=part.where)
-        return replace(part, source=str(path))
-
-    def step_with(step: Any) -> Any:
-        return replace(step, parts=tuple(map(shown, step.parts))) if isinstance(step, Append) else step
-
-    streams = tuple(replace(stream, steps=tuple(map(step_with, stream.steps))) for stream in graph.streams)
-    return replace(graph, streams=streams)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Never, Self, cast
 
-from treeline_lang.compiler.graph import Graph, Parameter, Stream
+from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.nodes import (
     Append,
     Argument,
@@ -25,8 +25,10 @@ from treeline_lang.compiler.nodes import (
     Items,
     Join,
     Joined,
+    Parameter,
     SetVar,
     State,
+    Stream,
     Unknown,
     Value,
     Variable,
@@ -37,7 +39,7 @@ from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten
 from treeline_lang.sampling import Sampling
 from treeline_lang.state import ProgramState
-from treeline_lang.steps import Arrive, Assign, Extend, Gather
+from treeline_lang.steps import Arrive, Assign, Extend
 from treeline_lang.steps import Fork as ForkStep
 from treeline_lang.steps import Join as JoinStep
 from treeline_lang.where import caller, name_of, raised_at
@@ -96,7 +98,7 @@ class Placeholder(Expr):
         return self.tracing.refuse(self.value, f"asked for its {name}")
 
     def __deepcopy__(self, _memo: object) -> Self:
-        """One of another trace would be refused there, where nobody sees it."""
+        """One of another trace would be refused there, where it would not be noticed."""
         return self
 
     def __repr__(self) -> str:
@@ -176,7 +178,7 @@ class Recorder:
                 self._append(step)
             case Assign():
                 name = step.variables[0].name
-                self.steps.append(SetVar(name, self.tracing.value(step.value), step.where))
+                self.steps.append(SetVar(name, self.tracing.value(step.value), where=step.where))
                 self._set(name, step.value)
             case ForkStep():
                 children = tuple(cast(Recorder, child).number for child in step.children)
@@ -185,8 +187,7 @@ class Recorder:
                 self.tracing.arrived[step] = self.number
             case JoinStep():
                 children = tuple(self.tracing.arrived[arrival] for arrival in step.arrivals)
-                self.steps.append(Join(children, step.appends, step.where))
-            case Gather():
+                self.steps.append(Join(children, step.appends, where=step.where))
                 for name, parts in cast(Mapping[str, Sequence[Recorded]], step.gathered).items():
                     self._set(name, [part.value for part in parts])
             case _:
@@ -194,7 +195,7 @@ class Recorder:
 
     def _append(self, step: Extend) -> None:
         parts = tuple(part for one in flatten(step.expr) for part in self.tracing.parts(one))
-        self.steps.append(Append(parts, step.where))
+        self.steps.append(Append(parts, where=step.where))
         for part in parts:
             count = part.sampling.n or 1 if isinstance(part, Gen) else 1
             for variable in Extend(part, None).variables:
@@ -320,7 +321,7 @@ class Tracing:
         return Sum(tuple(part for one in flatten(choice) for part in self.parts(one)))
 
     def value(self, value: Any) -> Value:
-        """Of what a program sets or returns."""
+        """What a program sets or returns, with placeholders as the values that they stand for."""
         match value:
             case Placeholder():
                 return value.value

@@ -71,8 +71,8 @@ class EventStream:
     def _replay(self, start: int, ring: list[tuple[int, bytes]]) -> Iterator[Message]:
         for seq, payload in ring:
             if seq >= start:
-                yield frames.replay_reply(self._topic, seq, payload)
-        yield frames.replay_end()
+                yield frames.encode_reply(frames.ReplayItem(self._topic, seq, payload))
+        yield frames.encode_reply(frames.ReplayEnd())
 
     def _snapshot(self, pages: dict[int, Page], seq: int) -> Iterator[Message]:
         announced = sum(page.announced for page in pages.values())

@@ -75,8 +75,8 @@ def items_of(value: Any, name: str) -> list[Any]:
 
 
 def many_values(text: str) -> int:
-    """How many values the arguments of a tool call have, which are JSON in a text: values that nobody has counted yet.
-    0 where they are few. O(characters) at memory speed."""
+    """How many values the arguments of a tool call have, which are JSON in a text: values that were not counted with
+    the body. 0 where they are few. O(characters) at memory speed."""
     data = text.encode("utf-8", "replace")
     if data.count(b",") + data.count(b"[") + data.count(b"{") < _FEW and not slow_numbers(data):
         return 0

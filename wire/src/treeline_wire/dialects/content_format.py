@@ -17,7 +17,7 @@ from jinja2 import nodes
 from ..template_env import TemplateEnvironment
 
 MAX_CHARS: Final = 32 << 10
-"""Of a source that is parsed for this; known templates have up to 20 thousand. A longer one takes texts."""
+"""Characters of a source that is parsed for this; known templates have up to 20 thousand. A longer one takes texts."""
 _MEDIA_WORDS: Final = ("image", "audio", "video", "vision")
 _SGLANG_NAMES: Final = ("message", "msg", "m")
 
@@ -45,7 +45,7 @@ def _verdicts(source: str) -> tuple[bool, bool]:
         return False, worded
     try:
         tree = TemplateEnvironment().parse(source)
-    except (Exception, RecursionError):  # what does not compile is told where the template is compiled
+    except (Exception, RecursionError):  # what does not compile is refused where the template is compiled
         return False, worded
     try:
         lists = _loops_over_content(tree)
