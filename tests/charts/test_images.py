@@ -220,6 +220,7 @@ def test_the_launcher_of_envoy_runs_in_an_image_that_has_wire_alone_and_nothing_
         "jinja2",
         "zmq",
         "tokenizers",
+        "kopf",
         "aiohttp",
         "pydantic",
     )

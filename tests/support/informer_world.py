@@ -1,4 +1,4 @@
-"""A cluster that a test plays to an informer in virtual time: what is listed, watched and lost."""
+"""A cluster that a test plays to an informer in virtual time: what is listed, watched, told by kopf, and lost."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from treeline_kube.connection import Answer, Call
 from treeline_kube.errors import Gone, Timeout
+from treeline_operator.controller.handlers import Deliver
 from treeline_operator.controller.informer import Informer, Timing
-from treeline_operator.controller.kinds import KINDS, OPTIONAL, Watched
+from treeline_operator.controller.kinds import KINDS, OPTIONAL, OWN, Watched
 from treeline_operator.controller.store import Store
 
 from support.virtual_loop import run
@@ -22,7 +23,9 @@ EVERY = (*KINDS, *OPTIONAL)
 
 
 class World:
-    """Objects, and who lists and watches them."""
+    """Objects, who lists and watches them, and the runs of kopf, which tells of our own kinds."""
+
+    configuration = None
 
     def __init__(self) -> None:
         self.version = 100
@@ -30,10 +33,15 @@ class World:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.log: list[tuple[int, str, str, dict[str, Any]]] = []
         self.failing: dict[str, Exception] = {}
+        self.deaf: set[str] = set()
         self.dead: set[str] = set()
+        self.ends: list[Exception] = []
+        self.runs: list[list[str]] = []
         self.listed: dict[str, int] = {}
         self.asked = 0
         self.watched: dict[str, int] = {}
+        self.deliver: Deliver | None = None
+        self.namespaces: list[str] = []
         self.changed = asyncio.Event()
 
     async def request(self, call: Call) -> Answer:
@@ -41,7 +49,13 @@ class World:
         self.listed[call.path] = self.listed.get(call.path, 0) + 1
         query = dict(call.query)
         assert query.get("labelSelector", "") == watched.selector
-        items = [obj for (api, ns, _), obj in self.objects.items() if api == watched.api and namespace in ("", ns)]
+        whole = watched not in OWN
+        assert call.accept == "application/json" if whole else "PartialObjectMetadataList" in call.accept
+        items = [
+            obj if whole else {"metadata": obj["metadata"]}
+            for (api, ns, _), obj in self.objects.items()
+            if api == watched.api and namespace in ("", ns)
+        ]
         first = int(query.get("continue", "0"))
         page, more = items[first : first + 2], str(first + 2) if first + 2 < len(items) else ""
         meta = {"resourceVersion": str(self.version), "continue": more}
@@ -50,6 +64,7 @@ class World:
     @contextlib.asynccontextmanager
     async def watch(self, call: Call, silence_s: float) -> AsyncIterator[AsyncIterator[bytes]]:
         watched, namespace = self._asked(call)
+        assert watched not in OWN, "kopf watches these"
         self.watched[watched.api] = self.watched.get(watched.api, 0) + 1
         yield self._events(watched, namespace, dict(call.query), silence_s)
 
@@ -77,26 +92,42 @@ class World:
                 async with asyncio.timeout_at(ends):
                     await self.changed.wait()
 
-    def put(self, watched: Watched, name: str) -> None:
+    async def kopf(self, kinds: Sequence[Watched], namespaces: Sequence[str], _: Any, deliver: Deliver) -> None:
+        self.runs.append([watched.resource.plural for watched in kinds])
+        self.namespaces = list(namespaces)
+        self.deliver = deliver
+        await asyncio.sleep(0.1)
+        for watched in kinds:
+            if watched.resource.plural not in self.deaf:
+                for (api, namespace, _), obj in list(self.objects.items()):
+                    if api == watched.api and {"", namespace} & set(namespaces):
+                        deliver(watched, None, json.loads(json.dumps(obj)))
+        if self.ends:
+            raise self.ends.pop(0)
+        await asyncio.Event().wait()
+
+    def put(self, watched: Watched, name: str, *, heard: bool = True) -> None:
         self.version += 1
         known = self.objects.get((watched.api, "n", name), {"metadata": {"uid": f"u-{name}-{self.version}"}})
         meta = {"namespace": "n", "name": name, "resourceVersion": str(self.version)}
         meta["uid"] = known["metadata"]["uid"]
         self.objects[watched.api, "n", name] = {"metadata": meta}
-        self._tell(watched, "MODIFIED", {"metadata": dict(meta)})
+        self._tell(watched, "MODIFIED", {"metadata": dict(meta)}, heard)
 
-    def delete(self, watched: Watched, name: str) -> None:
+    def delete(self, watched: Watched, name: str, *, heard: bool = True) -> None:
         self.version += 1
         meta = self.objects.pop((watched.api, "n", name))["metadata"]
-        self._tell(watched, "DELETED", {"metadata": {**meta, "resourceVersion": str(self.version)}})
+        self._tell(watched, "DELETED", {"metadata": {**meta, "resourceVersion": str(self.version)}}, heard)
 
     def compact(self) -> None:
         self.floor = self.version
         self.log.clear()
 
-    def _tell(self, watched: Watched, type_: str, obj: dict[str, Any]) -> None:
+    def _tell(self, watched: Watched, type_: str, obj: dict[str, Any], heard: bool) -> None:
         self.log.append((self.version, type_, watched.api, obj))
         self.stir()
+        if watched in OWN and heard and self.deliver is not None:
+            self.deliver(watched, type_, json.loads(json.dumps(obj)))
 
     def stir(self) -> None:
         self.changed.set()
@@ -138,7 +169,7 @@ def play(act: Callable[[Scene], Coroutine[Any, Any, None]], namespaces: Sequence
         for name in ("p", "q", "r"):
             world.put(PODS, name)
         client: Any = world
-        informer = Informer(client, store, namespaces, timing=Timing(**timing))
+        informer = Informer(client, store, namespaces, timing=Timing(**timing), source=world.kopf)
         try:
             await act(Scene(world, store, informer))
         finally:

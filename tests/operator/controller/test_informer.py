@@ -1,4 +1,4 @@
-"""The informer, with a cluster that the test plays in virtual time: what is listed, watched and lost."""
+"""The informer, with a cluster that the test plays in virtual time: what is listed, watched, told by kopf, and lost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import asyncio
 import logging
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.informer_world import DEPLOYMENTS, EVERY, PODS, Scene, begin, play
 from treeline_kube.connection import Answer, Call
 from treeline_kube.errors import Forbidden, Gone, NotFound, Timeout, Unavailable, Unreachable
-from treeline_operator.controller.kinds import CHILDREN, KINDS, OPTIONAL, OWN, Watched
+from treeline_operator.controller.kinds import CHILDREN, KINDS, OPTIONAL, OWN
 
-POOLS, _ = OWN
+POOLS, MODELS = OWN
 ROUTES = OPTIONAL[0]
 FAULTS = [None, Unavailable, Unreachable, Timeout, Gone, Forbidden, NotFound, TypeError]
 
@@ -24,14 +23,15 @@ def test_synced_means_that_all_of_the_first_lists_has_been_told() -> None:
         scene.world.put(POOLS, "x")
         scene.informer.start()
         waiting = asyncio.create_task(scene.informer.synced())
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
         assert not waiting.done()
         await waiting
         assert scene.names() == ["a", "b"]
         assert scene.names(PODS) == ["p", "q", "r"]
         assert set(scene.informer.ages()) == {watched.api for watched in KINDS}
         assert scene.informer.troubles() == []
-        assert set(scene.world.watched) == {watched.api for watched in KINDS}
+        assert scene.world.runs == [["inferencepools", "inferencemodels"]]
+        assert set(scene.world.watched) == {watched.api for watched in CHILDREN}
 
     play(act)
 
@@ -47,47 +47,89 @@ def test_what_is_told_is_known_at_once() -> None:
         assert scene.names() == ["b", "c"]
         assert scene.names(POOLS) == ["p"]
         scene.world.delete(POOLS, "p")
-        await asyncio.sleep(0.001)
         assert scene.names(POOLS) == []
 
     play(act)
 
 
-@pytest.mark.parametrize("watched", [POOLS, DEPLOYMENTS])
-def test_a_deletion_that_a_dead_watch_has_missed_is_found_within_a_minute(watched: Watched) -> None:
+def test_a_deletion_that_kopf_has_missed_is_found_within_a_minute() -> None:
     async def act(scene: Scene) -> None:
-        for name in ("a", "b"):
-            scene.world.put(watched, name)
+        scene.world.put(POOLS, "p")
+        await begin(scene)
+        scene.world.delete(POOLS, "p", heard=False)
+        assert scene.names(POOLS) == ["p"]
+        await asyncio.sleep(60.0)
+        assert scene.names(POOLS) == []
+        assert len(scene.world.runs) == 1, "kopf needs no new start for that"
+
+    play(act)
+
+
+def test_a_deletion_that_a_dead_watch_has_missed_is_found_within_a_minute() -> None:
+    async def act(scene: Scene) -> None:
         await begin(scene)
         await asyncio.sleep(1.0)
         before = dict(scene.world.listed)
-        scene.world.dead.add(watched.resource.plural)
-        scene.world.delete(watched, "a")
+        scene.world.dead.add("deployments")
+        scene.world.delete(DEPLOYMENTS, "a")
         await asyncio.sleep(1.0)
-        assert scene.names(watched) == ["a", "b"]
+        assert scene.names() == ["a", "b"]
         scene.world.dead.clear()
         await asyncio.sleep(59.0)
-        assert scene.names(watched) == ["b"]
-        path = watched.resource.path("")
+        assert scene.names() == ["b"]
+        path = DEPLOYMENTS.resource.path("")
         assert scene.world.listed[path] == before[path], "it was resumed where it was"
 
     play(act)
 
 
-@pytest.mark.parametrize("watched", [POOLS, DEPLOYMENTS])
-def test_a_place_that_is_lost_leads_to_a_new_list(watched: Watched) -> None:
+def test_a_place_that_is_lost_leads_to_a_new_list() -> None:
     async def act(scene: Scene) -> None:
-        for name in ("a", "b"):
-            scene.world.put(watched, name)
         await begin(scene)
         await asyncio.sleep(1.0)
-        scene.world.dead.add(watched.resource.plural)
-        scene.world.delete(watched, "a")
+        scene.world.dead.add("deployments")
+        scene.world.delete(DEPLOYMENTS, "a")
         scene.world.compact()
         await asyncio.sleep(1.0)
         scene.world.dead.clear()
         await asyncio.sleep(59.0)
-        assert scene.names(watched) == ["b"]
+        assert scene.names() == ["b"]
+
+    play(act)
+
+
+def test_when_kopf_has_gone_deaf_it_is_noticed_and_started_anew() -> None:
+    async def act(scene: Scene) -> None:
+        await begin(scene)
+        await asyncio.sleep(1.0)
+        scene.world.put(POOLS, "late", heard=False)
+        await asyncio.sleep(90.0)
+        assert len(scene.world.runs) == 2
+        assert scene.names(POOLS) == ["late"]
+        scene.world.deaf.add("inferencepools")
+        scene.world.put(POOLS, "later", heard=False)
+        await asyncio.sleep(90.0)
+        assert "later" not in scene.names(POOLS)
+        assert scene.informer.ages()[POOLS.api] > 60.0
+        assert scene.informer.ages()[MODELS.api] < 61.0, "the other kinds are as fresh as ever"
+        assert "later for one" in scene.informer.troubles()[0]
+        scene.world.deaf.clear()
+        await asyncio.sleep(120.0)
+        assert "later" in scene.names(POOLS)
+        assert scene.informer.troubles() == []
+
+    play(act)
+
+
+def test_when_kopf_fails_it_is_started_again_with_a_growing_delay() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.put(POOLS, "p")
+        scene.world.ends = [RuntimeError("no credentials")] * 4
+        await begin(scene)
+        await asyncio.sleep(0.2)
+        assert any("no credentials" in trouble for trouble in scene.informer.troubles())
+        await asyncio.sleep(30.0)
+        assert len(scene.world.runs) == 5
 
     play(act)
 
@@ -129,6 +171,7 @@ def test_our_own_kinds_are_waited_for_and_what_is_known_of_them_stays_while_they
         waiting = asyncio.create_task(scene.informer.synced())
         await asyncio.sleep(300.0)
         assert not waiting.done()
+        assert "inferencepools" not in scene.world.runs[-1]
         assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
         assert max(scene.informer.ages().values()) < 61.0, "a new process would help nothing"
         del scene.world.failing["inferencepools"]
@@ -147,13 +190,15 @@ def test_a_namespace_that_is_taken_away_is_forgotten_and_holds_up_no_other() -> 
         scene.world.failing["namespaces/n/"] = Forbidden("403", code=403)
         await begin(scene)
         await asyncio.sleep(1.0)
-        assert scene.names() == []
+        assert scene.world.namespaces == ["m"]
         del scene.world.failing["namespaces/n/"]
         await asyncio.sleep(100.0)
+        assert scene.world.namespaces == ["n", "m"]
         assert scene.names() == ["a", "b"]
         scene.world.failing["namespaces/n/"] = Forbidden("403", code=403)
         await asyncio.sleep(100.0)
         assert scene.names() == []
+        assert scene.world.namespaces == ["m"]
         await asyncio.sleep(300.0)
         assert max(scene.informer.ages().values()) < 61.0
         assert await scene.informer.set_optional([ROUTES.api]) == {ROUTES.api}, "the other may use it"
@@ -188,6 +233,7 @@ def test_an_api_server_that_is_away_ages_what_is_known_and_is_asked_ever_less() 
         assert scene.names() == ["a", "b"], "what is known stays"
         assert min(scene.informer.ages().values()) > 130.0
         assert (scene.world.asked - before) / len(KINDS) < 25
+        assert len(scene.world.runs) == 1
         scene.world.failing.clear()
         await asyncio.sleep(25.0)
         assert max(scene.informer.ages().values()) < 25.0
@@ -243,10 +289,6 @@ def test_an_answer_that_is_no_list_is_a_trouble_and_not_an_empty_cluster() -> No
             return Answer(200, {}, b'{"kind": "Status"}') if "inferencepools" in call.path else await proper(call)
 
         scene.world.request = garbage  # type: ignore[method-assign]
-        scene.world.dead.add("inferencepools")
-        scene.world.put(DEPLOYMENTS, "c")
-        scene.world.compact()
-        scene.world.dead.clear()
         await asyncio.sleep(70.0)
         assert scene.names(POOLS) == ["p"]
         assert any("not a list" in trouble for trouble in scene.informer.troubles())
@@ -271,17 +313,17 @@ HAPPENINGS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(HAPPENINGS, max_size=25))
 def test_whatever_is_lost_the_store_comes_to_equal_the_cluster(happenings: list[Any]) -> None:
-    """Events, refusals, dead watches and lost places in any order; then two minutes of peace."""
+    """Events, refusals, dead watches, lost places and restarts of kopf in any order; then two minutes of peace."""
 
     async def act(scene: Scene) -> None:
         world = scene.world
         scene.informer.start()
-        for what, watched, value, slowly in happenings:
+        for what, watched, value, heard in happenings:
             match what:
                 case "put":
-                    world.put(watched, value)
+                    world.put(watched, value, heard=heard)
                 case "delete" if (watched.api, "n", value) in world.objects:
-                    world.delete(watched, value)
+                    world.delete(watched, value, heard=heard)
                 case "fail" if value is None:
                     world.dead.add(watched.resource.plural)
                 case "fail":
@@ -292,7 +334,7 @@ def test_whatever_is_lost_the_store_comes_to_equal_the_cluster(happenings: list[
                 case "heal":
                     world.failing.clear()
                     world.dead.clear()
-            await asyncio.sleep(20.0 if slowly else 0.01)
+            await asyncio.sleep(20.0 if heard else 0.01)
         world.failing.clear()
         world.dead.clear()
         await asyncio.sleep(150.0)

@@ -33,7 +33,7 @@ OWN: Final = (
     Watched(Resource(API_VERSION, POOL, "inferencepools"), ""),
     Watched(Resource(API_VERSION, MODEL, "inferencemodels"), ""),
 )
-"""What users ask for."""
+"""What users ask for. Their events come through kopf."""
 
 CHILDREN: Final = (
     _watched("apps/v1", "Deployment", "deployments"),
@@ -53,7 +53,7 @@ CHILDREN: Final = (
         f"{MANAGED_BY}={MANAGER},{COMPONENT}=edge",
     ),
 )
-"""What is made of it, in every cluster."""
+"""What is made of it, in every cluster. Each is followed by a reflector, and so are the optional ones."""
 
 KINDS: Final = (*OWN, *CHILDREN)
 

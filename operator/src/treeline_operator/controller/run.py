@@ -119,6 +119,7 @@ class Operator:
         async with asyncio.TaskGroup() as group:
             for coroutine in (
                 self.queue.run(),
+                self.informer.watch(),
                 self._recorder.run(),
                 self._downloads.run(),
                 self._resync(),
@@ -201,7 +202,7 @@ async def operate(options: Options, stop: asyncio.Event) -> int:
     metrics, vitals = Metrics(), Vitals()
 
     async with AsyncExitStack() as stack:
-        stack.enter_context(deep_json())  # objects are decoded anew wherever they are looked at
+        stack.enter_context(deep_json())  # kopf decodes in its own way
         pages = await Pages(vitals, metrics).open(options.host, options.health_port, options.metrics_port)
         stack.push_async_callback(pages.close)
         cluster = await _connect(options, metrics)

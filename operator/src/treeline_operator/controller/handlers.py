@@ -1,0 +1,186 @@
+"""kopf's handlers for our own kinds, and how kopf is run: only this module knows it.
+
+It is embedded as its documentation says under "manual orchestration": in an event loop and a thread of its own, with
+its root tasks in our hands. Settings come from a startup handler, credentials from a login handler, and `on.event`
+handlers pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and
+instead of peering there is our lease: whoever runs this holds it.
+
+What kopf does not tell its handlers, the informer finds out: what was deleted while nobody watched, whether a quiet
+watch still lives, and whether a kind is there at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import kopf
+
+from treeline_operator.controller.kinds import Watched
+
+if TYPE_CHECKING:
+    from kubernetes.aio.client.configuration import Configuration
+
+log = logging.getLogger(__name__)
+
+Deliver = Callable[[Watched, str | None, dict[str, Any]], None]
+"""Kind, type of the event (None for what a list names), object."""
+
+_TOKEN: Final = "BearerToken"
+_CANCELS: Final = 20
+_PATIENCE_S: Final = 0.5
+
+
+async def follow(
+    kinds: Sequence[Watched], namespaces: Sequence[str], configuration: Configuration, deliver: Deliver
+) -> None:
+    """Run kopf for `kinds` until cancelled; `deliver` is called in the loop of the caller, in order per object.
+
+    Raises what ended kopf: a list or a watch that the API server keeps refusing.
+    """
+    ours = asyncio.get_running_loop()
+    started: asyncio.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = ours.create_future()
+    ended: asyncio.Future[None] = ours.create_future()
+
+    def tell(function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # our loop has ended, and with it whoever wanted to know
+            ours.call_soon_threadsafe(function, *arguments)
+
+    def run() -> None:
+        handlers = registry(kinds, configuration, lambda *event: tell(deliver, *event))
+        operating = _operate(handlers, namespaces, lambda *where: tell(started.set_result, where))
+        reason: BaseException = RuntimeError("it ended without a reason")
+        try:
+            asyncio.run(operating)
+        except (Exception, asyncio.CancelledError) as exc:
+            reason = exc if isinstance(exc, Exception) else reason
+        tell(_end, ended, reason)
+
+    # What goes wrong is raised, and the informer tells of the rest.
+    for name in ("kopf", "kopf.objects"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    threading.Thread(target=run, name="kopf", daemon=True).start()
+    try:
+        await asyncio.shield(ended)
+    finally:
+        await asyncio.wait((started, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            theirs, operating = started.result()
+            with suppress(RuntimeError):  # their loop has just ended
+                theirs.call_soon_threadsafe(operating.cancel)
+            await asyncio.wait((ended,), timeout=_CANCELS * _PATIENCE_S)
+
+
+async def _operate(
+    handlers: kopf.OperatorRegistry,
+    namespaces: Sequence[str],
+    started: Callable[[asyncio.AbstractEventLoop, Any], None],
+) -> None:
+    """kopf, until one of its root tasks ends; raises what ended it, when nothing of kopf runs any more."""
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    started(loop, this)
+    # Its streams fail an assertion of their own when they are stopped.
+    loop.set_exception_handler(lambda _, context: log.debug("kopf: %s", context["message"]))
+    roots = await kopf.spawn_tasks(
+        registry=handlers,
+        standalone=True,
+        clusterwide=not any(namespaces),
+        namespaces=[namespace for namespace in namespaces if namespace],
+    )
+    running = asyncio.create_task(kopf.run_tasks(roots, ignored={this}))
+    try:
+        done, _ = await asyncio.wait(roots, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        running.cancel()
+        await _clear(this)
+    for task in done:
+        task.result()
+
+
+async def _clear(this: asyncio.Task[None]) -> None:
+    """End all that runs in this loop but `this`.
+
+    A watcher of kopf that is just between two of its streams takes a cancellation for the end of one and goes on, and
+    kopf itself, whose first watcher failed, would then wait for the second for ever: they are cancelled until they end.
+    """
+    for _ in range(_CANCELS):
+        rest = asyncio.all_tasks() - {this}
+        if not rest:
+            return
+        _, rest = await asyncio.wait(rest, timeout=_PATIENCE_S)
+        for task in rest:
+            task.cancel()
+
+
+def _end(ended: asyncio.Future[None], reason: Exception) -> None:
+    ended.set_exception(reason)
+    ended.exception()  # whoever cancelled us does not ask for it
+
+
+def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: Deliver) -> kopf.OperatorRegistry:
+    """Our handlers: settings, credentials, and the events of `kinds`."""
+    found = kopf.OperatorRegistry()
+
+    @kopf.on.startup(registry=found)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        settings.posting.enabled = False
+        settings.scanning.disabled = True  # which kinds and namespaces there are is known
+        settings.process.ultimate_exiting_timeout = None  # whoever does not end is left behind, not killed with us
+        settings.networking.request_timeout = 30.0
+        settings.networking.connect_timeout = 5.0
+        settings.networking.error_backoffs = (0.2, 0.5, 1, 2)
+        settings.watching.server_timeout = 480
+        settings.watching.chunk_size = 500
+        settings.persistence.diffbase_storage = _NoDiffs()
+        settings.queueing.idle_timeout = 1.0
+        settings.queueing.exit_timeout = 0.5
+
+    @kopf.on.login(registry=found)
+    async def log_in(**_: Any) -> kopf.ConnectionInfo:
+        return await _connection(configuration)
+
+    for watched in kinds:
+        group, version, plural = watched.resource.group, watched.resource.version, watched.resource.plural
+        kopf.on.event(group, version, plural, registry=found, param=watched, id=f"see-{plural}")(_pass_on(deliver))
+    return found
+
+
+class _NoDiffs(kopf.DiffBaseStorage):
+    """Our handlers ask for no differences, which kopf would make by copying every object that it hears of."""
+
+    def build(self, *, body: kopf.Body, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence({})
+
+    def fetch(self, *, body: kopf.Body) -> None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Nothing is kept."""
+
+
+def _pass_on(deliver: Deliver) -> Any:
+    async def see(event: Any, param: Watched, **_: Any) -> None:
+        deliver(param, event["type"], dict(event["object"]))
+
+    return see
+
+
+async def _connection(configuration: Any) -> kopf.ConnectionInfo:
+    """The credentials of our client, as kopf takes them; asked for anew when the API server refuses the old ones."""
+    auth = await configuration.auth_settings()
+    scheme, _, token = str(auth.get(_TOKEN, {}).get("value", "")).rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        scheme=scheme or None,
+        token=token or None,
+        proxy_url=configuration.proxy,
+    )
