@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 import zmq
+from starlette.types import ASGIApp
 from treeline_wire.chat import TemplateError
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_wire.tracing_env import TracingError
@@ -38,8 +39,6 @@ from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.models.wrapped import language_model
 from treeline_runtime.server import surfaces
-from treeline_runtime.server.app import App
-from treeline_runtime.server.cors import Cors
 from treeline_runtime.server.formats import Formats, formats_of
 from treeline_runtime.server.limits import ByteBudget, Limits
 from treeline_runtime.server.metrics import Metrics
@@ -173,19 +172,18 @@ class Frontend:
         )
         self.probes = Probes(self.service, info, report)
 
-    def inference(self) -> App | Cors:
+    def inference(self) -> ASGIApp:
         """What listens on the main port."""
         args = self._args
-        surface = surfaces.inference(
+        return surfaces.inference(
             self.service,
             self.probes,
             key=args.api_key,
             metrics_at=None if args.metrics_port is None else url_of(args.metrics_host, args.metrics_port),
             admin_at=None if args.admin_port is None else url_of(args.admin_host, args.admin_port),
             documented=not args.no_docs,
+            allowed_origins=args.cors_allow_origin,
         )
-        # Pages of other origins may be let in to inference alone.
-        return Cors(App(surface, self.service), args.cors_allow_origin)
 
     def begin(self, begin: Begin) -> None:
         """The engine is ready."""
@@ -225,7 +223,7 @@ def _tracing(model_name: str) -> Tracing | None:
 class HttpServer(uvicorn.Server):
     """uvicorn on one socket, without its signal handling: signals mean more here than stopping HTTP."""
 
-    def __init__(self, app: App | Cors, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -58,7 +58,6 @@ from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Repl
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.app import App
 from treeline_runtime.server.service import State
 from treeline_runtime.workers import HttpWorkers
 
@@ -310,12 +309,12 @@ class Server:
         args, listeners, service, probes = self._args, self._listeners, self._service, self._probes
         found = [HttpServer(self._front.inference(), listeners.http)]
         if listeners.metrics is not None:
-            found.append(HttpServer(App(surfaces.metrics(probes), service), listeners.metrics))
+            found.append(HttpServer(surfaces.metrics(service, probes), listeners.metrics))
         if listeners.admin is not None:
             loopback = listeners.admin_on_loopback
             engine = Administration(service, args, functools.partial(self._workers.told, service.manager))
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
-            found.append(HttpServer(App(administration, service), listeners.admin))
+            found.append(HttpServer(administration, listeners.admin))
         return found
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.formats import Parsing
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.limits import BYTES_PER_TOKEN, GENERATION_BYTES, MAX_COPIED_BYTES
 
 

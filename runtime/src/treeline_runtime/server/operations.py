@@ -11,7 +11,7 @@ from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import pooling_fields as pooling
 from treeline_runtime.server.chat_reader import EFFORTS
 from treeline_runtime.server.fields import NATIVE_HARMLESS
-from treeline_runtime.server.schema import Body, Operation, Schema
+from treeline_runtime.server.schema import Body, Schema, operation
 
 OPENAI, NATIVE, STATE = "OpenAI's API", "SGLang's API", "Probes and information"
 VECTORS = "Rerankers, rewards and other vectors"
@@ -213,51 +213,50 @@ RERANK_BODY = Body(
     parts=(_DOCUMENT,),
 )
 
-CHAT = Operation(
+CHAT = operation(
     tag=OPENAI,
     summary="Answer a chat",
     body=CHAT_BODY,
     answer=answers.ChatCompletion,
     event=answers.ChatChunk,
 )
-COMPLETION = Operation(
+COMPLETION = operation(
     tag=OPENAI,
     summary="Go on with prompts",
     body=COMPLETION_BODY,
     answer=answers.Completion,
     event=answers.Completion,
 )
-EMBEDDINGS = Operation(tag=OPENAI, summary="Vectors of texts", body=EMBEDDING_BODY, answer=answers.Embeddings)
-POOLING = Operation(
+EMBEDDINGS = operation(tag=OPENAI, summary="Vectors of texts", body=EMBEDDING_BODY, answer=answers.Embeddings)
+POOLING = operation(
     tag=VECTORS, summary="What the model makes of texts, as it is", body=POOLING_BODY, answer=answers.Pooled
 )
-CLASSIFY = Operation(
+CLASSIFY = operation(
     tag=VECTORS, summary="What a classification head says of texts", body=CLASSIFY_BODY, answer=answers.Classified
 )
-SCORE = Operation(tag=VECTORS, summary="How relevant texts are to others", body=SCORE_BODY, answer=answers.Scores)
-RERANK = Operation(tag=VECTORS, summary="Documents by relevance", body=RERANK_BODY, answer=answers.Ranking)
-MODELS = Operation(tag=OPENAI, summary="The model that is served, as a list", answer=answers.Models)
-MODEL = Operation(
+SCORE = operation(tag=VECTORS, summary="How relevant texts are to others", body=SCORE_BODY, answer=answers.Scores)
+RERANK = operation(tag=VECTORS, summary="Documents by relevance", body=RERANK_BODY, answer=answers.Ranking)
+MODELS = operation(tag=OPENAI, summary="The model that is served, as a list", answer=answers.Models)
+MODEL = operation(
     tag=OPENAI,
     summary="The model",
     answer=answers.Model,
-    parameters={"model": "Its name, slashes as they are."},
 )
-GENERATE = Operation(
+GENERATE = operation(
     tag=NATIVE,
     summary="Go on with prompts",
     body=GENERATE_BODY,
     answer=answers.Generated | list[answers.Generated],
     event=answers.Generated,
 )
-TOKENIZE = Operation(tag=NATIVE, summary="Text → ids", body=TOKENIZE_BODY, answer=answers.Tokens)
-DETOKENIZE = Operation(tag=NATIVE, summary="Ids → text", body=DETOKENIZE_BODY, answer=answers.Text)
-LOADS = Operation(tag=STATE, summary="The scheduler's load, asked now")
-LOAD = Operation(tag=STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load)
-VERSION = Operation(tag=STATE, summary="Of the server", answer=answers.Version)
-LIVE = Operation(tag=STATE, summary="503 when a restart would help", answer=answers.Status)
-READY = Operation(tag=STATE, summary="200 while new requests are taken", answer=answers.Status)
-WORKS = Operation(tag=STATE, summary="Generates a few tokens", answer=answers.Status)
-MODEL_INFO = Operation(tag=STATE, summary="About the model")
-SERVER_INFO = Operation(tag=STATE, summary="About the server: its arguments, without secrets, and its state")
-TOKENIZER = Operation(tag=STATE, summary="The tokenizer and chat template, for a router that renders prompts")
+TOKENIZE = operation(tag=NATIVE, summary="Text → ids", body=TOKENIZE_BODY, answer=answers.Tokens)
+DETOKENIZE = operation(tag=NATIVE, summary="Ids → text", body=DETOKENIZE_BODY, answer=answers.Text)
+LOADS = operation(tag=STATE, summary="The scheduler's load, asked now")
+LOAD = operation(tag=STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load)
+VERSION = operation(tag=STATE, summary="Of the server", answer=answers.Version)
+LIVE = operation(tag=STATE, summary="503 when a restart would help", answer=answers.Status)
+READY = operation(tag=STATE, summary="200 while new requests are taken", answer=answers.Status)
+WORKS = operation(tag=STATE, summary="Generates a few tokens", answer=answers.Status)
+MODEL_INFO = operation(tag=STATE, summary="About the model")
+SERVER_INFO = operation(tag=STATE, summary="About the server: its arguments, without secrets, and its state")
+TOKENIZER = operation(tag=STATE, summary="The tokenizer and chat template, for a router that renders prompts")

@@ -17,10 +17,9 @@ from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
-from treeline_runtime.server.errors import UnknownModel
-from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert
+from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert, json_object
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiError, encode_json, json_object
 from treeline_runtime.server.jobs import (
     Answered,
     Caller,
@@ -33,6 +32,7 @@ from treeline_runtime.server.jobs import (
     Told,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
+from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults

@@ -27,9 +27,8 @@ import msgspec
 from treeline_runtime.client_seconds import ClientSeconds
 from treeline_runtime.launch import spawn
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server.errors import UnknownModel, overloaded
+from treeline_runtime.server.errors import ApiError, UnknownModel, overloaded
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.sampling import SamplingDefaults

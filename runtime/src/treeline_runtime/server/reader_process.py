@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_runtime.server.errors import UnknownModel
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError, UnknownModel
 from treeline_runtime.server.jobs import Caller, Refused, Task
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts

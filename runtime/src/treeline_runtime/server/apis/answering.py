@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+
+from fastapi import Response
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.parts import Part
 from treeline_runtime.server.apis.parts import Parts
-from treeline_runtime.server.http import Request, Response, encode_json, named_event
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import Answer, ApiRequest, named_event
 from treeline_runtime.server.jobs import ChatTask
-from treeline_runtime.server.pacing import Pacer
+from treeline_runtime.server.pacing import Pacer, encode_json
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest
 
@@ -36,7 +39,7 @@ class Events(Protocol):
         an end that the API has no word for."""
 
 
-async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Response:
+async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Answer:
     """The answer as one."""
     (out,) = await service.collect(inflight)
     parts = Parts(service.prompts, chat)
@@ -45,31 +48,37 @@ async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, eve
         _drain(events.take(part))
     _drain(events.end(out, parts.reasoning_tokens))
     headers = token_headers(chat.job.prompt_tokens, out.cached_tokens)
-    return Response(encode_json(events.answer), headers=tuple(headers))
+    return Answer(encode_json(events.answer), headers=headers)
 
 
-async def stream(service: Service, request: Request, chat: ChatTask, inflight: InflightRequest, events: Events) -> None:
-    """The answer as it comes."""
-    parts = Parts(service.prompts, chat)
+async def stream(
+    asked: ApiRequest,
+    chat: ChatTask,
+    inflight: InflightRequest,
+    events: Events,
+    failed: Callable[[ApiError], bytes],
+) -> Response:
+    """The answer as it comes. `failed`: its last event where it fails."""
+    parts = Parts(asked.service.prompts, chat)
 
     async def frames(_index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-        made = [] if request.streaming else _written(events.begin(out))
+        made = [] if asked.streaming else _written(events.begin(out))
         for part in await parts.take(out, pacer):
             made += _written(events.take(part))
         return made if out.finish is None else made + _written(events.end(out, parts.reasoning_tokens))
 
-    await service.stream(
-        request,
+    return await asked.service.stream(
+        asked,
         inflight,
         frames,
         headers_of=lambda out: token_headers(chat.job.prompt_tokens, out.cached_tokens),
-        opening=b"",
         closing=lambda: b"",
+        failed=failed,
     )
 
 
 def _written(events: Iterator[Event]) -> list[bytes]:
-    return [named_event(event["type"], event) for event in events]
+    return [named_event(event) for event in events]
 
 
 def _drain(events: Iterator[Event]) -> None:

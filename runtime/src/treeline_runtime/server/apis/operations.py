@@ -6,7 +6,7 @@ from typing import Final
 
 from treeline_runtime.server.apis import answers, anthropic_fields, responses_fields
 from treeline_runtime.server.openai import MAX_SALT_CHARS, NAMESPACE_FIELDS
-from treeline_runtime.server.schema import Body, Operation, Schema
+from treeline_runtime.server.schema import Body, Schema, operation
 
 OPENAI, ANTHROPIC = "OpenAI's API", "Anthropic's API"
 
@@ -63,20 +63,20 @@ MESSAGES_BODY = Body(
     harmless=anthropic_fields.MESSAGES_HARMLESS,
 )
 
-RESPONSES = Operation(
+RESPONSES = operation(
     tag=OPENAI,
     summary="Answer a chat, as items",
     body=RESPONSES_BODY,
     answer=answers.ResponseObject,
     event=answers.ResponseEvent,
 )
-INPUT_TOKENS = Operation(
+INPUT_TOKENS = operation(
     tag=OPENAI,
     summary="How many tokens the prompt of a chat has",
     body=RESPONSES_BODY,
     answer=answers.InputTokens,
 )
-MESSAGES = Operation(
+MESSAGES = operation(
     tag=ANTHROPIC,
     summary="Answer a chat",
     body=MESSAGES_BODY,
@@ -84,7 +84,7 @@ MESSAGES = Operation(
     event=answers.MessageEvent,
     error=answers.AnthropicError,
 )
-COUNT_TOKENS = Operation(
+COUNT_TOKENS = operation(
     tag=ANTHROPIC,
     summary="How many tokens the prompt of a chat has",
     body=MESSAGES_BODY,
