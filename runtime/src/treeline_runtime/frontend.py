@@ -31,8 +31,7 @@ from treeline_wire.tracing_env import TracingError
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
 from treeline_runtime.config import ConfigError
-from treeline_runtime.detokenizers import ToDetokenizers
-from treeline_runtime.ipc import Begin, Observed, Outbox
+from treeline_runtime.ipc import Begin, Observed, Outbox, Process
 from treeline_runtime.listeners import url_of
 from treeline_runtime.messages import BatchTextOut, FinishReason
 from treeline_runtime.models.config import ModelError
@@ -148,7 +147,7 @@ class Frontend:
             manager=TokenizerManager(
                 self.metrics,
                 self.to_scheduler,
-                ToDetokenizers(context, spec.addresses, args.detokenizers),
+                Outbox(context, spec.addresses.of(Process("detokenizer"))),
                 to_publisher,
                 to_workers=to_workers,
                 rank=spec.rank,

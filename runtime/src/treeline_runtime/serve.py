@@ -26,7 +26,6 @@ from treeline_wire.load import LOAD_TOPIC
 
 from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, setup_logging
-from treeline_runtime.detokenizers import detokenizers
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.frontend import (
     FAREWELL_S,
@@ -90,7 +89,7 @@ class Server:
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._schedulers = [Process("scheduler", rank) for rank in range(SCHEDULER_RANKS)]
-        self._engine = [*self._schedulers, *detokenizers(args.detokenizers)]
+        self._engine = [*self._schedulers, Process("detokenizer")]
         if not args.no_events:
             self._engine.append(Process("publisher"))
         self._https = [Process("http", rank) for rank in range(1, args.http_workers)]
