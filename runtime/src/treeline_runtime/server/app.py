@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +112,12 @@ class Observed:
                     message["headers"] = [*message["headers"], ignored]
             await send(message)
 
-        await self._app(scope, receive, observed)
+        try:
+            await self._app(scope, receive, observed)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if "asked" not in state or not state["asked"].left or task is None or task.uncancel():
+                raise
 
 
 def _path_of(scope: Scope) -> str:

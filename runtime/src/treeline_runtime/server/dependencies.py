@@ -14,7 +14,7 @@ from treeline_runtime.server.service import Service
 
 
 def _reading(limit: int, *, generates: bool = False) -> Any:
-    """Reads a body of at most `limit` bytes. The endpoint is cancelled when its client leaves, and what the request
+    """Reads a body of at most `limit` bytes. Endpoint and answer are cancelled when the client leaves; what the request
     holds is given back when its answer has left. `generates`: a drain waits for it."""
 
     async def read(request: Request) -> AsyncIterator[ApiRequest]:
@@ -27,13 +27,10 @@ def _reading(limit: int, *, generates: bool = False) -> Any:
             await asked.read_body(limit, Reservation(service.budget, asked.client))
             if generates:
                 stack.enter_context(service.generating())
-            yield asked
+            async with while_connected(asked):
+                yield asked
 
-    async def connected(asked: Any = Depends(read)) -> AsyncIterator[ApiRequest]:  # noqa: B008
-        async with while_connected(asked.receive):
-            yield asked
-
-    return Depends(connected, scope="function")
+    return Depends(read)
 
 
 Controlling = Annotated[ApiRequest, _reading(MAX_CONTROL_BYTES)]

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
@@ -30,7 +31,7 @@ _SEND_BYTES = 256 << 10
 
 
 class ClientGone(Exception):
-    """The client closed its connection before it had its answer."""
+    """The client closed its connection before it had sent its request."""
 
 
 class Answer(Response):
@@ -93,6 +94,8 @@ class ApiRequest(Request):
         """The body's share of the server's budget; who takes the body takes this too."""
         self.inflight: InflightRequest | None = None
         """Its generations, once they have been started."""
+        self.left = False
+        """Its client has gone."""
         self.streaming = False
         """The first event of a stream is there."""
         self.span: RequestSpan | None = None
@@ -187,29 +190,33 @@ def _check_size(size: int, limit: int) -> None:
 
 
 @asynccontextmanager
-async def while_connected(receive: Receive) -> AsyncIterator[None]:
-    """Cancels the block when the client leaves, and raises ClientGone then. The body must have been read: the server's
-    next message can only be the disconnect.
+async def while_connected(asked: ApiRequest) -> AsyncIterator[None]:
+    """Cancels the block when the client leaves, which is no error then (`app.Observed`). The body must have been read:
+    the server's next message can only be the disconnect.
     """
-    task, gone = asyncio.current_task(), False
+    task = asyncio.current_task()
     assert task is not None
 
     async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
+        while (await asked.receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        asked.left = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         yield
-    except asyncio.CancelledError:
-        if gone and not task.uncancel():
-            raise ClientGone from None
-        raise
     finally:
         watcher.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. It need not look for a client that leaves: `while_connected` does."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
 
 
 def event(value: Any) -> bytes:

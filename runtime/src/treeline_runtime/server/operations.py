@@ -9,11 +9,14 @@ from treeline_runtime.logit_processors import MAX_NAME_CHARS
 from treeline_runtime.server import answers, openai, tools
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import pooling_fields as pooling
+from treeline_runtime.server.apis import answers as api_answers
+from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.chat_reader import EFFORTS
 from treeline_runtime.server.fields import NATIVE_HARMLESS
 from treeline_runtime.server.schema import Body, Schema, operation
 
 OPENAI, NATIVE, STATE = "OpenAI's API", "SGLang's API", "Probes and information"
+ANTHROPIC = "Anthropic's API"
 VECTORS = "Rerankers, rewards and other vectors"
 
 MESSAGES: Schema = {
@@ -260,3 +263,78 @@ WORKS = operation(tag=STATE, summary="Generates a few tokens", answer=answers.St
 MODEL_INFO = operation(tag=STATE, summary="About the model")
 SERVER_INFO = operation(tag=STATE, summary="About the server: its arguments, without secrets, and its state")
 TOKENIZER = operation(tag=STATE, summary="The tokenizer and chat template, for a router that renders prompts")
+
+
+# ---- chats in the words of other APIs -------------------------------------------------------------------------------
+
+_OF_CHAT = {**_SALT, "chat_template_kwargs": _TEMPLATE["chat_template_kwargs"]}
+_ONE_ANSWER: dict[str, Schema] = {"n": {"enum": [None, 1]}}
+
+RESPONSES_BODY = Body(
+    struct=responses_fields.ResponsesBody,
+    description="A chat as items. Nothing is stored: the whole conversation comes with each request. Unset sampling "
+    "values come from the checkpoint, `max_output_tokens` is the rest of the context.",
+    others=_OF_CHAT
+    | _ONE_ANSWER
+    | {
+        "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "previous_response_id": {"description": "Nothing is stored.", "type": "null"},
+        "structured_outputs": {"description": "vLLM's object: what the answer must be.", "type": ["object", "null"]},
+        "tool_choice": {"anyOf": [{"enum": [None, "none", "auto", "required"]}, {"type": "object"}]},
+    },
+    required=("input",),
+    harmless=responses_fields.RESPONSES_HARMLESS,
+)
+MESSAGES_BODY = Body(
+    struct=anthropic_fields.MessagesBody,
+    description="A chat. Where `max_tokens` is more than the context has room for, the answer may fill it.",
+    others=_OF_CHAT
+    | _ONE_ANSWER
+    | {
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["user", "assistant", "system"]},
+                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+                },
+            },
+        },
+        "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},
+        "stop": {"description": "Called `stop_sequences` here.", "enum": [None, "", []]},
+    },
+    required=("messages",),
+    harmless=anthropic_fields.MESSAGES_HARMLESS,
+)
+
+RESPONSES = operation(
+    tag=OPENAI,
+    summary="Answer a chat, as items",
+    body=RESPONSES_BODY,
+    answer=api_answers.ResponseObject,
+    event=api_answers.ResponseEvent,
+)
+INPUT_TOKENS = operation(
+    tag=OPENAI,
+    summary="How many tokens the prompt of a chat has",
+    body=RESPONSES_BODY,
+    answer=api_answers.InputTokens,
+)
+MESSAGES = operation(
+    tag=ANTHROPIC,
+    summary="Answer a chat",
+    body=MESSAGES_BODY,
+    answer=api_answers.Message,
+    event=api_answers.MessageEvent,
+    error=api_answers.AnthropicError,
+)
+COUNT_TOKENS = operation(
+    tag=ANTHROPIC,
+    summary="How many tokens the prompt of a chat has",
+    body=MESSAGES_BODY,
+    answer=api_answers.TokenCount,
+    error=api_answers.AnthropicError,
+)

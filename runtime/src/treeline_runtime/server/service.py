@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from fastapi import Response
-from fastapi.responses import StreamingResponse
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
@@ -22,7 +20,7 @@ from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY, ApiError, Header
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiRequest, ClientGone, error_event, in_pieces
+from treeline_runtime.server.http import ApiRequest, EventStream, error_event, in_pieces
 from treeline_runtime.server.jobs import Caller, GenerationJob, size_of
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
@@ -322,7 +320,7 @@ class Service:
         opening: bytes = b"",
         closing: Callable[[], bytes],
         failed: Callable[[ApiError], bytes] = error_event,
-    ) -> Response:
+    ) -> EventStream:
         """Outputs as they come. Headers leave with the first token; an error before it is an ordinary error answer
         (ApiError), one after it an event that ends the stream (`failed`)."""
         pacer = Pacer()
@@ -356,14 +354,10 @@ class Service:
                 if asked.span is not None:
                     asked.span.failed(error)
                 yield failed(BROKEN)
-            except asyncio.CancelledError:
-                if asked.span is not None:
-                    asked.span.failed(ClientGone())
-                raise
 
         headers = {name.decode(): value.decode() for name, value in headers_of(first[0][1])}
         headers["cache-control"] = "no-cache"
-        return StreamingResponse(content(), headers=headers, media_type="text/event-stream")
+        return EventStream(content(), headers=headers)
 
 
 def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> dict[str, object]:

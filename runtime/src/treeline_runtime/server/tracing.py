@@ -11,6 +11,7 @@ Imported only with `--tracing`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -137,7 +138,7 @@ class RequestSpan:
             self._error = self._error or found["code"] or str(error.status)
         elif isinstance(error, TooMuchInFlight):
             self._status, self._error = 503, "overloaded"
-        elif isinstance(error, ClientGone):
+        elif isinstance(error, ClientGone | asyncio.CancelledError):
             self._error = "client_gone"
         else:
             self._status, self._error = 500, type(error).__name__

@@ -8,12 +8,13 @@ from typing import Any, Protocol
 from fastapi import Response
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.parsers.parts import Part
-from treeline_runtime.server.apis.parts import Parts
+from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
+from treeline_runtime.server.chat import choices
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import Answer, ApiRequest, named_event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import Pacer, encode_json
+from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest
 
@@ -42,7 +43,7 @@ class Events(Protocol):
 async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Answer:
     """The answer as one."""
     (out,) = await service.collect(inflight)
-    parts = Parts(service.prompts, chat)
+    parts = _Parts(service.prompts, chat)
     _drain(events.begin(out))
     for part in await parts.take(out, Pacer()):
         _drain(events.take(part))
@@ -59,7 +60,7 @@ async def stream(
     failed: Callable[[ApiError], bytes],
 ) -> Response:
     """The answer as it comes. `failed`: its last event where it fails."""
-    parts = Parts(asked.service.prompts, chat)
+    parts = _Parts(asked.service.prompts, chat)
 
     async def frames(_index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
         made = [] if asked.streaming else _written(events.begin(out))
@@ -84,3 +85,34 @@ def _written(events: Iterator[Event]) -> list[bytes]:
 def _drain(events: Iterator[Event]) -> None:
     for _ in events:
         pass
+
+
+class _Parts:
+    """The outputs of one answer → its parts, as a chat tells them: `take` the outputs in order."""
+
+    def __init__(self, prompts: Prompts, task: ChatTask) -> None:
+        (self._choice,) = choices(prompts, task)
+
+    async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
+        """What an output adds: only what the request wants to be told."""
+        return [part for delta in await self._choice.take(out, pacer) for part in _parts_of(delta)]
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many of the tokens so far were reasoning; None = not known."""
+        return self._choice.reasoning_tokens
+
+
+def _parts_of(delta: dict[str, Any]) -> Iterator[Part]:
+    match delta:
+        case {"content": text}:
+            yield Said(text)
+        case {"reasoning_content": text}:
+            yield Thought(text)
+        case {"tool_calls": [{"index": index, "id": id, "function": {"name": name, "arguments": text}}]}:
+            yield CallBegun(index, name, id)
+            yield CallArguments(index, text)
+        case {"tool_calls": [{"index": index, "function": {"arguments": text}}]}:
+            yield CallArguments(index, text)
+        case _:
+            raise AssertionError(f"a delta of an unknown kind: {sorted(delta)}")

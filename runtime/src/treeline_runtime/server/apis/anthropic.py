@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from treeline_runtime.server.apis import answering, operations
+from treeline_runtime.server import operations
+from treeline_runtime.server.apis import answering
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
 from treeline_runtime.server.apis.errors import anthropic_error
 from treeline_runtime.server.dependencies import Converting, Generating

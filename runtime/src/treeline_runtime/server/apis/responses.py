@@ -7,7 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from treeline_runtime.server.apis import answering, operations
+from treeline_runtime.server import operations
+from treeline_runtime.server.apis import answering
 from treeline_runtime.server.apis.responses_events import ResponseEvents
 from treeline_runtime.server.dependencies import Converting, Generating
 from treeline_runtime.server.http import Answer
