@@ -117,7 +117,7 @@ ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax
 is not nothing."""
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes | bytearray) -> dict[str, Any]:
     """Raises ApiError 400."""
     try:
         value = msgspec.json.decode(body or b"{}")
@@ -130,7 +130,7 @@ def json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def why_not_json(text: bytes, error: Exception) -> str:
+def why_not_json(text: bytes | bytearray, error: Exception) -> str:
     """What is wrong with it, in words where `error` has none for what clients really send."""
     if _SURROGATE.search(_PAIR.sub(b"", text)):
         return "it contains half of a surrogate pair (as \\ud800), which is no text"

@@ -1,6 +1,4 @@
-"""HTTP as the endpoints see it: requests whose bodies are read within bounds, answers in pieces, server-sent events,
-errors in OpenAI's shape.
-"""
+"""HTTP as the endpoints see it: requests whose bodies are read within bounds, answers in pieces, server-sent events."""
 
 from __future__ import annotations
 
@@ -212,8 +210,6 @@ async def while_connected(asked: ApiRequest) -> AsyncIterator[None]:
 
 class EventStream(StreamingResponse):
     """Server-sent events. It need not look for a client that leaves: `while_connected` does."""
-
-    media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.stream_response(send)

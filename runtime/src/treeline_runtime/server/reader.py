@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
@@ -26,6 +26,7 @@ from treeline_runtime.server.jobs import (
     CompletionTask,
     GenerateTask,
     GenerationJob,
+    Kind,
     PromptSpec,
     Streaming,
     Task,
@@ -38,22 +39,6 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
 
-Kind = Literal[
-    "chat",
-    "completion",
-    "generate",
-    "tokenize",
-    "detokenize",
-    "embedding",
-    "pooling",
-    "classify",
-    "score",
-    "rerank",
-    "responses",
-    "messages",
-    "count_tokens",
-    "input_tokens",
-]
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """Of `/generate`."""
@@ -71,7 +56,7 @@ class Reader:
     formats: Formats = NO_FORMATS
     """In which the model thinks, and calls tools."""
 
-    def read(self, kind: Kind, body: bytes, limits: Limits | None, caller: Caller) -> Task:
+    def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
         a chat that only another process may render.
         """

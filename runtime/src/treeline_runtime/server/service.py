@@ -21,7 +21,7 @@ from treeline_runtime.server import errors
 from treeline_runtime.server.errors import RETRY, ApiError, Header
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiRequest, EventStream, error_event, in_pieces
-from treeline_runtime.server.jobs import Caller, GenerationJob, size_of
+from treeline_runtime.server.jobs import Caller, GenerationJob, Kind, size_of
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
     GENERATION_BYTES,
@@ -35,7 +35,7 @@ from treeline_runtime.server.limits import (
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.reader import Kind, Reader
+from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
@@ -357,7 +357,7 @@ class Service:
 
         headers = {name.decode(): value.decode() for name, value in headers_of(first[0][1])}
         headers["cache-control"] = "no-cache"
-        return EventStream(content(), headers=headers)
+        return EventStream(content(), headers=headers, media_type="text/event-stream")
 
 
 def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> dict[str, object]:
