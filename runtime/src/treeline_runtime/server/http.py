@@ -152,7 +152,7 @@ class ApiRequest(Request):
                 headers=((b"accept-encoding", b"identity"),),
             )
         announced = self.headers.get("content-length", "0")
-        length = int(announced) if announced.isdigit() and len(announced) < 20 else 0
+        length = int(announced) if announced.isdecimal() and len(announced) < 20 else 0
         _check_size(length, limit)
         reservation.check(length)
         while True:
