@@ -1,8 +1,9 @@
-"""Who may use a path: the security dependencies of the listeners."""
+"""Who may use a path: the guards of the listeners, and the dependency that asks them."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 
 from fastapi import Request
 from fastapi.security import HTTPBearer
@@ -10,19 +11,31 @@ from treeline_wire.browsers import foreign_host, page_request
 
 from treeline_runtime.server.errors import ApiError
 
+Guard = Callable[[Request], None]
+"""Raises ApiError for a request that a listener refuses."""
 
-class ApiKey(HTTPBearer):
-    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it; anybody where there is no
-    key."""
 
-    def __init__(self, key: str | None) -> None:
+class Guarded(HTTPBearer):
+    """Asks the guard of the listener. The OpenAPI document, of inference alone, says `ApiKey`."""
+
+    def __init__(self) -> None:
         super().__init__(
             scheme_name="key",
             description="Where the server was started with --api-key. `x-api-key` takes it as well.",
         )
-        self._key = key
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]
+        request.app.state.guard(request)
+
+
+class ApiKey:
+    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it; anybody where there is no
+    key."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def __call__(self, request: Request) -> None:
         if self._key is None or _holds(request, self._key):
             return
         named = request.headers.getlist("x-api-key")
@@ -30,16 +43,15 @@ class ApiKey(HTTPBearer):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
 
-class AdminKey(HTTPBearer):
+class AdminKey:
     """`Authorization: Bearer KEY`, and no web pages. Without a key, which only a listener on loopback may do, the
     request must name loopback as its host."""
 
     def __init__(self, key: str | None, *, loopback: bool) -> None:
-        super().__init__(scheme_name="admin key")
         self._key = key
         self._loopback = loopback
 
-    async def __call__(self, request: Request) -> None:  # type: ignore[override]
+    def __call__(self, request: Request) -> None:
         headers = request.scope["headers"]
         refused = page_request(headers) or (foreign_host(headers) if self._loopback else None)
         if refused is not None:
@@ -53,7 +65,7 @@ class AdminKey(HTTPBearer):
             )
 
 
-async def without_body(request: Request) -> None:
+def without_body(request: Request) -> None:
     """Anybody who can connect, but without a body: nothing here reads one."""
     if "transfer-encoding" in request.headers or request.headers.get("content-length", "0").strip("0 "):
         raise ApiError(413, "Nothing here takes a body", code="request_too_large")

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.params import Depends
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,9 +17,10 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
 
 from treeline_runtime.server import schema
+from treeline_runtime.server.access import Guard
 from treeline_runtime.server.apis.errors import anthropic_error
 from treeline_runtime.server.errors import ApiError, UnknownModel
-from treeline_runtime.server.http import ClientGone, json_answer
+from treeline_runtime.server.http import ApiRequest, ClientGone, json_answer
 from treeline_runtime.server.limits import TooMuchInFlight
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import BROKEN, Service
@@ -29,21 +29,18 @@ CLIENT_LEFT = 499
 """What nginx counts a request as whose client has left: nobody sees it."""
 PREFLIGHT_MAX_AGE_S = 600
 
-logger = logging.getLogger(__name__)
-
 
 def application(
     service: Service,
-    guard: Depends,
+    guard: Guard,
     routers: Iterable[APIRouter],
     *,
-    unguarded: Iterable[APIRouter] = (),
     hints: Mapping[str, str],
     documented: bool = False,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """`guard`: the dependency of all `routers`, which refuses who may not use them. `hints`: for paths that are not
-    served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
+    """`guard`: what `access.Guarded` asks. `routers`: those that are asked most often first. `hints`: for paths that
+    are not served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
     `allowed_origins`: of web pages that may call it; "*" = any.
     """
     app = FastAPI(
@@ -53,14 +50,11 @@ def application(
         openapi_url="/openapi.json" if documented else None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
+        routes=[route for router in routers for route in router.routes],  # included routers would match each path twice
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.service, app.state.hints = service, hints
-    for router in routers:
-        app.include_router(router, dependencies=[guard])
-    for router in unguarded:
-        app.include_router(router)
+    app.state.service, app.state.guard, app.state.hints = service, guard, hints
     if documented:
         document = schema.document(app)
         app.openapi = lambda: document  # type: ignore[method-assign]
@@ -91,8 +85,8 @@ def application(
 
 
 class Observed:
-    """Counts the answers of an application, and adds the header that names what had no effect. HEAD is a GET, without
-    the body: the server leaves it out."""
+    """Counts the answers of an application, adds the header that names what had no effect, and ends requests. HEAD is
+    a GET, without the body: the server leaves it out."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -107,17 +101,30 @@ class Observed:
             if message["type"] == "http.response.start":
                 if message["status"] != CLIENT_LEFT:
                     self._metrics.http_requests.labels(_path_of(scope), message["status"]).inc()
-                if "asked" in state and state["asked"].ignored:
-                    ignored = (wire_headers.IGNORED.encode(), ", ".join(state["asked"].ignored).encode())
+                asked: ApiRequest | None = state.get("asked")
+                if asked is not None and asked.ignored:
+                    ignored = (wire_headers.IGNORED.encode(), ", ".join(asked.ignored).encode())
                     message["headers"] = [*message["headers"], ignored]
+                if asked is not None and asked.span is not None and message["status"] < 400:
+                    asked.span.answered()
             await send(message)
 
         try:
             await self._app(scope, receive, observed)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            _note(state, error)
             task = asyncio.current_task()
             if "asked" not in state or not state["asked"].left or task is None or task.uncancel():
                 raise
+        finally:
+            if "asked" in state:
+                state["asked"].end()
+
+
+def _note(state: Mapping[str, Any], error: BaseException) -> None:
+    """What is recorded of the request says why it has no answer."""
+    if "asked" in state and state["asked"].span is not None:
+        state["asked"].span.failed(error)
 
 
 def _path_of(scope: Scope) -> str:
@@ -129,6 +136,7 @@ def _path_of(scope: Scope) -> str:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    _note(request.scope["state"], error)
     headers = request.headers
     # The edge fails open: then no picker has said where the request belongs.
     bypassed = wire_headers.EDGE in headers and wire_headers.DESTINATION not in headers
@@ -155,10 +163,12 @@ async def _not_served(request: Request, error: Exception) -> Response:
     return await _refused(request, refused)
 
 
-async def _left(_request: Request, _: Exception) -> Response:
+async def _left(request: Request, error: Exception) -> Response:
+    _note(request.scope["state"], error)
     return Response(status_code=CLIENT_LEFT)
 
 
-async def _broken(request: Request, _: Exception) -> Response:
+async def _broken(request: Request, error: Exception) -> Response:
     """The server logs the traceback."""
+    _note(request.scope["state"], error)
     return await _refused(request, BROKEN)

@@ -21,7 +21,6 @@ from treeline_runtime.tokenizer_manager import InflightRequest
 
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
-
 router = APIRouter()
 
 

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Request
 
-from treeline_runtime.server.http import ApiRequest, while_connected
+from treeline_runtime.server.access import Guarded
+from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.limits import MAX_BODY_BYTES, MAX_CONTROL_BYTES, Reservation
 from treeline_runtime.server.service import Service
 
 
-def _reading(limit: int, *, generates: bool = False) -> Any:
-    """Reads a body of at most `limit` bytes. Endpoint and answer are cancelled when the client leaves; what the request
-    holds is given back when its answer has left. `generates`: a drain waits for it."""
+class _Reading(Guarded):
+    """Reads the body of a request that may use its path. `app.Observed` ends the request when its answer has left."""
 
-    async def read(request: Request) -> AsyncIterator[ApiRequest]:
+    def __init__(self, limit: int, *, generates: bool = False) -> None:
+        """`limit`: of the body, in bytes. `generates`: a drain waits for the request."""
+        super().__init__()
+        self._limit = limit
+        self._generates = generates
+
+    async def __call__(self, request: Request) -> ApiRequest:  # type: ignore[override]
+        await super().__call__(request)
         service: Service = request.app.state.service
         asked = request.state.asked = ApiRequest(request.scope, request.receive, service)
-        with contextlib.ExitStack() as stack:
-            stack.callback(asked.release)
-            if generates and service.tracing is not None:
-                stack.enter_context(service.tracing.serving(asked))
-            await asked.read_body(limit, Reservation(service.budget, asked.client))
-            if generates:
-                stack.enter_context(service.generating())
-            async with while_connected(asked):
-                yield asked
-
-    return Depends(read)
+        if self._generates and service.tracing is not None:
+            asked.span = service.tracing.begin(asked)
+        await asked.read_body(self._limit, Reservation(service.budget, asked.client))
+        if self._generates:
+            asked.counted = True
+            service.count_generating(1)
+        asked.watch()
+        return asked
 
 
-Controlling = Annotated[ApiRequest, _reading(MAX_CONTROL_BYTES)]
+Controlling = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES))]
 """Of endpoints that take no prompt."""
-Converting = Annotated[ApiRequest, _reading(MAX_BODY_BYTES)]
-Checking = Annotated[ApiRequest, _reading(MAX_CONTROL_BYTES, generates=True)]
-Generating = Annotated[ApiRequest, _reading(MAX_BODY_BYTES, generates=True)]
+Converting = Annotated[ApiRequest, Depends(_Reading(MAX_BODY_BYTES))]
+Checking = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES, generates=True))]
+Generating = Annotated[ApiRequest, Depends(_Reading(MAX_BODY_BYTES, generates=True))]

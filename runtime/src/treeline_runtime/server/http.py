@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
@@ -100,6 +99,9 @@ class ApiRequest(Request):
         """What is recorded of it; None: nothing."""
         self.ignored: tuple[str, ...] = ()
         """Fields without effect: a header of the answer names them."""
+        self.counted = False
+        """It is one of those that generate."""
+        self._watcher: asyncio.Task[None] | None = None
 
     @property
     def path(self) -> str:
@@ -174,12 +176,33 @@ class ApiRequest(Request):
         self.parts, self.reservation = [], None
         return parts, room
 
-    def release(self) -> None:
-        """Ends its generations, and gives back what it holds."""
+    def watch(self) -> None:
+        """From now on its task is cancelled when the client leaves, which is no error then (`app.Observed`). The body
+        must have been read: the server's next message can only be the disconnect.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def watching() -> None:
+            while (await self.receive())["type"] != "http.disconnect":
+                pass
+            self.left = True
+            task.cancel()
+
+        self._watcher = asyncio.create_task(watching())
+
+    def end(self) -> None:
+        """Its answer has left, or there is none: ends its generations, and gives back what it holds."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self.inflight is not None:
             self.inflight.close()
         if self.reservation is not None:
             self.reservation.release()
+        if self.counted:
+            self.service.count_generating(-1)
+        if self.span is not None:
+            self.span.end(streamed=self.streaming)
 
 
 def _check_size(size: int, limit: int) -> None:
@@ -187,29 +210,8 @@ def _check_size(size: int, limit: int) -> None:
         raise ApiError(413, f"The body is larger than {limit} bytes", code="request_too_large")
 
 
-@asynccontextmanager
-async def while_connected(asked: ApiRequest) -> AsyncIterator[None]:
-    """Cancels the block when the client leaves, which is no error then (`app.Observed`). The body must have been read:
-    the server's next message can only be the disconnect.
-    """
-    task = asyncio.current_task()
-    assert task is not None
-
-    async def watch() -> None:
-        while (await asked.receive())["type"] != "http.disconnect":
-            pass
-        asked.left = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()
-
-
 class EventStream(StreamingResponse):
-    """Server-sent events. It need not look for a client that leaves: `while_connected` does."""
+    """Server-sent events. It need not look for a client that leaves: `ApiRequest.watch` does."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.stream_response(send)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request, Response, Security
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import LoadUpdate
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import operations
+from treeline_runtime.server.access import Guarded
 from treeline_runtime.server.dependencies import Checking
 from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.health import EngineHealth
@@ -67,7 +68,7 @@ class Probes:
     @property
     def keyed_router(self) -> APIRouter:
         """What is asked with the key of the API."""
-        made = APIRouter()
+        made = APIRouter(dependencies=[Security(Guarded())])
         made.add_api_route("/health_generate", self.health_generate, **operations.WORKS)
         made.add_api_route("/v1/models", self.models, **operations.MODELS)
         made.add_api_route("/v1/models/{model:path}", self.model, **operations.MODEL)

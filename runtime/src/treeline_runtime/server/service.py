@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -179,19 +178,14 @@ class Service:
             code="unsupported_task",
         )
 
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """Counts one HTTP request that generates. `idle` is set while there is none."""
-        self.active += 1
-        self.idle.clear()
+    def count_generating(self, change: int) -> None:
+        """Counts HTTP requests that generate: 1 begins, -1 ends one. `idle` is set while there is none."""
+        self.active += change
         self.metrics.set("http_requests_active", self.active)
-        try:
-            yield
-        finally:
-            self.active -= 1
-            self.metrics.set("http_requests_active", self.active)
-            if not self.active:
-                self.idle.set()
+        if self.active:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     def admit(self) -> Limits:
         """Raises ApiError 503 while nothing new is accepted."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
-from fastapi.params import Depends, Security
+from fastapi import APIRouter, Security
 from starlette.types import ASGIApp
 
 from treeline_runtime.server import chat, completions, native, vectors
-from treeline_runtime.server.access import AdminKey, ApiKey, without_body
+from treeline_runtime.server.access import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.apis import anthropic, responses
 from treeline_runtime.server.app import application
@@ -30,8 +29,6 @@ ADMIN_PATHS = (
     "/stop_profile",
     "/debug/radix",
 )
-
-
 SAID_OTHERWISE = {
     "/release_memory_occupation": "There is no /release_memory_occupation: POST /sleep?level=1 gives up weights and KV "
     "cache together, level=2 without a copy of the weights",
@@ -59,7 +56,7 @@ def inference(
     hints[METRICS_PATH] = _served_by_other(METRICS_PATH, "metrics", "--metrics-port", metrics_at)
     return application(
         service,
-        Security(ApiKey(key)),
+        ApiKey(key),
         [
             chat.router,
             completions.router,
@@ -68,8 +65,8 @@ def inference(
             native.router,
             vectors.router,
             probes.keyed_router,
+            probes.router,
         ],
-        unguarded=[probes.router],
         hints=hints,
         documented=documented,
         allowed_origins=allowed_origins,
@@ -78,9 +75,9 @@ def inference(
 
 def metrics(service: Service, probes: Probes) -> ASGIApp:
     """Prometheus' page, for whoever can connect."""
-    router = APIRouter()
+    router = APIRouter(dependencies=[Security(Guarded())])
     router.add_api_route(METRICS_PATH, probes.metrics)
-    return application(service, Depends(without_body), [router], hints={})
+    return application(service, without_body, [router], hints={})
 
 
 def administration(
@@ -89,8 +86,8 @@ def administration(
     """What changes the server for everybody, or shows what others have asked. Nothing that changes it is a GET: a link
     must not do that. Some paths have a second name, vLLM's or SGLang's.
     """
-    guard = Security(AdminKey(key, loopback=loopback))
-    debugging = APIRouter()
+    guard = AdminKey(key, loopback=loopback)
+    debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)
     return application(service, guard, [native.administration, engine.router, debugging], hints=SAID_OTHERWISE)
 

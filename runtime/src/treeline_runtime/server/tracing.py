@@ -12,9 +12,8 @@ Imported only with `--tracing`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -30,7 +29,6 @@ from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import ApiRequest, ClientGone
 from treeline_runtime.server.jobs import GenerationJob
-from treeline_runtime.server.limits import TooMuchInFlight
 
 SERVICE: Final = "treeline-runtime"
 """`service.name`, unless the variables have another."""
@@ -56,31 +54,19 @@ class Tracing:
         """Send what there is, for so many seconds at most."""
         await tracing.stop(self._provider, limit_s)
 
-    @contextlib.contextmanager
-    def serving(self, request: ApiRequest) -> Iterator[None]:
-        """The span of a request, until its answer has left."""
+    def begin(self, request: ApiRequest) -> RequestSpan | None:
+        """The span of a request, if it is recorded."""
         operation = operation_of(request.path)
         if not operation:  # a probe
-            yield
-            return
+            return None
         carrier = {name: value for name in _CONTEXT if (value := request.headers.get(name)) is not None}
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(f"{operation} {self._model}", parent, kind=SpanKind.SERVER)
         if not span.is_recording():
-            yield
-            return
+            return None
         span.set_attributes({**_of_http(request), "gen_ai.operation.name": operation})
         span.set_attribute("gen_ai.provider.name", "treeline")
-        request.span = recorded = RequestSpan(self._tracer, span, self._model)
-        try:
-            yield
-        except BaseException as error:
-            recorded.failed(error)
-            raise
-        else:
-            recorded.answered()
-        finally:
-            recorded.end(streamed=request.streaming)
+        return RequestSpan(self._tracer, span, self._model)
 
 
 class RequestSpan:
@@ -127,7 +113,7 @@ class RequestSpan:
             self._error = self._error or _error_of(finish)
 
     def answered(self) -> None:
-        """Its answer has left, and is no error."""
+        """Its answer begins, and is no error."""
         self._status = 200
 
     def failed(self, error: BaseException) -> None:
@@ -136,8 +122,6 @@ class RequestSpan:
             self._status = error.status
             found = error.body["error"]
             self._error = self._error or found["code"] or str(error.status)
-        elif isinstance(error, TooMuchInFlight):
-            self._status, self._error = 503, "overloaded"
         elif isinstance(error, ClientGone | asyncio.CancelledError):
             self._error = "client_gone"
         else:
