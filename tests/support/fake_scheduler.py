@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import zmq
 from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
-from treeline_runtime.detokenizers import ToDetokenizers
-from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
+from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Process, Ready
 from treeline_runtime.messages import (
     AbortReq,
     BatchTokenOut,
@@ -86,7 +85,7 @@ class Run:
 class FakeScheduler:
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.inbox = Inbox(context, spec.addresses.scheduler, decode_to_scheduler)
-        self.detokenizer = ToDetokenizers(context, spec.addresses, spec.args.detokenizers)
+        self.detokenizer = Outbox(context, spec.addresses.of(Process("detokenizer")))
         self.publisher = None if spec.args.no_events else Outbox(context, spec.addresses.publisher)
         self.http = Outbox(context, spec.addresses.http)
         self.page_size = spec.args.page_size

@@ -101,16 +101,6 @@ class ServerArgs(SchedulerConfig):
         help="processes that answer HTTP, on one port; one is good for some 15,000 streamed chunks a second "
         "(default: %(default)s)",
     )
-    detokenizers: int = setting(
-        1,
-        group="serving",
-        rare=True,
-        metavar="N",
-        at_least=1,
-        at_most=16,
-        help="processes that make text of tokens; one is good for some 50,000 streamed chunks a second "
-        "(default: %(default)s)",
-    )
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         group="serving",

@@ -64,25 +64,19 @@ class EngineConfig:
     )
     attention_backend: str = setting(
         "auto",
-        group="engine",
-        rare=True,
-        metavar="NAME",
+        group=None,
         help="flashinfer, triton or torch_sdpa (default: auto: the fastest that can serve the model here)",
     )
     max_graph_batch: int | None = setting(
         None,
-        group="engine",
-        rare=True,
-        metavar="N",
+        group=None,
         at_least=0,
         help="decode batches up to this size are captured as CUDA graphs; 0 = none (default: max_running_requests, at "
         "most 256)",
     )
     max_graph_tokens: int | None = setting(
         None,
-        group="engine",
-        rare=True,
-        metavar="N",
+        group=None,
         at_least=0,
         help="steps of prompts of up to so many tokens are captured as CUDA graphs; 0 = none (default: by the model's "
         "size, 256 to 4096)",
@@ -180,9 +174,7 @@ class SchedulerConfig(EngineConfig):
     )
     prefills_in_a_row: int = setting(
         1,
-        group="scheduling",
-        rare=True,
-        metavar="N",
+        group=None,
         at_least=1,
         help="prefill steps that running requests wait for at most, before they decode (default: 1)",
     )
@@ -196,9 +188,7 @@ class SchedulerConfig(EngineConfig):
     )
     starvation_bound: float = setting(
         30.0,
-        group="scheduling",
-        rare=True,
-        metavar="S",
+        group=None,
         at_least=0,
         help="a request that has waited longer is next, whatever the policy (default: 30)",
     )
@@ -243,14 +233,12 @@ class SchedulerConfig(EngineConfig):
     )
     grammar_backend: Literal["auto", "llguidance", "xgrammar"] = setting(
         "auto",
-        group="engine",
-        rare=True,
+        group=None,
         help="what structured output is made with (default: auto: llguidance, and xgrammar for what it has not)",
     )
     jump_forward: Literal["auto", "on", "off"] = setting(
         "auto",
-        group="engine",
-        rare=True,
+        group=None,
         help="text that a grammar forces is not sampled (default: auto: on)",
     )
     schedule_conservativeness: float = setting(

@@ -246,7 +246,7 @@ def _rest(out: TokenOut) -> TokenOut:
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
     core = DetokenizerCore(lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)))
-    process = Process("detokenizer", spec.rank)
+    process = Process("detokenizer")
     inbox = Inbox(context, spec.addresses.of(process), decode_to_detokenizer)
     https = [Outbox(context, spec.addresses.of(Process("http", rank))) for rank in range(spec.args.http_workers)]
     scheduler = Outbox(context, spec.addresses.scheduler)

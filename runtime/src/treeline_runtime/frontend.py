@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import uvicorn
 import zmq
+from starlette.types import ASGIApp
 from treeline_wire.chat import TemplateError
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_wire.tracing_env import TracingError
@@ -30,16 +31,13 @@ from treeline_wire.tracing_env import TracingError
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.child import ChildSpec
 from treeline_runtime.config import ConfigError
-from treeline_runtime.detokenizers import ToDetokenizers
-from treeline_runtime.ipc import Begin, Observed, Outbox
+from treeline_runtime.ipc import Begin, Observed, Outbox, Process
 from treeline_runtime.listeners import url_of
 from treeline_runtime.messages import BatchTextOut, FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.models.wrapped import language_model
 from treeline_runtime.server import surfaces
-from treeline_runtime.server.app import App
-from treeline_runtime.server.cors import Cors
 from treeline_runtime.server.formats import Formats, formats_of
 from treeline_runtime.server.limits import ByteBudget, Limits
 from treeline_runtime.server.metrics import Metrics
@@ -149,7 +147,7 @@ class Frontend:
             manager=TokenizerManager(
                 self.metrics,
                 self.to_scheduler,
-                ToDetokenizers(context, spec.addresses, args.detokenizers),
+                Outbox(context, spec.addresses.of(Process("detokenizer"))),
                 to_publisher,
                 to_workers=to_workers,
                 rank=spec.rank,
@@ -173,19 +171,18 @@ class Frontend:
         )
         self.probes = Probes(self.service, info, report)
 
-    def inference(self) -> App | Cors:
+    def inference(self) -> ASGIApp:
         """What listens on the main port."""
         args = self._args
-        surface = surfaces.inference(
+        return surfaces.inference(
             self.service,
             self.probes,
             key=args.api_key,
             metrics_at=None if args.metrics_port is None else url_of(args.metrics_host, args.metrics_port),
             admin_at=None if args.admin_port is None else url_of(args.admin_host, args.admin_port),
             documented=not args.no_docs,
+            allowed_origins=args.cors_allow_origin,
         )
-        # Pages of other origins may be let in to inference alone.
-        return Cors(App(surface, self.service), args.cors_allow_origin)
 
     def begin(self, begin: Begin) -> None:
         """The engine is ready."""
@@ -225,7 +222,7 @@ def _tracing(model_name: str) -> Tracing | None:
 class HttpServer(uvicorn.Server):
     """uvicorn on one socket, without its signal handling: signals mean more here than stopping HTTP."""
 
-    def __init__(self, app: App | Cors, listener: socket.socket) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -1,6 +1,6 @@
 """Generations on their way to the scheduler: clients take turns, and few bytes are on the way at a time.
 
-The inboxes of the scheduler and of the detokenizers are lines in which nobody knows of clients. So what one client
+The inboxes of the scheduler and of the detokenizer are lines in which nobody knows of clients. So what one client
 sends at once waits here, before it is encoded, and goes on as the scheduler says that it has taken what went before:
 another client's generation waits for `WINDOW_BYTES`, and for one generation of each client that waits.
 """

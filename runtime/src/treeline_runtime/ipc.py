@@ -1,9 +1,9 @@
 """How the runtime's processes reach each other: one inbox (ZMQ PULL, ipc) per process; everybody else connects to it.
 
-    http process ──▶ scheduler.ipc, detokenizer.ipc …, publisher.ipc, http-1.ipc … (`--http-workers`)
-    http workers ──▶ scheduler.ipc, detokenizer.ipc …, http.ipc (control only)
-    scheduler    ──▶ detokenizer.ipc …, publisher.ipc, http.ipc (control only)
-    detokenizers ──▶ http.ipc, http-1.ipc …, scheduler.ipc (StopReq)
+    http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc, http-1.ipc … (`--http-workers`)
+    http workers ──▶ scheduler.ipc, detokenizer.ipc, http.ipc (control only)
+    scheduler    ──▶ detokenizer.ipc, publisher.ipc, http.ipc (control only)
+    detokenizer  ──▶ http.ipc, http-1.ipc …, scheduler.ipc (StopReq)
     publisher    ──▶ http.ipc (control only)
 
 Messages between engine parts are in `messages`; those below are about the processes themselves. The sockets lie in a

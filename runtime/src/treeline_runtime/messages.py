@@ -305,7 +305,7 @@ class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reply(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Answer to a message with an `id`; the first detokenizer passes it on unread, so it overtakes no tokens there."""
+    """Answer to a message with an `id`; the detokenizer passes it on unread, so it overtakes no tokens there."""
 
     id: str
     ok: bool = True

@@ -13,7 +13,6 @@ import zmq
 
 from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.config import ConfigError
-from treeline_runtime.detokenizers import ToDetokenizers
 from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Process, Ready
 from treeline_runtime.messages import (
     FromScheduler,
@@ -36,7 +35,7 @@ class SocketTransport:
 
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._inbox = Inbox(context, spec.addresses.of(Process("scheduler", spec.rank)), decode_to_scheduler)
-        self._detokenizers = ToDetokenizers(context, spec.addresses, spec.args.detokenizers)
+        self._detokenizer = Outbox(context, spec.addresses.of(Process("detokenizer")))
         self._http = Outbox(context, spec.addresses.http)
         self._name = Process("scheduler", spec.rank).name
         self._publisher: Outbox | None = None
@@ -59,7 +58,7 @@ class SocketTransport:
 
     def send(self, messages: list[FromScheduler]) -> None:
         for message in messages:
-            self._detokenizers.send(message)
+            self._detokenizer.send(message)
 
     def publish(self, update: ToPublisher) -> bool:
         if isinstance(update, LoadUpdate):

@@ -26,7 +26,6 @@ from treeline_wire.load import LOAD_TOPIC
 
 from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.child import ChildSpec, setup_logging
-from treeline_runtime.detokenizers import detokenizers
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.frontend import (
     FAREWELL_S,
@@ -58,7 +57,6 @@ from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Repl
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.app import App
 from treeline_runtime.server.service import State
 from treeline_runtime.workers import HttpWorkers
 
@@ -91,7 +89,7 @@ class Server:
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
         self._schedulers = [Process("scheduler", rank) for rank in range(SCHEDULER_RANKS)]
-        self._engine = [*self._schedulers, *detokenizers(args.detokenizers)]
+        self._engine = [*self._schedulers, Process("detokenizer")]
         if not args.no_events:
             self._engine.append(Process("publisher"))
         self._https = [Process("http", rank) for rank in range(1, args.http_workers)]
@@ -310,12 +308,12 @@ class Server:
         args, listeners, service, probes = self._args, self._listeners, self._service, self._probes
         found = [HttpServer(self._front.inference(), listeners.http)]
         if listeners.metrics is not None:
-            found.append(HttpServer(App(surfaces.metrics(probes), service), listeners.metrics))
+            found.append(HttpServer(surfaces.metrics(service, probes), listeners.metrics))
         if listeners.admin is not None:
             loopback = listeners.admin_on_loopback
             engine = Administration(service, args, functools.partial(self._workers.told, service.manager))
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
-            found.append(HttpServer(App(administration, service), listeners.admin))
+            found.append(HttpServer(administration, listeners.admin))
         return found
 
 

@@ -49,12 +49,6 @@ class Sender(Protocol):
     def send(self, message: msgspec.Struct) -> bool: ...
 
 
-class DetokenizerSender(Protocol):
-    """The same, for the detokenizers alone."""
-
-    def send(self, message: DetokenizeInit) -> bool: ...
-
-
 class DuplicateRid(Exception):
     """The caller's request id is already in flight, or given twice."""
 
@@ -179,7 +173,7 @@ class TokenizerManager:
         self,
         metrics: Metrics,
         to_scheduler: Sender,
-        to_detokenizer: DetokenizerSender,
+        to_detokenizer: Sender,
         to_publisher: Sender | None = None,
         *,
         to_workers: Sequence[Sender] = (),

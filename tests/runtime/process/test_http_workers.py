@@ -1,4 +1,4 @@
-"""Several HTTP processes on one port, and several detokenizers: clients cannot tell which of them they have."""
+"""Several HTTP processes on one port: clients cannot tell which of them they have."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ def three(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Thr
     flags = (
         "--no-events",
         "--http-workers=3",
-        "--detokenizers=2",
         "--max-bytes-in-flight=3145728",
         "--watchdog-timeout=3",
     )
@@ -310,7 +309,7 @@ def test_the_real_engine_answers_and_sleeps_the_same_for_each_and_all_end_with_a
             assert chunks.pop() == "[DONE]"
             answers.setdefault(name, []).append("".join(chunk["choices"][0]["text"] for chunk in chunks))
 
-    flags = ("--http-workers=3", "--detokenizers=3", "--no-events", "--max-total-tokens=4096")
+    flags = ("--http-workers=3", "--no-events", "--max-total-tokens=4096")
     with running(TINY, *flags) as server, server.client_of_each() as clients:
         asking = [threading.Thread(target=ask, args=each) for each in clients.items()]
         for thread in asking:

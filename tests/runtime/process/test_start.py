@@ -61,8 +61,8 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         ),
         (["--model", "m", "--admin-port", "none"], "--admin-port: expected a whole number, got 'none'"),
         (
-            ["--model", "m", "--grammar-backend", "nosuch"],
-            "--grammar-backend: invalid choice: 'nosuch' (choose from 'auto', 'llguidance', 'xgrammar')",
+            ["--model", "m", "--prefix-cache", "nosuch"],
+            "--prefix-cache: invalid choice: 'nosuch' (choose from 'radix', 'whole-prompts', 'off')",
         ),
         (["--model", "m", "--admin-key", ""], "--admin-key: a key is one word"),
         (["--model", "m", "--admin-key", "two words"], "--admin-key: a key is one word"),

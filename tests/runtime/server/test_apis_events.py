@@ -18,8 +18,10 @@ from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said,
 from treeline_runtime.server.apis.answering import Event, Events
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
 from treeline_runtime.server.apis.responses_events import ResponseEvents
-from treeline_runtime.server.http import ApiError, encode_json, named_event
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import named_event
 from treeline_runtime.server.jobs import GenerationJob, PromptSpec
+from treeline_runtime.server.pacing import encode_json
 
 JOB = GenerationJob("resp_1", [PromptSpec([1] * 10, SamplingParams())])
 MEMBERS = {
@@ -86,7 +88,7 @@ def stream_of(frames: bytes) -> httpx2.Client:
 
 
 def frames(events: list[Event]) -> bytes:
-    return b"".join(named_event(event["type"], event) for event in events)
+    return b"".join(named_event(event) for event in events)
 
 
 # ---- /v1/responses --------------------------------------------------------------------------------------------------

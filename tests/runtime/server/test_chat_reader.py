@@ -16,9 +16,9 @@ from treeline_runtime.args import parse_args
 from treeline_runtime.config import ConfigError
 from treeline_runtime.frontend import ServedModel, ServeError
 from treeline_runtime.messages import Grammar, SamplingParams
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_messages
 from treeline_runtime.server.formats import Formats, Parsing, formats_of
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, ChatTask, CompletionTask, GenerateTask, Shown
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts

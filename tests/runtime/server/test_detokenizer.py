@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from treeline_runtime.detokenizer_process import LOGPROB_BYTES, MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
-from treeline_runtime.detokenizers import ToDetokenizers, detokenizers
 from treeline_runtime.ids import IdMaker
-from treeline_runtime.ipc import Addresses, Inbox
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -22,7 +18,6 @@ from treeline_runtime.messages import (
     TextOut,
     TokenOut,
     decode_logprobs,
-    decode_to_detokenizer,
 )
 
 LENGTH = FinishReason("length")
@@ -138,31 +133,6 @@ def test_what_follows_a_stop_string_goes_to_the_process_that_waits_for_it() -> N
     last = made.take([tokens(id, "", FinishReason("stop", matched="END"))])
     assert [(out.text, out.finish) for out in texts(last)] == [("", FinishReason("stop", matched="END"))]
     assert [waiter(message) for turn in (ended, last) for message in turn.to_http] == [2, 2]
-
-
-def test_each_of_several_detokenizers_has_whole_requests_in_order(tmp_path: Path) -> None:
-    addresses, context = Addresses(str(tmp_path)), zmq.Context[zmq.Socket[bytes]]()
-    inboxes = [Inbox(context, addresses.of(process), decode_to_detokenizer) for process in detokenizers(3)]
-    ids = [IdMaker(number % 4).make(f"cmpl-{number}") for number in range(40)]
-    senders = [ToDetokenizers(context, addresses, 3) for _ in range(2)]  # as scheduler and HTTP process have them
-    for id in ids:
-        assert senders[0].send(DetokenizeInit(id))
-    for step in range(3):
-        assert senders[1].send(BatchTokenOut([TokenOut(id, [step]) for id in ids]))
-    assert senders[1].send(Reply("q#0"))
-    taken: list[list[object]] = [[] for _ in inboxes]
-    for _ in range(40 + 3 * 3 + 1):
-        ready = zmq.select([inbox.socket for inbox in inboxes], [], [], 5)[0]
-        index = next(index for index, inbox in enumerate(inboxes) if inbox.socket in ready)
-        taken[index] += inboxes[index].take(1)
-    context.destroy(linger=0)
-    began = [[message.rid for message in one if isinstance(message, DetokenizeInit)] for one in taken]
-    assert sorted(id for one in began for id in one) == sorted(ids)
-    assert all(len(one) > 4 for one in began), "they share the work"
-    for one, mine in zip(taken, began, strict=True):
-        outs = [out for message in one if isinstance(message, BatchTokenOut) for out in message.outs]
-        assert [(out.rid, out.token_ids) for out in outs] == [(id, [step]) for step in range(3) for id in mine]
-    assert [sum(isinstance(message, Reply) for message in one) for one in taken] == [1, 0, 0]
 
 
 def test_logprobs_carry_the_text_of_each_token_when_asked_for() -> None:

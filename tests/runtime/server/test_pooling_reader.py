@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.pooling_models import RERANK_TEMPLATE, add_tokenizer
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import Answered, Caller, RerankTask, ScoreTask
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.pooling_reader import check_template

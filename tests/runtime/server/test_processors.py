@@ -12,7 +12,7 @@ import pytest
 from support.runtime_server import ServerProcess, running
 from treeline_runtime.args import parse_args
 from treeline_runtime.messages import CustomProcessor
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.native_fields import NativeSampling
 from treeline_runtime.server.native_fields import read_processor as read_native
 from treeline_runtime.server.processors import MAX_DEPTH, MAX_PARAMS_BYTES, read_processor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.cpu import reference_s
 from support.runtime_server import make_tokenizer
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.prompts import Prompts
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.tokenizer import TokenizerBundle

@@ -9,12 +9,13 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from treeline_runtime.server import reader_pool
-from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.jobs import Answered, Caller
-from treeline_runtime.server.limits import ByteBudget, Reservation
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.jobs import Answered, Caller, Kind
+from treeline_runtime.server.limits import ByteBudget, Limits, Reservation
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
 
@@ -46,6 +47,15 @@ async def started(model: Path) -> AsyncIterator[ReaderPool]:
         yield pool
     finally:
         await pool.stop()
+
+
+async def test_a_body_of_every_endpoint_is_read(model: Path) -> None:
+    async with started(model) as pool:
+        for kind in get_args(Kind):
+            room = Reservation(ByteBudget(1 << 30), None)
+            with pytest.raises(ApiError) as refused:
+                await pool.read(kind, [b"{", b"}"], 2, Limits(4096, 4096), Caller(), room)
+            assert refused.value.status == 400, kind
 
 
 async def test_an_idle_process_that_ends_is_replaced_before_there_is_a_body(model: Path) -> None:

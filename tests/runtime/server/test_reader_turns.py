@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from treeline_runtime.server import reader_pool
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import Answered, Caller, Task
 from treeline_runtime.server.limits import ByteBudget, Reservation
 from treeline_runtime.server.reader_pool import ORDINARY_BYTES, ReaderPool, ReaderSpec

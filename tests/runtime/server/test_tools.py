@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.tools import MAX_TOOLS, Calls, Tool, read_calls
 
 WEATHER_OF = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

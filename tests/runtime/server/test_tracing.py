@@ -15,7 +15,8 @@ from support.fake_scheduler import Magic
 from support.otlp import CollectedSpan, Collector, running_collector
 from support.runtime_server import ServerProcess, make_checkpoint, running
 from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
-from treeline_runtime.server.http import ApiError, ClientGone, Response
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import ClientGone
 from treeline_runtime.server.jobs import GenerationJob, PromptSpec
 from treeline_runtime.server.tracing import RequestSpan
 from treeline_wire.tracing import provider
@@ -254,7 +255,7 @@ def test_the_stages_are_the_schedulers_wait_the_first_token_and_the_last() -> No
         lambda span: span.began(JOB),
         lambda span: span.came(0, out(5, queued_s=0.25)),
         lambda span: span.came(0, out(6, 7, finish=FinishReason("stop"))),
-        lambda span: span.answered(Response(b"")),
+        lambda span: span.answered(),
     )
     assert [seconds(spans[name]) for name in ("queue", "prefill", "decode")] == [(1, 1.25), (1.25, 2), (2, 3)]
     told = spans["request"].attributes

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -16,7 +17,8 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Addresses, Begin, EndAll, Process, StateUpdate
 from treeline_runtime.messages import FinishReason, HeardReq, LoadUpdate, Reply, SleepReq, UpdateWeightsReq
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.http import ApiError, Request
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import State
 from treeline_runtime.tokenizer_manager import NoReply, TokenizerManager
@@ -151,6 +153,12 @@ class Paused:
         self.asked.append(name)
 
 
+def asking(body: bytes) -> ApiRequest:
+    made = ApiRequest({"type": "http", "query_string": b"", "headers": []}, mock.Mock(), mock.Mock())
+    made.parts = [body]
+    return made
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected"), [("sleep", b"", SleepReq("q")), ("update_weights", b'{"model_path": "p"}', None)]
 )
@@ -158,7 +166,7 @@ async def test_the_scheduler_is_asked_once_all_workers_begin_nothing_more(
     path: str, body: bytes, expected: Any
 ) -> None:
     world = Paused()
-    request = Request({}, None, None, parts=[body])  # type: ignore[arg-type]
+    request = asking(body)
     answering = asyncio.create_task(getattr(world.administration, path)(request))
     await turns()
     assert world.asked == []
@@ -170,7 +178,7 @@ async def test_the_scheduler_is_asked_once_all_workers_begin_nothing_more(
     assert world.asked == (["", expected] if expected else [UpdateWeightsReq("q", "p")])
     assert not answering.done(), "the workers do not know yet what came of it"
     world.heard.set_result(None)
-    assert (await answering).status == 200
+    assert (await answering).status_code == 200
     assert (world.state.pausing, world.state.holding) == (False, False)
 
 
@@ -178,7 +186,7 @@ async def test_where_a_worker_does_not_answer_nothing_is_done() -> None:
     world = Paused()
     world.heard.set_exception(NoReply("no answer within 10 s"))
     with pytest.raises(ApiError, match="An HTTP worker does not answer: no answer within 10 s"):
-        await world.administration.sleep(Request({}, None, None))  # type: ignore[arg-type]
+        await world.administration.sleep(asking(b""))
     assert (world.asked, world.state.asleep, world.state.pausing, world.state.operation) == ([], 0, False, None)
 
 

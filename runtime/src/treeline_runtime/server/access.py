@@ -1,41 +1,62 @@
-"""Who may use a route: the guards of the listeners."""
+"""Who may use a path: the guards of the listeners, and the dependency that asks them."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 
+from fastapi import Request
+from fastapi.security import HTTPBearer
 from treeline_wire.browsers import foreign_host, page_request
 
-from treeline_runtime.server.app import Guard, Route
-from treeline_runtime.server.http import ApiError, Request
+from treeline_runtime.server.errors import ApiError
+
+Guard = Callable[[Request], None]
+"""Raises ApiError for a request that a listener refuses."""
 
 
-def api_key(key: str | None) -> Guard:
-    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients say it, for every route that is not open;
-    anybody where there is no key."""
-    wanted = None if key is None else key.encode()
+class Guarded(HTTPBearer):
+    """Asks the guard of the listener. The OpenAPI document, of inference alone, says `ApiKey`."""
 
-    def guard(request: Request, route: Route) -> None:
-        if wanted is None or route.open:
+    def __init__(self) -> None:
+        super().__init__(
+            scheme_name="key",
+            description="Where the server was started with --api-key. `x-api-key` takes it as well.",
+        )
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]
+        request.app.state.guard(request)
+
+
+class ApiKey:
+    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it; anybody where there is no
+    key."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def __call__(self, request: Request) -> None:
+        if self._key is None or _holds(request, self._key):
             return
-        if not _holds(request, wanted) and not _named(request, wanted):
+        named = request.headers.getlist("x-api-key")
+        if len(named) != 1 or not _equal(named[0], self._key):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
-    return guard
 
+class AdminKey:
+    """`Authorization: Bearer KEY`, and no web pages. Without a key, which only a listener on loopback may do, the
+    request must name loopback as its host."""
 
-def admin_key(key: str | None, *, loopback: bool) -> Guard:
-    """`Authorization: Bearer KEY` for every route, and no web pages. Without a key, which only a listener on loopback
-    may do, the request must name loopback as its host.
-    """
-    wanted = None if key is None else key.encode()
+    def __init__(self, key: str | None, *, loopback: bool) -> None:
+        self._key = key
+        self._loopback = loopback
 
-    def guard(request: Request, _route: Route) -> None:
+    def __call__(self, request: Request) -> None:
         headers = request.scope["headers"]
-        refused = page_request(headers) or (foreign_host(headers) if loopback else None)
+        refused = page_request(headers) or (foreign_host(headers) if self._loopback else None)
         if refused is not None:
             raise ApiError(403, f"Administration is refused: {refused}", code="forbidden")
-        if wanted is not None and not _holds(request, wanted):
+        if self._key is not None and not _holds(request, self._key):
             raise ApiError(
                 401,
                 "Administration needs 'Authorization: Bearer KEY' with the key of --admin-key",
@@ -43,24 +64,20 @@ def admin_key(key: str | None, *, loopback: bool) -> Guard:
                 headers=((b"www-authenticate", b"Bearer"),),
             )
 
-    return guard
 
-
-def read_only(request: Request, _route: Route) -> None:
+def without_body(request: Request) -> None:
     """Anybody who can connect, but without a body: nothing here reads one."""
-    for name, value in request.scope["headers"]:
-        if name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0 ")):
-            raise ApiError(413, "Nothing here takes a body", code="request_too_large")
+    if "transfer-encoding" in request.headers or request.headers.get("content-length", "0").strip("0 "):
+        raise ApiError(413, "Nothing here takes a body", code="request_too_large")
 
 
-def _named(request: Request, wanted: bytes) -> bool:
-    given = [value for name, value in request.scope["headers"] if name == b"x-api-key"]
-    return len(given) == 1 and hmac.compare_digest(given[0], wanted)
-
-
-def _holds(request: Request, wanted: bytes) -> bool:
-    given = [value for name, value in request.scope["headers"] if name == b"authorization"]
+def _holds(request: Request, key: str) -> bool:
+    given = request.headers.getlist("authorization")
     if len(given) != 1:
         return False
-    scheme, _, key = given[0].partition(b" ")  # a scheme may be written in any case (RFC 9110, 11.1)
-    return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(b" "), wanted)
+    scheme, _, held = given[0].partition(" ")  # a scheme may be written in any case (RFC 9110, 11.1)
+    return scheme.lower() == "bearer" and _equal(held.strip(" "), key)
+
+
+def _equal(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode("latin-1"), key.encode())

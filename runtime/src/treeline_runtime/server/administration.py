@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import APIRouter, Response
 from msgspec import Meta, Struct
 
 from treeline_runtime.args import ServerArgs
@@ -30,8 +31,10 @@ from treeline_runtime.messages import (
     UpdateWeightsReq,
     WakeReq,
 )
+from treeline_runtime.server.dependencies import Controlling
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
-from treeline_runtime.server.http import ApiError, Request, Response, json_response
+from treeline_runtime.server.http import ApiRequest, json_answer
 from treeline_runtime.server.service import Service
 from treeline_runtime.tokenizer_manager import NoReply
 
@@ -70,13 +73,25 @@ class Administration:
         self._args = args
         self._told = told
 
+    @property
+    def router(self) -> APIRouter:
+        made = APIRouter()
+        made.add_api_route("/sleep", self.sleep, methods=["POST"])
+        made.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+        made.add_api_route("/is_sleeping", self.is_sleeping)
+        for path in ("/update_weights", "/update_weights_from_disk"):
+            made.add_api_route(path, self.update_weights, methods=["POST"])
+        made.add_api_route("/start_profile", self.start_profile, methods=["POST"])
+        made.add_api_route("/stop_profile", self.stop_profile, methods=["POST"])
+        return made
+
     # ---- endpoints ------------------------------------------------------------------------------------------
 
-    async def sleep(self, request: Request) -> Response:
+    async def sleep(self, asked: Controlling) -> Response:
         """Gives up weights and KV cache. `?level=1` keeps the weights in the host's memory, `2` reads them again;
         `?mode=abort` ends what runs, `wait` waits for it."""
-        query = _query(request, SleepQuery)
-        _no_body(request)
+        query = _query(asked, SleepQuery)
+        _no_body(asked)
         state = self._service.state
 
         def asleep(_: Reply) -> None:
@@ -84,12 +99,12 @@ class Administration:
 
         async with self._operation("going to sleep", refuses=True):
             await self._carry_out(lambda id: SleepReq(id, query.level), asleep, abort=query.mode == "abort")
-        return json_response({"asleep": query.level})
+        return json_answer({"asleep": query.level})
 
-    async def wake_up(self, request: Request) -> Response:
+    async def wake_up(self, asked: Controlling) -> Response:
         """Back to where it was, with an empty cache."""
-        _query(request, NoFields)
-        _no_body(request)
+        _query(asked, NoFields)
+        _no_body(asked)
         state = self._service.state
 
         def awake(_: Reply) -> None:
@@ -97,17 +112,17 @@ class Administration:
 
         async with self._operation("waking up", refuses=True):
             await self._carry_out(WakeReq, awake)
-        return json_response({"asleep": 0})
+        return json_answer({"asleep": 0})
 
-    async def is_sleeping(self, request: Request) -> Response:
+    async def is_sleeping(self, asked: Controlling) -> Response:
         """vLLM's."""
-        _query(request, NoFields)
-        return json_response({"is_sleeping": bool(self._service.state.asleep)})
+        _query(asked, NoFields)
+        return json_answer({"is_sleeping": bool(self._service.state.asleep)})
 
-    async def update_weights(self, request: Request) -> Response:
+    async def update_weights(self, asked: Controlling) -> Response:
         """Serves another checkpoint of the same architecture; with any failure the old weights serve on."""
-        _query(request, NoFields)
-        body = _body(request, UpdateBody)
+        _query(asked, NoFields)
+        body = _body(asked, UpdateBody)
         state = self._service.state
 
         def updated(_: Reply) -> None:
@@ -121,24 +136,24 @@ class Administration:
                 lambda id: UpdateWeightsReq(id, body.model_path), updated, abort=body.abort_all_requests
             )
         seconds = time.monotonic() - started
-        return json_response({"success": True, "weight_version": state.weight_version, "seconds": seconds})
+        return json_answer({"success": True, "weight_version": state.weight_version, "seconds": seconds})
 
-    async def start_profile(self, request: Request) -> Response:
+    async def start_profile(self, asked: Controlling) -> Response:
         """Traces the scheduler's next `num_steps` steps into a file in --profile-dir."""
-        _query(request, NoFields)
-        body = _body(request, ProfileBody)
+        _query(asked, NoFields)
+        body = _body(asked, ProfileBody)
         folder = self._args.profile_dir
         if folder is None:
             raise ApiError(404, "Start the server with --profile-dir DIR to profile it", code="disabled")
         await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
-        return json_response({"num_steps": body.num_steps, "folder": folder})
+        return json_answer({"num_steps": body.num_steps, "folder": folder})
 
-    async def stop_profile(self, request: Request) -> Response:
+    async def stop_profile(self, asked: Controlling) -> Response:
         """Ends the profile before its last step; answers with the trace's file."""
-        _query(request, NoFields)
-        _no_body(request)
+        _query(asked, NoFields)
+        _no_body(asked)
         reply = await self._ask(StopProfileReq)
-        return json_response(reply.data)
+        return json_answer(reply.data)
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 
@@ -224,20 +239,20 @@ def _refused(reply: Reply) -> ApiError:
     return ApiError(400, f"Refused: {reply.message}", code="refused")
 
 
-def _query(request: Request, type: type[Any]) -> Any:
+def _query(asked: ApiRequest, type: type[Any]) -> Any:
     """Parameters of the URL, as typed. Raises ApiError 400."""
-    check_unknown(request.query, frozenset(type.__struct_fields__))
+    check_unknown(asked.query_params, frozenset(type.__struct_fields__))
     try:
-        return msgspec.convert(request.query, type, strict=False)
+        return msgspec.convert(dict(asked.query_params), type, strict=False)
     except msgspec.ValidationError as error:
         raise as_api_error(error) from None
 
 
-def _body(request: Request, type: type[Any]) -> Any:
-    raw: Mapping[str, Any] = request.json()
+def _body(asked: ApiRequest, type: type[Any]) -> Any:
+    raw = asked.json_object()
     check_unknown(raw, frozenset(type.__struct_fields__))
     return convert(raw, type)
 
 
-def _no_body(request: Request) -> None:
-    _body(request, NoFields)
+def _no_body(asked: ApiRequest) -> None:
+    _body(asked, NoFields)

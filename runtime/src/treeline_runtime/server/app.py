@@ -1,229 +1,174 @@
-"""The FastAPI application of one listener: its routes, who may use them, and errors. Which listener serves what is in
+"""The FastAPI application of one listener: its routers, and how errors are answered. Which listener serves what is in
 `surfaces`.
-
-FastAPI finds the route and describes it; from there on a request is plain ASGI. FastAPI's own way to an endpoint would
-validate bodies in the event loop, which a large one then holds up for everybody, before anything bounds them.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import importlib.metadata
-import logging
-import re
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.routing import APIRoute
-from starlette.types import ASGIApp
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
 
 from treeline_runtime.server import schema
-from treeline_runtime.server.apis.errors import ANTHROPIC_ERRORS
-from treeline_runtime.server.errors import UnknownModel
-from treeline_runtime.server.http import (
-    OPENAI_ERRORS,
-    ApiError,
-    ClientGone,
-    ErrorShape,
-    Receive,
-    Request,
-    Response,
-    Scope,
-    Send,
-    encode_json,
-    error_response,
-    run_while_connected,
-)
-from treeline_runtime.server.limits import MAX_CONTROL_BYTES, Reservation, TooMuchInFlight
-from treeline_runtime.server.service import Service
+from treeline_runtime.server.access import Guard
+from treeline_runtime.server.apis.errors import anthropic_error
+from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.http import ApiRequest, ClientGone, json_answer
+from treeline_runtime.server.limits import TooMuchInFlight
+from treeline_runtime.server.metrics import Metrics
+from treeline_runtime.server.service import BROKEN, Service
 
-logger = logging.getLogger(__name__)
-
-Handler = Callable[[Request], Awaitable[Response | None]]
-"""Returns the answer, or None when it has streamed one."""
+CLIENT_LEFT = 499
+"""What nginx counts a request as whose client has left: nobody sees it."""
+PREFLIGHT_MAX_AGE_S = 600
 
 
-@dataclass(frozen=True)
-class Route:
-    handler: Handler
-    open: bool = False
-    """Needs no API key."""
-    generates: bool = False
-    """Is waited for when the server drains."""
-    max_body: int = MAX_CONTROL_BYTES
-    """Bytes."""
-    errors: ErrorShape = OPENAI_ERRORS
-    """How its API writes them."""
-    operation: schema.Operation | None = None
-    """What the OpenAPI document says of it; None: nothing."""
-
-
-Guard = Callable[[Request, Route], None]
-"""Raises ApiError for a request that may not use the route. It is asked before the body is read."""
-
-
-@dataclass(frozen=True)
-class Surface:
-    """What one listener serves."""
-
-    routes: Mapping[tuple[str, str], Route]
-    """By method and path. A path has one method."""
-    guard: Guard
-    served_by_other: Mapping[str, str] = field(default_factory=dict)
-    """Paths that another listener serves, and the words that say where."""
-    documented: bool = False
-    """Serves its OpenAPI document, and a page that shows it."""
-
-
-Chooser = Callable[[Request], Route]
-"""The route of a request whose path is known. Raises ApiError where it has none."""
-
-
-class App(FastAPI):
-    """`await app(scope, receive, send)`. Knows the paths of its surface; anything else is a 404 in OpenAI's shape."""
-
-    def __init__(self, surface: Surface, service: Service) -> None:
-        routes = dict(surface.routes)
-        if surface.documented:
-            routes["GET", "/openapi.json"] = Route(self._openapi, open=True)
-            routes["GET", "/docs"] = Route(_docs, open=True)
-        endpoints = [Endpoint(*named, route, self.answer) for named, route in routes.items()]
-        super().__init__(
-            title="Treeline",
-            version=importlib.metadata.version("treeline-runtime"),
-            routes=[*endpoints],
-            openapi_url=None,  # the document and its page are routes like all others
-            redirect_slashes=False,
-            telemetry={"tracing": False, "metrics": False, "logs": False},
+def application(
+    service: Service,
+    guard: Guard,
+    routers: Iterable[APIRouter],
+    *,
+    hints: Mapping[str, str],
+    documented: bool = False,
+    allowed_origins: Sequence[str] = (),
+) -> ASGIApp:
+    """`guard`: what `access.Guarded` asks. `routers`: those that are asked most often first. `hints`: for paths that
+    are not served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
+    `allowed_origins`: of web pages that may call it; "*" = any.
+    """
+    app = FastAPI(
+        title="Treeline",
+        version=importlib.metadata.version("treeline-runtime"),
+        description=schema.DESCRIPTION,
+        openapi_url="/openapi.json" if documented else None,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        routes=[route for router in routers for route in router.routes],  # included routers would match each path twice
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    app.state.service, app.state.guard, app.state.hints = service, guard, hints
+    if documented:
+        document = schema.document(app)
+        app.openapi = lambda: document  # type: ignore[method-assign]
+    for kind, answer in (
+        (ApiError, _refused),
+        (TooMuchInFlight, _full),
+        (HTTPException, _not_served),
+        (ClientGone, _left),
+        (Exception, _broken),
+    ):
+        app.add_exception_handler(kind, answer)
+    if allowed_origins:
+        # Credentials (cookies) are never allowed: the API knows none, and keys come in a header that a preflight names.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=(
+                wire_headers.PROMPT_TOKENS,
+                wire_headers.CACHED_TOKENS,
+                wire_headers.IGNORED,
+                "retry-after",
+            ),
+            max_age=PREFLIGHT_MAX_AGE_S,
         )
-        self.router.default = functools.partial(self.answer, self._unknown)
-        self._surface = surface
-        self._service = service
-        self._endpoints = {one.path: one for one in endpoints if not one.param_convertors}
-        if surface.documented:
-            described = [route.operation for route in routes.values() if route.operation is not None]
-            self._document = encode_json(schema.document(self, described))
+    return Observed(app, service.metrics)
+
+
+class Observed:
+    """Counts the answers of an application, adds the header that names what had no effect, and ends requests. HEAD is
+    a GET, without the body: the server leaves it out."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Looks up a path without parameters, where FastAPI's router asks one route after the other for the rest."""
-        endpoint = self._endpoints.get(scope["path"])
-        if endpoint is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await endpoint.handle(scope, receive, send)
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        state = scope.setdefault("state", {})
 
-    def build_middleware_stack(self) -> ASGIApp:
-        """None of FastAPI's: errors are answered below, bodies bounded where they are read."""
-        return self.router
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if message["status"] != CLIENT_LEFT:
+                    self._metrics.http_requests.labels(_path_of(scope), message["status"]).inc()
+                asked: ApiRequest | None = state.get("asked")
+                if asked is not None and asked.ignored:
+                    ignored = (wire_headers.IGNORED.encode(), ", ".join(asked.ignored).encode())
+                    message["headers"] = [*message["headers"], ignored]
+                if asked is not None and asked.span is not None and message["status"] < 400:
+                    asked.span.answered()
+            await send(message)
 
-    async def answer(self, choose: Chooser, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "the server is configured for HTTP alone"
-        request = Request(scope, receive, send)
-        status = 200
         try:
-            response = await self._answer(choose(request), request)
-        except ClientGone:
-            return  # nobody is there to be answered
-        except UnknownModel as error:
-            response = error_response(error.without_picker() if request.bypassed_picker else error, request.errors)
-        except ApiError as error:
-            response = error_response(error, request.errors)
-        except TooMuchInFlight:
-            full = self._service.overloaded("Requests in flight take all the memory that they may have")
-            response = error_response(full, request.errors)
-        except Exception:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            broken = ApiError(500, "The server failed to answer; its log says why", type="server_error")
-            if request.streaming:
-                await request.end_events(request.errors.event(broken))
-                return
-            response = error_response(broken, request.errors)
+            await self._app(scope, receive, observed)
+        except asyncio.CancelledError as error:
+            _note(state, error)
+            task = asyncio.current_task()
+            if "asked" not in state or not state["asked"].left or task is None or task.uncancel():
+                raise
         finally:
-            if request.reservation is not None:
-                request.reservation.release()
-        if response is not None:
-            status = response.status
-            await response.send(send, request.answer_headers)
-        path = scope["path"] if scope["path"] in self._endpoints else "other"
-        self._service.metrics.http_requests.labels(path, status).inc()
-
-    async def _answer(self, route: Route, request: Request) -> Response | None:
-        tracing = self._service.tracing
-        if tracing is None or not route.generates:
-            return await self._serve(route, request)
-        with tracing.serving(request) as answered:
-            return answered(await self._serve(route, request))
-
-    async def _serve(self, route: Route, request: Request) -> Response | None:
-        request.errors = route.errors
-        self._surface.guard(request, route)
-        await request.read_body(route.max_body, Reservation(self._service.budget, request.client))
-        answering = run_while_connected(request.receive, _call(route.handler, request))
-        if not route.generates:
-            return await answering
-        with self._service.generating():
-            return await answering
-
-    def _unknown(self, request: Request) -> Route:
-        if is_anthropics(request.path):
-            request.errors = ANTHROPIC_ERRORS
-        said = f"There is no {request.method} {request.path}"
-        raise ApiError(404, self._surface.served_by_other.get(request.path, said), code="not_found")
-
-    async def _openapi(self, _request: Request) -> Response:
-        return Response(self._document)
+            if "asked" in state:
+                state["asked"].end()
 
 
-class Endpoint(APIRoute):
-    """One path of a surface, and the method that it has; HEAD and OPTIONS come with it."""
-
-    def __init__(self, method: str, path: str, route: Route, answer: Callable[..., Awaitable[None]]) -> None:
-        super().__init__(
-            path,
-            _endpoint,
-            methods=[method],
-            operation_id="_".join(re.findall(r"\w+", path)),
-            include_in_schema=route.operation is not None,
-            openapi_extra=None if route.operation is None else route.operation.written(open=route.open),
-        )
-        self._method = method
-        self._route = route
-        self._answer = answer
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._answer(self._choose, scope, receive, send)
-
-    def _choose(self, request: Request) -> Route:
-        request.errors = self._route.errors
-        method = "GET" if request.method == "HEAD" else request.method  # the server leaves out the body
-        if method == self._method:
-            return self._route
-        allowed = allow(self._method)
-        if method == "OPTIONS":
-            return Route(functools.partial(options, allowed), open=True)
-        raise ApiError(405, f"{method} is not allowed here", code="method_not_allowed", headers=[(b"allow", allowed)])
+def _note(state: Mapping[str, Any], error: BaseException) -> None:
+    """What is recorded of the request says why it has no answer."""
+    if "asked" in state and state["asked"].span is not None:
+        state["asked"].span.failed(error)
 
 
-def allow(method: str) -> bytes:
-    """The value of `Allow` for a path that has this method."""
-    return ", ".join(sorted({method, "OPTIONS"} | ({"HEAD"} if method == "GET" else set()))).encode()
+def _path_of(scope: Scope) -> str:
+    """Of the route that was found, in which parameters have their names: clients cannot choose it."""
+    if "route" in scope:
+        return str(scope["route"].path)
+    return str(scope["path"]) if "endpoint" in scope else "other"  # FastAPI's own routes have no parameters
 
 
-async def options(allowed: bytes, _request: Request) -> Response:
-    return Response(b"", 204, headers=((b"allow", allowed),))
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    _note(request.scope["state"], error)
+    headers = request.headers
+    # The edge fails open: then no picker has said where the request belongs.
+    bypassed = wire_headers.EDGE in headers and wire_headers.DESTINATION not in headers
+    if isinstance(error, UnknownModel) and bypassed:
+        error = error.without_picker()
+    body = anthropic_error(error) if is_anthropics(request.url.path) else error.body
+    return json_answer(body, error.status, error.headers)
 
 
-async def _call(handler: Handler, request: Request) -> Response | None:
-    return await handler(request)
+async def _full(request: Request, _: Exception) -> Response:
+    service: Service = request.app.state.service
+    return await _refused(request, service.overloaded("Requests in flight take all the memory that they may have"))
 
 
-async def _endpoint() -> None:  # what FastAPI asks for; `Endpoint.handle` is in its place
-    raise NotImplementedError
+async def _not_served(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 405:
+        headers = [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
+        refused = ApiError(405, f"{method} is not allowed here", code="method_not_allowed", headers=headers)
+    else:
+        said = request.app.state.hints.get(path, f"There is no {method} {path}")
+        refused = ApiError(error.status_code, said, code="not_found")
+    return await _refused(request, refused)
 
 
-async def _docs(_request: Request) -> Response:
-    page = get_swagger_ui_html(openapi_url="openapi.json", title="Treeline")
-    return Response(bytes(page.body), content_type=b"text/html; charset=utf-8")
+async def _left(request: Request, error: Exception) -> Response:
+    _note(request.scope["state"], error)
+    return Response(status_code=CLIENT_LEFT)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """The server logs the traceback."""
+    _note(request.scope["state"], error)
+    return await _refused(request, BROKEN)

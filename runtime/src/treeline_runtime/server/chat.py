@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from fastapi import APIRouter, Response
+
 from treeline_runtime.messages import TextOut
-from treeline_runtime.server import openai
+from treeline_runtime.server import openai, operations
 from treeline_runtime.server.chat_answers import Choice, message
-from treeline_runtime.server.http import DONE, Request, Response, event
+from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import Pacer, open_object
 from treeline_runtime.server.prompts import Prompts
@@ -18,21 +21,20 @@ from treeline_runtime.tokenizer_manager import InflightRequest
 
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
+router = APIRouter()
 
-async def chat_completions(service: Service, request: Request) -> Response | None:
-    service.admit()
-    task = await service.read(request, "chat", ChatTask)
-    inflight = await service.open(
-        task.job, request, answer_bytes=task.job.n * len(task.echo) + task.told.size(task.job)
-    )
-    try:
-        answer = _Answer(service, task)
-        if task.streaming.on:
-            await answer.stream(request, inflight)
-            return None
-        return await answer.whole(await service.collect(inflight))
-    finally:
-        inflight.close()
+
+@router.post("/v1/chat/completions", **operations.CHAT)
+async def chat_completions(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "generate")
+    task = await service.read(asked, "chat", ChatTask)
+    size = task.job.n * len(task.echo) + task.told.size(task.job)
+    inflight = await service.open(task.job, asked, answer_bytes=size)
+    answer = _Answer(service, task)
+    if task.streaming.on:
+        return await answer.stream(asked, inflight)
+    return await answer.whole(await service.collect(inflight))
 
 
 def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
@@ -57,7 +59,7 @@ class _Answer:
         counts = [count for choice in self._choices if (count := choice.reasoning_tokens) is not None]
         return usage(self._task.job, outs, sum(counts) if counts else None)
 
-    async def whole(self, outs: list[TextOut]) -> Response:
+    async def whole(self, outs: list[TextOut]) -> Answer:
         job, parsing, told = self._task.job, self._task.parsing, self._task.told
         reasons = parsing is not None and parsing.reasoning is not None
         pieces, pacer = list[bytes](), Pacer()
@@ -83,9 +85,9 @@ class _Answer:
         if told.prompt_logprobs is not None:
             tail += [b',"prompt_logprobs":', *await openai.prompt_logprobs(outs[0], told.prompt_logprobs, pacer)]
         headers = token_headers(job.prompt_tokens, outs[0].cached_tokens)
-        return Response([open_object(head, "choices"), b"[", *pieces, *tail, b"}"], headers=tuple(headers))
+        return Answer([open_object(head, "choices"), b"[", *pieces, *tail, b"}"], headers=headers)
 
-    async def stream(self, request: Request, inflight: InflightRequest) -> None:
+    async def stream(self, asked: ApiRequest, inflight: InflightRequest) -> Response:
         job, streaming, told = self._task.job, self._task.streaming, self._task.told
         head = openai.envelope(job.rid, "chat.completion.chunk", self._service.model_name)
         if streaming.usage:
@@ -122,8 +124,8 @@ class _Answer:
         def closing() -> bytes:
             return (event({**head, "choices": [], "usage": self._usage(last)}) if streaming.usage else b"") + DONE
 
-        await self._service.stream(
-            request,
+        return await self._service.stream(
+            asked,
             inflight,
             frames,
             headers_of=lambda out: token_headers(job.prompt_tokens, out.cached_tokens),

@@ -9,11 +9,10 @@ import msgspec
 
 from treeline_runtime import parsers
 from treeline_runtime.server import formats, openai
-from treeline_runtime.server.errors import invalid
+from treeline_runtime.server.errors import ApiError, invalid
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, Shown, Told
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.tools import Calls, read_calls

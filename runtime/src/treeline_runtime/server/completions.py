@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import APIRouter, Response
+
 from treeline_runtime.messages import TextOut
-from treeline_runtime.server import openai
-from treeline_runtime.server.http import DONE, Header, Request, Response, event
+from treeline_runtime.server import openai, operations
+from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server.errors import Header
+from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
 from treeline_runtime.server.jobs import CompletionTask
 from treeline_runtime.server.pacing import Pacer, open_object
 from treeline_runtime.server.service import Service, token_headers, usage
 from treeline_runtime.tokenizer_manager import InflightRequest
 
+router = APIRouter()
 
-async def completions(service: Service, request: Request) -> Response | None:
-    service.admit()
-    task = await service.read(request, "completion", CompletionTask)
+
+@router.post("/v1/completions", **operations.COMPLETION)
+async def completions(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "generate")
+    task = await service.read(asked, "completion", CompletionTask)
     size = task.job.n * sum(map(len, task.echoes)) + task.told.size(task.job)
-    inflight = await service.open(task.job, request, answer_bytes=size)
-    try:
-        choices = [_Choice(service, task, index) for index in range(task.job.generations)]
-        if task.streaming.on:
-            await _stream(service, request, task, choices, inflight)
-            return None
-        return await _answer(service, task, choices, await service.collect(inflight))
-    finally:
-        inflight.close()
+    inflight = await service.open(task.job, asked, answer_bytes=size)
+    choices = [_Choice(service, task, index) for index in range(task.job.generations)]
+    if task.streaming.on:
+        return await _stream(asked, task, choices, inflight)
+    return await _answer(service, task, choices, await service.collect(inflight))
 
 
 class _Choice:
@@ -68,7 +72,7 @@ class _Choice:
         return [*made, b"}"]
 
 
-async def _answer(service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]) -> Response:
+async def _answer(service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]) -> Answer:
     job = task.job
     head = openai.envelope(job.rid, "text_completion", service.model_name) | {
         "usage": usage(job, dict(enumerate(outs)))
@@ -78,17 +82,13 @@ async def _answer(service: Service, task: CompletionTask, choices: list[_Choice]
         pieces += [b"," if index else b"", *await choice.take(out, pacer)]
         await pacer.rest()
     cached = sum(out.cached_tokens for out in outs[:: job.n])
-    return Response([*pieces, b"]}"], headers=tuple(token_headers(job.prompt_tokens, cached)))
+    return Answer([*pieces, b"]}"], headers=token_headers(job.prompt_tokens, cached))
 
 
 async def _stream(
-    service: Service,
-    request: Request,
-    task: CompletionTask,
-    choices: list[_Choice],
-    inflight: InflightRequest,
-) -> None:
-    job, streaming = task.job, task.streaming
+    asked: ApiRequest, task: CompletionTask, choices: list[_Choice], inflight: InflightRequest
+) -> Response:
+    service, job, streaming = asked.service, task.job, task.streaming
     head = openai.envelope(job.rid, "text_completion", service.model_name)
     if streaming.usage:
         head["usage"] = None
@@ -112,4 +112,4 @@ async def _stream(
     def closing() -> bytes:
         return (event({**head, "choices": [], "usage": counted()}) if streaming.usage else b"") + DONE
 
-    await service.stream(request, inflight, frames, headers_of=headers, opening=b"", closing=closing)
+    return await service.stream(asked, inflight, frames, headers_of=headers, closing=closing)

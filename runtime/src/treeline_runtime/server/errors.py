@@ -1,15 +1,37 @@
-"""Errors that more than one endpoint answers, and the headers that go with being busy."""
+"""Errors that endpoints answer, and the headers that go with being busy."""
 
 from __future__ import annotations
 
-from treeline_wire import headers as wire_headers
+from collections.abc import Iterable
 
-from treeline_runtime.server.http import ApiError, Header
+from treeline_wire import headers as wire_headers
+from treeline_wire.openai_errors import error_body
+
+Header = tuple[bytes, bytes]
 
 RETRY: tuple[Header, ...] = ((b"retry-after", b"1"),)
 ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"true"))
 OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))
 _SHORT = 100
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Iterable[Header] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = error_body(message, type, param, code)
+        self.headers = tuple(headers)
 
 
 def short(name: object) -> str:

@@ -15,11 +15,15 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from treeline_runtime.server.errors import short
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError, short
 from treeline_runtime.server.not_built import REASONS
 
 T = TypeVar("T")
+
+_PAIR = re.compile(rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
+"""Half of which may be no half; and backslashes that begin no escape."""
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NOT_A_NUMBER = re.compile(rb"[\[:,]\s*-?(?:NaN|Infinity)\b")
 
 MAX_IGNORED: Final = 32
 MAX_IGNORED_CHARS: Final = 64
@@ -111,6 +115,28 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
 """Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
 is not nothing."""
+
+
+def json_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Raises ApiError 400."""
+    try:
+        value = msgspec.json.decode(body or b"{}")
+    except RecursionError:
+        raise ApiError(400, "The body is nested too deeply") from None
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ApiError(400, f"The body is not valid JSON: {why_not_json(body, error)}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object")
+    return value
+
+
+def why_not_json(text: bytes | bytearray, error: Exception) -> str:
+    """What is wrong with it, in words where `error` has none for what clients really send."""
+    if _SURROGATE.search(_PAIR.sub(b"", text)):
+        return "it contains half of a surrogate pair (as \\ud800), which is no text"
+    if _NOT_A_NUMBER.search(text):
+        return "NaN and Infinity are no numbers there; leave such a member out"
+    return str(error)
 
 
 def ignore(name: str) -> None:

@@ -13,8 +13,8 @@ from treeline_runtime.parsers.harmony import Harmony
 from treeline_runtime.parsers.parts import OutputParser
 from treeline_runtime.parsers.reasoning import Tags
 from treeline_runtime.parsers.structures import Function
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.grammars import Constraint, as_format, note_words, structural_tag
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.tools import Calls
 
 AUTO, NONE = "auto", "none"

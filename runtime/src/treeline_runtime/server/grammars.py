@@ -19,9 +19,9 @@ import msgspec
 
 from treeline_runtime.grammar.schema_words import ignored, meant
 from treeline_runtime.messages import Grammar
-from treeline_runtime.server.errors import invalid, short
-from treeline_runtime.server.fields import check_unknown, ignore
-from treeline_runtime.server.http import ApiError, encode_json, why_not_json
+from treeline_runtime.server.errors import ApiError, invalid, short
+from treeline_runtime.server.fields import check_unknown, ignore, why_not_json
+from treeline_runtime.server.pacing import encode_json
 
 MAX_SOURCE_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 128

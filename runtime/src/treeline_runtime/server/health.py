@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import BatchTextOut, SamplingParams
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import GenerationJob, PromptSpec
 from treeline_runtime.server.openai import new_rid
 from treeline_runtime.server.service import Service

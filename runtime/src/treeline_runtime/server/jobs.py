@@ -5,16 +5,36 @@ These go from the process that reads a large body to the one that answers it, as
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.formats import Parsing
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.limits import BYTES_PER_TOKEN, GENERATION_BYTES, MAX_COPIED_BYTES
+
+Kind = Literal[
+    "chat",
+    "completion",
+    "generate",
+    "tokenize",
+    "detokenize",
+    "embedding",
+    "pooling",
+    "classify",
+    "score",
+    "rerank",
+    "responses",
+    "messages",
+    "count_tokens",
+    "input_tokens",
+]
+"""What a body is: one for each endpoint that reads one."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the edge said of whoever asks; see `http.Request`."""
+    """What the edge said of whoever asks; see `http.ApiRequest`."""
 
     tenant: str | None = None
     """The client whose cache the request uses; None is the common one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 
 MAX_BODY_BYTES = 32 << 20
 MAX_CONTROL_BYTES = 64 << 10

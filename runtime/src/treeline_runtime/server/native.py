@@ -6,18 +6,20 @@ import asyncio
 import base64
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastapi import APIRouter, Response
 from msgspec import Struct
 
 from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decode_logprobs
-from treeline_runtime.server import openai
+from treeline_runtime.server import openai, operations
+from treeline_runtime.server.dependencies import Controlling, Converting, Generating
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown, convert
-from treeline_runtime.server.http import DONE, ApiError, Request, Response, encode_json, json_response
+from treeline_runtime.server.http import DONE, Answer, ApiRequest, json_answer
 from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob, PromptSpec
-from treeline_runtime.server.pacing import Pacer, elements, open_object
+from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
 
@@ -27,34 +29,37 @@ _BASE64_AT_ONCE = 3 << 18
 """Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
 
-async def generate(service: Service, request: Request) -> Response | None:
-    service.admit()
+router = APIRouter()
+administration = APIRouter()
+"""Of these paths what is for operators alone."""
+
+
+@router.post("/generate", **operations.GENERATE)
+async def generate(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "generate")
     started_at = time.monotonic()
-    task = await service.read(request, "generate", GenerateTask)
+    task = await service.read(asked, "generate", GenerateTask)
     job = task.job
-    inflight = await service.open(job, request, answer_bytes=_hidden_bytes(service, job))
-    try:
-        answers = _Answers(
-            inflight.rids,
-            [prompt for prompt in job.prompts for _ in range(job.n)],
-            started_at,
-            with_text=task.with_text,
-            weight_version=service.state.weight_version,
-            hides_cache=job.hides_cache,
-        )
-        if task.streaming.on:
-            await _stream(service, request, task, inflight, answers)
-            return None
-        outs = await service.collect(inflight)
-        several = task.batched or job.n > 1
-        pieces, pacer = [b"[" if several else b""], Pacer()
-        for index, out in enumerate(outs):
-            pieces += [b"," if index else b"", *await answers.take(index, out, pacer)]
-            await pacer.rest()
-        headers = token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs[:: job.n]))
-        return Response([*pieces, b"]" if several else b""], headers=tuple(headers))
-    finally:
-        inflight.close()
+    inflight = await service.open(job, asked, answer_bytes=_hidden_bytes(service, job))
+    answers = _Answers(
+        inflight.rids,
+        [prompt for prompt in job.prompts for _ in range(job.n)],
+        started_at,
+        with_text=task.with_text,
+        weight_version=service.state.weight_version,
+        hides_cache=job.hides_cache,
+    )
+    if task.streaming.on:
+        return await _stream(asked, task, inflight, answers)
+    outs = await service.collect(inflight)
+    several = task.batched or job.n > 1
+    pieces, pacer = [b"[" if several else b""], Pacer()
+    for index, out in enumerate(outs):
+        pieces += [b"," if index else b"", *await answers.take(index, out, pacer)]
+        await pacer.rest()
+    headers = token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs[:: job.n]))
+    return Answer([*pieces, b"]" if several else b""], headers=headers)
 
 
 def _hidden_bytes(service: Service, job: GenerationJob) -> int:
@@ -189,38 +194,41 @@ def _finish(finish: FinishReason | None, completion_tokens: int) -> dict[str, An
     return {"type": "abort", "message": finish.message or "Aborted"}
 
 
-async def _stream(
-    service: Service, request: Request, task: GenerateTask, inflight: InflightRequest, answers: _Answers
-) -> None:
+async def _stream(asked: ApiRequest, task: GenerateTask, inflight: InflightRequest, answers: _Answers) -> Response:
     several = len(inflight.rids) > 1
 
     async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
         return [b"data: ", *await answers.take(index, out, pacer, shown_index=several), b"\n\n"]
 
-    await service.stream(
-        request,
+    return await asked.service.stream(
+        asked,
         inflight,
         frames,
         headers_of=lambda out: [] if several else token_headers(task.job.prompt_tokens, out.cached_tokens),
-        opening=b"",
         closing=lambda: DONE,
     )
 
 
-async def tokenize(service: Service, request: Request) -> Response:
-    return Response((await service.read(request, "tokenize", Answered)).body)
+@router.post("/tokenize", **operations.TOKENIZE)
+@router.post("/v1/tokenize", **operations.TOKENIZE)
+async def tokenize(asked: Converting) -> Response:
+    return Answer((await asked.service.read(asked, "tokenize", Answered)).body)
 
 
-async def detokenize(service: Service, request: Request) -> Response:
-    return Response((await service.read(request, "detokenize", Answered)).body)
+@router.post("/detokenize", **operations.DETOKENIZE)
+@router.post("/v1/detokenize", **operations.DETOKENIZE)
+async def detokenize(asked: Converting) -> Response:
+    return Answer((await asked.service.read(asked, "detokenize", Answered)).body)
 
 
-async def flush_cache(service: Service, request: Request) -> Response:
+@administration.post("/flush_cache")
+@administration.post("/reset_prefix_cache")
+async def flush_cache(asked: Controlling) -> Response:
     """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them to end."""
-    check_unknown(request.query, {"timeout"})
-    check_unknown(request.json(), ())
+    check_unknown(asked.query_params, {"timeout"})
+    check_unknown(asked.json_object(), ())
     try:
-        timeout_s = float(request.query.get("timeout", 0))
+        timeout_s = float(asked.query_params.get("timeout", 0))
     except ValueError:
         timeout_s = math.nan
     if math.isnan(timeout_s):
@@ -228,11 +236,11 @@ async def flush_cache(service: Service, request: Request) -> Response:
     deadline = time.monotonic() + min(max(timeout_s, 0.0), 3600.0)
     while True:
         try:
-            reply = await service.manager.flush()
+            reply = await asked.service.manager.flush()
         except NoReply as error:
             raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
         if reply.ok:
-            return Response(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
+            return Answer(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
         if time.monotonic() >= deadline:
             raise ApiError(400, reply.message or "The cache is in use", code="cache_busy")
         await asyncio.sleep(0.05)
@@ -243,13 +251,14 @@ class AbortBody(Struct, frozen=True):
     abort_all: bool = False
 
 
-async def abort_request(service: Service, request: Request) -> Response:
+@administration.post("/abort_request")
+async def abort_request(asked: Controlling) -> Response:
     """Ends one request (`rid`) or all (`abort_all`). Answers 200 whether or not there was anything to end."""
-    check_unknown(request.query, ())
-    raw: Mapping[str, Any] = request.json()
+    check_unknown(asked.query_params, ())
+    raw = asked.json_object()
     check_unknown(raw, frozenset(AbortBody.__struct_fields__))
     body = convert(raw, AbortBody)
     if body.abort_all == bool(body.rid):
         raise ApiError(400, "Give either 'rid' or 'abort_all': true", param="rid")
-    service.manager.abort(body.rid)
-    return json_response({"aborted": body.rid or "all"})
+    asked.service.manager.abort(body.rid)
+    return json_answer({"aborted": body.rid or "all"})

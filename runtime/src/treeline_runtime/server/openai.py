@@ -19,9 +19,9 @@ from treeline_runtime.messages import (
     decode_logprobs,
 )
 from treeline_runtime.server import grammars, tools
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.grammars import Constraint
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import Caller, Streaming
 from treeline_runtime.server.pacing import Pacer, elements
 from treeline_runtime.server.processors import read_processor

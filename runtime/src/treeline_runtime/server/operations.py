@@ -9,11 +9,14 @@ from treeline_runtime.logit_processors import MAX_NAME_CHARS
 from treeline_runtime.server import answers, openai, tools
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import pooling_fields as pooling
+from treeline_runtime.server.apis import answers as api_answers
+from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.chat_reader import EFFORTS
 from treeline_runtime.server.fields import NATIVE_HARMLESS
-from treeline_runtime.server.schema import Body, Operation, Schema
+from treeline_runtime.server.schema import Body, Schema, operation
 
 OPENAI, NATIVE, STATE = "OpenAI's API", "SGLang's API", "Probes and information"
+ANTHROPIC = "Anthropic's API"
 VECTORS = "Rerankers, rewards and other vectors"
 
 MESSAGES: Schema = {
@@ -213,51 +216,125 @@ RERANK_BODY = Body(
     parts=(_DOCUMENT,),
 )
 
-CHAT = Operation(
+CHAT = operation(
     tag=OPENAI,
     summary="Answer a chat",
     body=CHAT_BODY,
     answer=answers.ChatCompletion,
     event=answers.ChatChunk,
 )
-COMPLETION = Operation(
+COMPLETION = operation(
     tag=OPENAI,
     summary="Go on with prompts",
     body=COMPLETION_BODY,
     answer=answers.Completion,
     event=answers.Completion,
 )
-EMBEDDINGS = Operation(tag=OPENAI, summary="Vectors of texts", body=EMBEDDING_BODY, answer=answers.Embeddings)
-POOLING = Operation(
+EMBEDDINGS = operation(tag=OPENAI, summary="Vectors of texts", body=EMBEDDING_BODY, answer=answers.Embeddings)
+POOLING = operation(
     tag=VECTORS, summary="What the model makes of texts, as it is", body=POOLING_BODY, answer=answers.Pooled
 )
-CLASSIFY = Operation(
+CLASSIFY = operation(
     tag=VECTORS, summary="What a classification head says of texts", body=CLASSIFY_BODY, answer=answers.Classified
 )
-SCORE = Operation(tag=VECTORS, summary="How relevant texts are to others", body=SCORE_BODY, answer=answers.Scores)
-RERANK = Operation(tag=VECTORS, summary="Documents by relevance", body=RERANK_BODY, answer=answers.Ranking)
-MODELS = Operation(tag=OPENAI, summary="The model that is served, as a list", answer=answers.Models)
-MODEL = Operation(
+SCORE = operation(tag=VECTORS, summary="How relevant texts are to others", body=SCORE_BODY, answer=answers.Scores)
+RERANK = operation(tag=VECTORS, summary="Documents by relevance", body=RERANK_BODY, answer=answers.Ranking)
+MODELS = operation(tag=OPENAI, summary="The model that is served, as a list", answer=answers.Models)
+MODEL = operation(
     tag=OPENAI,
     summary="The model",
     answer=answers.Model,
-    parameters={"model": "Its name, slashes as they are."},
 )
-GENERATE = Operation(
+GENERATE = operation(
     tag=NATIVE,
     summary="Go on with prompts",
     body=GENERATE_BODY,
     answer=answers.Generated | list[answers.Generated],
     event=answers.Generated,
 )
-TOKENIZE = Operation(tag=NATIVE, summary="Text → ids", body=TOKENIZE_BODY, answer=answers.Tokens)
-DETOKENIZE = Operation(tag=NATIVE, summary="Ids → text", body=DETOKENIZE_BODY, answer=answers.Text)
-LOADS = Operation(tag=STATE, summary="The scheduler's load, asked now")
-LOAD = Operation(tag=STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load)
-VERSION = Operation(tag=STATE, summary="Of the server", answer=answers.Version)
-LIVE = Operation(tag=STATE, summary="503 when a restart would help", answer=answers.Status)
-READY = Operation(tag=STATE, summary="200 while new requests are taken", answer=answers.Status)
-WORKS = Operation(tag=STATE, summary="Generates a few tokens", answer=answers.Status)
-MODEL_INFO = Operation(tag=STATE, summary="About the model")
-SERVER_INFO = Operation(tag=STATE, summary="About the server: its arguments, without secrets, and its state")
-TOKENIZER = Operation(tag=STATE, summary="The tokenizer and chat template, for a router that renders prompts")
+TOKENIZE = operation(tag=NATIVE, summary="Text → ids", body=TOKENIZE_BODY, answer=answers.Tokens)
+DETOKENIZE = operation(tag=NATIVE, summary="Ids → text", body=DETOKENIZE_BODY, answer=answers.Text)
+LOADS = operation(tag=STATE, summary="The scheduler's load, asked now")
+LOAD = operation(tag=STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load)
+VERSION = operation(tag=STATE, summary="Of the server", answer=answers.Version)
+LIVE = operation(tag=STATE, summary="503 when a restart would help", answer=answers.Status)
+READY = operation(tag=STATE, summary="200 while new requests are taken", answer=answers.Status)
+WORKS = operation(tag=STATE, summary="Generates a few tokens", answer=answers.Status)
+MODEL_INFO = operation(tag=STATE, summary="About the model")
+SERVER_INFO = operation(tag=STATE, summary="About the server: its arguments, without secrets, and its state")
+TOKENIZER = operation(tag=STATE, summary="The tokenizer and chat template, for a router that renders prompts")
+
+
+# ---- chats in the words of other APIs -------------------------------------------------------------------------------
+
+_OF_CHAT = {**_SALT, "chat_template_kwargs": _TEMPLATE["chat_template_kwargs"]}
+_ONE_ANSWER: dict[str, Schema] = {"n": {"enum": [None, 1]}}
+
+RESPONSES_BODY = Body(
+    struct=responses_fields.ResponsesBody,
+    description="A chat as items. Nothing is stored: the whole conversation comes with each request. Unset sampling "
+    "values come from the checkpoint, `max_output_tokens` is the rest of the context.",
+    others=_OF_CHAT
+    | _ONE_ANSWER
+    | {
+        "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "previous_response_id": {"description": "Nothing is stored.", "type": "null"},
+        "structured_outputs": {"description": "vLLM's object: what the answer must be.", "type": ["object", "null"]},
+        "tool_choice": {"anyOf": [{"enum": [None, "none", "auto", "required"]}, {"type": "object"}]},
+    },
+    required=("input",),
+    harmless=responses_fields.RESPONSES_HARMLESS,
+)
+MESSAGES_BODY = Body(
+    struct=anthropic_fields.MessagesBody,
+    description="A chat. Where `max_tokens` is more than the context has room for, the answer may fill it.",
+    others=_OF_CHAT
+    | _ONE_ANSWER
+    | {
+        "messages": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role", "content"],
+                "properties": {
+                    "role": {"enum": ["user", "assistant", "system"]},
+                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+                },
+            },
+        },
+        "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},
+        "stop": {"description": "Called `stop_sequences` here.", "enum": [None, "", []]},
+    },
+    required=("messages",),
+    harmless=anthropic_fields.MESSAGES_HARMLESS,
+)
+
+RESPONSES = operation(
+    tag=OPENAI,
+    summary="Answer a chat, as items",
+    body=RESPONSES_BODY,
+    answer=api_answers.ResponseObject,
+    event=api_answers.ResponseEvent,
+)
+INPUT_TOKENS = operation(
+    tag=OPENAI,
+    summary="How many tokens the prompt of a chat has",
+    body=RESPONSES_BODY,
+    answer=api_answers.InputTokens,
+)
+MESSAGES = operation(
+    tag=ANTHROPIC,
+    summary="Answer a chat",
+    body=MESSAGES_BODY,
+    answer=api_answers.Message,
+    event=api_answers.MessageEvent,
+    error=api_answers.AnthropicError,
+)
+COUNT_TOKENS = operation(
+    tag=ANTHROPIC,
+    summary="How many tokens the prompt of a chat has",
+    body=MESSAGES_BODY,
+    answer=api_answers.TokenCount,
+    error=api_answers.AnthropicError,
+)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from treeline_runtime.server.http import encode_json
+import msgspec
 
 TURN_S = 0.004
+
+encode_json = msgspec.json.Encoder().encode
 
 
 class Pacer:

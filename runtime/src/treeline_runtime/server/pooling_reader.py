@@ -13,8 +13,8 @@ from treeline_wire.prompt import PromptError, prompt_of_completion
 from treeline_runtime.messages import SamplingParams
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as fields
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown, convert
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.jobs import (
     Caller,
     ClassifyTask,

@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter, Request, Response, Security
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import LoadUpdate
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server.errors import RETRY
+from treeline_runtime.server import operations
+from treeline_runtime.server.access import Guarded
+from treeline_runtime.server.dependencies import Checking
+from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.health import EngineHealth
-from treeline_runtime.server.http import ApiError, Request, Response, json_response
+from treeline_runtime.server.http import Answer, json_answer
 from treeline_runtime.server.metrics import CONTENT_TYPE, Samples
 from treeline_runtime.server.service import Service
 from treeline_runtime.tokenizer_manager import NoReply
@@ -46,9 +50,35 @@ class Probes:
         self.counted_elsewhere: Callable[[], Awaitable[Iterable[Samples]]] | None = None
         """Asks for what HTTP workers have counted."""
 
+    @property
+    def router(self) -> APIRouter:
+        """What everybody may ask."""
+        made = APIRouter()
+        made.add_api_route("/live", self.live, **operations.LIVE)
+        for path in ("/ready", "/health", "/ping"):
+            made.add_api_route(path, self.ready, **operations.READY)
+        for path in ("/model_info", "/get_model_info"):
+            made.add_api_route(path, self.model_info, **operations.MODEL_INFO)
+        for path in ("/server_info", "/get_server_info"):
+            made.add_api_route(path, self.server_info, **operations.SERVER_INFO)
+        made.add_api_route("/version", self.version, **operations.VERSION)
+        made.add_api_route("/treeline/tokenizer", self.tokenizer, **operations.TOKENIZER)
+        return made
+
+    @property
+    def keyed_router(self) -> APIRouter:
+        """What is asked with the key of the API."""
+        made = APIRouter(dependencies=[Security(Guarded())])
+        made.add_api_route("/health_generate", self.health_generate, **operations.WORKS)
+        made.add_api_route("/v1/models", self.models, **operations.MODELS)
+        made.add_api_route("/v1/models/{model:path}", self.model, **operations.MODEL)
+        made.add_api_route("/v1/loads", self.loads, **operations.LOADS)
+        made.add_api_route("/load", self.load, **operations.LOAD)
+        return made
+
     # ---- probes ---------------------------------------------------------------------------------------------
 
-    async def live(self, _request: Request) -> Response:
+    async def live(self) -> Response:
         """503 only when a restart would help: a process has stood still, or has died, or no request works."""
         state, limit_s = self._service.state, self._info.args.watchdog_timeout
         if state.failure is not None:
@@ -59,9 +89,9 @@ class Probes:
                 raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s", type="server_error")
             if self.health.problem is not None and self.health.failing_s > limit_s:
                 raise ApiError(503, self.health.problem, type="server_error")
-        return json_response({"status": "live", "heartbeats": state.heartbeats})
+        return json_answer({"status": "live", "heartbeats": state.heartbeats})
 
-    async def ready(self, _request: Request) -> Response:
+    async def ready(self) -> Response:
         """200 while the server accepts new work and, as far as is known, can do it. Costs nothing: answered without
         asking the scheduler."""
         state = self._service.state
@@ -76,21 +106,21 @@ class Probes:
             raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
         if self.health.problem is not None:
             raise ApiError(503, self.health.problem, type="server_error")
-        return json_response({"status": "ready"})
+        return json_answer({"status": "ready"})
 
-    async def health_generate(self, _request: Request) -> Response:
+    async def health_generate(self, _asked: Checking) -> Response:
         """Generates a few tokens, so it proves the whole path; too slow for a probe under load."""
         await self.health.check()
-        return json_response({"status": "healthy"})
+        return json_answer({"status": "healthy"})
 
     # ---- information ----------------------------------------------------------------------------------------
 
-    async def models(self, _request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
+    async def models(self) -> Response:
+        return json_answer({"object": "list", "data": [self._model()]})
 
-    async def model(self, request: Request) -> Response:
-        self._service.reader.check_model(request.path_parameter("model"))
-        return json_response(self._model())
+    async def model(self, model: str) -> Response:
+        self._service.reader.check_model(model)
+        return json_answer(self._model())
 
     def _model(self) -> dict[str, Any]:
         limits = self._service.limits
@@ -104,9 +134,9 @@ class Probes:
             "max_model_len": None if limits is None else limits.context_length,
         }
 
-    async def model_info(self, _request: Request) -> Response:
+    async def model_info(self) -> Response:
         info = self._info
-        return json_response(
+        return json_answer(
             {
                 "model_path": self._service.state.model_path or info.args.model,
                 "served_model_name": self._service.model_name,
@@ -126,10 +156,10 @@ class Probes:
             }
         )
 
-    async def server_info(self, _request: Request) -> Response:
+    async def server_info(self) -> Response:
         info, service = self._info, self._service
         status = "loading" if not service.state.ready else "asleep" if service.state.asleep else "ready"
-        return json_response(
+        return json_answer(
             {
                 **info.args.public(),
                 **self.scheduler_info,
@@ -160,14 +190,14 @@ class Probes:
     async def tokenizer(self, request: Request) -> Response:
         """The tokenizer and chat template, for a router that renders prompts itself."""
         bundle = self._service.prompts.bundle
-        etag = b'"%s"' % bundle.fingerprint.encode()
-        if request.header(b"if-none-match") == etag:
-            return Response(b"", 304, headers=((b"etag", etag),))
-        return Response(bundle.to_json(), headers=((b"etag", etag),))
+        etag = f'"{bundle.fingerprint}"'
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers={"etag": etag})
+        return Answer(bundle.to_json(), headers=((b"etag", etag.encode()),))
 
     async def loads(self, request: Request) -> Response:
         """The scheduler's load, asked now."""
-        if request.query.get("format", "json") != "json":
+        if request.query_params.get("format", "json") != "json":
             raise ApiError(
                 400,
                 "'format' must be json; metrics have a listener of their own (--metrics-port)",
@@ -179,25 +209,25 @@ class Probes:
             raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
         load = msgspec.convert(data, LoadUpdate)
         entry = _load_entry(load) | {"draining": self._service.state.draining}
-        return json_response({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
+        return json_answer({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
 
-    async def load(self, _request: Request) -> Response:
+    async def load(self) -> Response:
         """Requests in flight, as last reported: vLLM's."""
         load = self._service.state.load
-        return json_response({"server_load": load.running + load.waiting})
+        return json_answer({"server_load": load.running + load.waiting})
 
-    async def version(self, _request: Request) -> Response:
+    async def version(self) -> Response:
         """Ours: vLLM's and SGLang's path."""
-        return json_response({"version": self._info.version})
+        return json_answer({"version": self._info.version})
 
-    async def metrics(self, _request: Request) -> Response:
+    async def metrics(self) -> Response:
         metrics, state = self._service.metrics, self._service.state
         metrics.on_load(state.load)
         metrics.set("draining", state.draining)
         elsewhere = [] if self.counted_elsewhere is None else await self.counted_elsewhere()
-        return Response(metrics.render(elsewhere), content_type=CONTENT_TYPE.encode())
+        return Answer(metrics.render(elsewhere), content_type=CONTENT_TYPE.encode())
 
-    async def debug_radix(self, _request: Request) -> Response:
+    async def debug_radix(self) -> Response:
         """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
@@ -209,7 +239,7 @@ class Probes:
             raise ApiError(503, f"No answer: {error}", type="server_error") from None
         announced = set(map(str, told["hashes"]))
         blocks = [block | {"announced": block["hash"] in announced} for block in tree["blocks"]]
-        return json_response({"epoch": self._info.epoch, "seq": told["seq"], "blocks": blocks})
+        return json_answer({"epoch": self._info.epoch, "seq": told["seq"], "blocks": blocks})
 
 
 def _pooling(pooling: Pooling) -> dict[str, Any]:

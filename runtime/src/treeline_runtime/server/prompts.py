@@ -17,9 +17,8 @@ from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_runtime.server.errors import invalid
+from treeline_runtime.server.errors import ApiError, invalid
 from treeline_runtime.server.fields import check_messages, ignore
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
 from treeline_runtime.server.special_tokens import SpecialTokens
 from treeline_runtime.server.tokenization import CachedTokenizer

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
@@ -17,43 +17,28 @@ from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
-from treeline_runtime.server.errors import UnknownModel
-from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert
+from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert, json_object
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiError, encode_json, json_object
 from treeline_runtime.server.jobs import (
     Answered,
     Caller,
     CompletionTask,
     GenerateTask,
     GenerationJob,
+    Kind,
     PromptSpec,
     Streaming,
     Task,
     Told,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
+from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
 
-Kind = Literal[
-    "chat",
-    "completion",
-    "generate",
-    "tokenize",
-    "detokenize",
-    "embedding",
-    "pooling",
-    "classify",
-    "score",
-    "rerank",
-    "responses",
-    "messages",
-    "count_tokens",
-    "input_tokens",
-]
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """Of `/generate`."""
@@ -71,7 +56,7 @@ class Reader:
     formats: Formats = NO_FORMATS
     """In which the model thinks, and calls tools."""
 
-    def read(self, kind: Kind, body: bytes, limits: Limits | None, caller: Caller) -> Task:
+    def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
         a chat that only another process may render.
         """

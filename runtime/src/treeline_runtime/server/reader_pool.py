@@ -15,38 +15,24 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from treeline_runtime.client_seconds import ClientSeconds
+from treeline_runtime.confined.frames import header, receive_frame
 from treeline_runtime.launch import spawn
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server.errors import UnknownModel, overloaded
+from treeline_runtime.server.errors import ApiError, UnknownModel, overloaded
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiError
-from treeline_runtime.server.jobs import Caller, Refused, Task
+from treeline_runtime.server.jobs import Caller, Kind, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.turns import Turns
 
-if TYPE_CHECKING:
-    from treeline_runtime.server.reader import Kind
-
-KINDS: Final[tuple[Kind, ...]] = (
-    *("chat", "completion", "generate", "tokenize", "detokenize"),
-    *("embedding", "pooling", "classify", "score", "rerank"),
-    *("responses", "messages", "count_tokens"),
-)
-ORDER = struct.Struct("!BQQQQ")
-"""Index in KINDS, context length, longest request (0: not known yet), bytes of the caller (msgpack) that follows, and
-of the body after it."""
-SIZE = struct.Struct("!Q")
 ORDINARY_BYTES = 1 << 20
 MAX_WAITING = 1024
 """Bodies that may wait for a reader."""
@@ -91,6 +77,16 @@ class ReaderSpec(msgspec.Struct, frozen=True):
     log_level: str
     pooling: Pooling | None = None
     formats: Formats = NO_FORMATS
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What comes before a body, which is the next frame."""
+
+    kind: Kind
+    size: int
+    """Of the body in bytes."""
+    limits: Limits | None
+    caller: Caller
 
 
 @dataclass
@@ -315,18 +311,15 @@ class _Lane:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def _ask(self, body: _PendingBody) -> bytes:
-        limits = body.limits
-        context, longest = (0, 0) if limits is None else (limits.context_length, limits.max_request_tokens)
         assert self._streams is not None, "the process is ready"
         reader, writer = self._streams
+        order = msgspec.msgpack.encode(Order(body.kind, body.size, body.limits, body.caller))
         try:
-            caller = msgspec.msgpack.encode(body.caller)
-            writer.write(ORDER.pack(KINDS.index(body.kind), context, longest, len(caller), body.size) + caller)
+            writer.write(header(len(order)) + order + header(body.size))
             for part in body.parts:
                 writer.write(part)
                 await writer.drain()
-            size = SIZE.unpack(await reader.readexactly(SIZE.size))[0]
-            return await reader.readexactly(size)
+            return await receive_frame(reader)
         except (OSError, asyncio.IncompleteReadError) as error:
             raise _Gone(type(error).__name__) from None
 
@@ -339,8 +332,8 @@ class _Lane:
                 async with asyncio.timeout(START_S):
                     reader, writer = self._streams = await asyncio.open_unix_connection(sock=ours)
                     spec = msgspec.json.encode(self._spec)
-                    writer.write(SIZE.pack(len(spec)) + spec)
-                    await reader.readexactly(1)
+                    writer.write(header(len(spec)) + spec)
+                    await receive_frame(reader)  # that it is ready
                 self._ready = True
                 return
             except (OSError, asyncio.IncompleteReadError, TimeoutError):

@@ -10,10 +10,9 @@ from msgspec import Meta
 
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.messages import LARGEST_PRIORITY, MAX_STOP_TOKEN_IDS, CustomProcessor, SamplingParams
-from treeline_runtime.server.errors import invalid, short
+from treeline_runtime.server.errors import ApiError, invalid, short
 from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.grammars import Constraint
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.stop_regex import automaton
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 
 from treeline_runtime.server.answers import Error
 from treeline_runtime.server.fields import HARMLESS, NEUTRAL, ON_BY_DEFAULT
@@ -23,7 +22,6 @@ Schema = dict[str, Any]
 
 JSON, EVENTS = "application/json", "text/event-stream"
 REFERENCE = "#/components/schemas/{name}"
-KEY = "key"
 NOTHING: tuple[Any, ...] = (None, False, [], {})
 """With these values any field asks for nothing (`fields.is_neutral`)."""
 DESCRIPTION = """\
@@ -69,64 +67,40 @@ class Body:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Operation:
-    """What can be asked of a path."""
-
-    tag: str
-    summary: str
-    answer: Any = dict
-    """Its type."""
-    event: Any = None
-    """The type of a stream's events; None: there are no streams."""
-    error: Any = Error
-    """The type of answers that are errors."""
-    body: Body | None = None
-    parameters: Mapping[str, str] = field(default_factory=dict)
-    """Of the path: what they mean, by name."""
-
-    def written(self, *, open: bool) -> Schema:
-        """As OpenAPI has it. `open`: needs no key."""
-        content = {JSON: {"schema": reference(self.answer)}}
-        if self.event is not None:
-            content[EVENTS] = {"schema": reference(self.event)}
-        failed = {"description": "An error", "content": {JSON: {"schema": reference(self.error)}}}
-        made: Schema = {
-            "tags": [self.tag],
-            "summary": self.summary,
-            "responses": {"200": {"description": "The answer", "content": content}, "default": failed},
-            "security": [] if open else [{KEY: []}, {}],
-        }
-        if self.body is not None:
-            made["requestBody"] = {"required": True, "content": {JSON: {"schema": self.body.reference}}}
-        if self.parameters:
-            made["parameters"] = [
-                {
-                    "in": "path",
-                    "name": name,
-                    "required": True,
-                    "schema": {"type": "string"},
-                    "description": what,
-                }
-                for name, what in self.parameters.items()
-            ]
-        return made
+_KINDS: list[Any] = [Error]
+_BODIES: list[Body] = []
+"""What operations refer to."""
 
 
-def document(app: FastAPI, operations: Iterable[Operation]) -> Schema:
-    """The OpenAPI document of an application whose routes have these operations."""
-    types: list[Any] = [Error]
-    bodies = dict[str, Schema]()
-    for operation in operations:
-        types += [kind for kind in (operation.answer, operation.event, operation.error) if kind is not None]
-        bodies |= {} if operation.body is None else operation.body.components()
-    made = get_openapi(title=app.title, version=app.version, description=DESCRIPTION, routes=app.routes)
-    key = {
-        "type": "http",
-        "scheme": "bearer",
-        "description": "Where the server was started with --api-key. `x-api-key` takes it as well.",
+def operation(
+    *, tag: str, summary: str, answer: Any = dict, event: Any = None, error: Any = Error, body: Body | None = None
+) -> dict[str, Any]:
+    """What a route says of itself, as keywords of its decorator. `answer`, `event` and `error`: the types of answers,
+    of a stream's events (None: there are no streams), and of answers that are errors."""
+    _KINDS.extend(kind for kind in (answer, event, error) if kind is not None)
+    content = {JSON: {"schema": reference(answer)}}
+    if event is not None:
+        content[EVENTS] = {"schema": reference(event)}
+    failed = {"description": "An error", "content": {JSON: {"schema": reference(error)}}}
+    extra: Schema = {}
+    if body is not None:
+        _BODIES.append(body)
+        extra["requestBody"] = {"required": True, "content": {JSON: {"schema": body.reference}}}
+    return {
+        "tags": [tag],
+        "summary": summary,
+        "responses": {200: {"description": "The answer", "content": content}, "default": failed},
+        "openapi_extra": extra,
     }
-    made["components"] = {"schemas": components(types) | bodies, "securitySchemes": {KEY: key}}
+
+
+def document(app: FastAPI) -> Schema:
+    """The OpenAPI document of an application: FastAPI's, and the schemas of bodies and answers."""
+    made = app.openapi()
+    schemas = components(_KINDS)
+    for body in _BODIES:
+        schemas |= body.components()
+    made.setdefault("components", {})["schemas"] = schemas
     return made
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,10 +17,10 @@ from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import errors
-from treeline_runtime.server.errors import RETRY
+from treeline_runtime.server.errors import RETRY, ApiError, Header
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiError, Header, Request, in_pieces
-from treeline_runtime.server.jobs import Caller, GenerationJob, size_of
+from treeline_runtime.server.http import ApiRequest, EventStream, error_event, in_pieces
+from treeline_runtime.server.jobs import Caller, GenerationJob, Kind, size_of
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
     GENERATION_BYTES,
@@ -34,7 +34,7 @@ from treeline_runtime.server.limits import (
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.reader import Kind, Reader
+from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
 T = TypeVar("T", bound=Read)
+BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
 OURSELVES = ""
 """The client of what nobody asked for: it does not wait behind those whom the edge has not named."""
 _INLINE_BYTES: Mapping[Kind, int] = {
@@ -58,6 +59,8 @@ _DOES: Mapping[Task, tuple[str, str]] = {
     "reward": ("judges texts", "/classify or /pooling"),
 }
 """What a server does, and which paths are for that."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -162,31 +165,27 @@ class Service:
         assert self.pooling is not None
         return self.pooling
 
-    def check_task(self, path: str, tasks: Collection[Task]) -> None:
-        """Raises ApiError 400 for a path that needs another model, and says what to do."""
+    def admit_for(self, asked: ApiRequest, *tasks: Task) -> None:
+        """Raises ApiError 400 for a path that needs another model, and says what to do; otherwise as `admit`."""
         if self.task in tasks:
+            self.admit()
             return
         does, instead = _DOES[self.task]
         raise ApiError(
             400,
-            f"{path} is not for this model: {self.model_name!r} {does}. Use {instead}, or a server with "
+            f"{asked.path} is not for this model: {self.model_name!r} {does}. Use {instead}, or a server with "
             f"--task {' or '.join(tasks)}",
             code="unsupported_task",
         )
 
-    @contextlib.contextmanager
-    def generating(self) -> Iterator[None]:
-        """Counts one HTTP request that generates. `idle` is set while there is none."""
-        self.active += 1
-        self.idle.clear()
+    def count_generating(self, change: int) -> None:
+        """Counts HTTP requests that generate: 1 begins, -1 ends one. `idle` is set while there is none."""
+        self.active += change
         self.metrics.set("http_requests_active", self.active)
-        try:
-            yield
-        finally:
-            self.active -= 1
-            self.metrics.set("http_requests_active", self.active)
-            if not self.active:
-                self.idle.set()
+        if self.active:
+            self.idle.clear()
+        else:
+            self.idle.set()
 
     def admit(self) -> Limits:
         """Raises ApiError 503 while nothing new is accepted."""
@@ -204,38 +203,38 @@ class Service:
         self.metrics.rejected.inc()
         return errors.overloaded(message)
 
-    async def read(self, request: Request, kind: Kind, type: type[T]) -> T:
+    async def read(self, asked: ApiRequest, kind: Kind, type: type[T]) -> T:
         """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
-        caller = Caller(request.tenant, request.shares_cache)
+        caller = Caller(asked.tenant, asked.shares_cache)
         task: Read | None = None
-        small = request.size <= _INLINE_BYTES.get(kind, INLINE_BYTES) and slow_numbers(request.body) <= MAX_SLOW
+        small = asked.size <= _INLINE_BYTES.get(kind, INLINE_BYTES) and slow_numbers(asked.content) <= MAX_SLOW
         if self.pool is None or small:
             try:
-                task = self.reader.read(kind, request.body, self.limits, caller)
+                task = self.reader.read(kind, asked.content, self.limits, caller)
             except NeedsWorkerError:  # the chat template is not a plain one: rendering it may take long
                 if self.pool is None:
-                    task = await asyncio.to_thread(self.reader.read, kind, request.body, self.limits, caller)
+                    task = await asyncio.to_thread(self.reader.read, kind, asked.content, self.limits, caller)
         if task is None:
             assert self.pool is not None
-            parts, reservation = request.hand_over()
-            reading = self.pool.read(kind, parts, request.size, self.limits, caller, reservation, request.client)
+            parts, reservation = asked.hand_over()
+            reading = self.pool.read(kind, parts, asked.size, self.limits, caller, reservation, asked.client)
             del parts
             task = await reading
         assert isinstance(task, type)
-        request.ignored += task.ignored
+        asked.ignored += task.ignored
         return task
 
     async def open(
-        self, job: GenerationJob, request: Request | None = None, *, answer_bytes: int = 0
+        self, job: GenerationJob, asked: ApiRequest | None = None, *, answer_bytes: int = 0
     ) -> InflightRequest:
-        """Starts the job's generations; the caller closes the request. `request`: that asked for it; None: nobody did.
-        `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
+        """Starts the job's generations. They end with the request that asked for them; without one (None) the caller
+        closes them. `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
         if job.priority and not self.uses_priority:
             job = msgspec.structs.replace(job, priority=0)
-            if request is not None:
-                request.ignored += ("priority",)
-        client = OURSELVES if request is None else request.client
+            if asked is not None:
+                asked.ignored += ("priority",)
+        client = OURSELVES if asked is None else asked.client
         requests, size, pacer = job.requests(client), answer_bytes, Pacer()
         for first in requests[:: job.n]:
             size += job.n * size_of(first)
@@ -246,10 +245,10 @@ class Service:
         reservation = Reservation(self.budget, client, INLINE_BYTES + GENERATION_BYTES)
         reservation.grow(size)
         try:
-            span = None if request is None else request.span
+            span = None if asked is None else asked.span
             if span is not None:
                 span.began(job)
-            return self.manager.open(
+            inflight = self.manager.open(
                 requests,
                 name=job.rid,
                 on_close=reservation.release,
@@ -270,6 +269,9 @@ class Service:
             if isinstance(error, DuplicateRid):
                 raise ApiError(400, f"A request with rid {str(error)!r} is already in flight", param="rid") from None
             raise
+        if asked is not None:
+            asked.inflight = inflight
+        return inflight
 
     def check_finish(self, finish: FinishReason | None) -> None:
         """Raises ApiError for an end that is no answer."""
@@ -304,39 +306,52 @@ class Service:
 
     async def stream(
         self,
-        request: Request,
+        asked: ApiRequest,
         inflight: InflightRequest,
         frames_of: Callable[[int, TextOut, Pacer], Awaitable[list[bytes]]],
         *,
         headers_of: Callable[[TextOut], Sequence[Header]],
-        opening: bytes,
+        opening: bytes = b"",
         closing: Callable[[], bytes],
-    ) -> None:
-        """Sends outputs as they come. Headers leave with the first token; an error before it is an ordinary error
-        answer (ApiError), one after it an event that ends the stream, in the request's shape."""
-        try:
-            pacer = Pacer()
-            async for outs in _outputs(inflight):
-                frames = list[bytes]()
-                for index, out in outs:
-                    self.check_finish(out.finish)
-                    frames += await frames_of(index, out, pacer)
-                    await pacer.rest()
-                if not request.streaming:
-                    await request.start_events(headers_of(outs[0][1]))
-                    frames.insert(0, opening)
-                for piece in in_pieces(frames):
-                    await request.send_events(piece)
-            await request.end_events(closing())
-        except ApiError as error:
-            if not request.streaming:
-                raise
-            await request.end_events(request.errors.event(error))
+        failed: Callable[[ApiError], bytes] = error_event,
+    ) -> EventStream:
+        """Outputs as they come. Headers leave with the first token; an error before it is an ordinary error answer
+        (ApiError), one after it an event that ends the stream (`failed`)."""
+        pacer = Pacer()
 
+        async def frames(outs: list[tuple[int, TextOut]]) -> list[bytes]:
+            made = list[bytes]()
+            for index, out in outs:
+                self.check_finish(out.finish)
+                made += await frames_of(index, out, pacer)
+                await pacer.rest()
+            return made
 
-async def _outputs(inflight: InflightRequest) -> AsyncIterator[list[tuple[int, TextOut]]]:
-    while outs := await inflight.next():
-        yield outs
+        first = await inflight.next()
+        begun = [opening, *await frames(first)]
+        asked.streaming = True
+
+        async def content() -> AsyncIterator[bytes]:
+            try:
+                for piece in in_pieces(begun):
+                    yield piece
+                begun.clear()
+                while outs := await inflight.next():
+                    for piece in in_pieces(await frames(outs)):
+                        yield piece
+                inflight.close()  # the client may use its rid again once it has the end
+                yield closing()
+            except ApiError as error:
+                yield failed(error)
+            except Exception as error:
+                logger.exception("%s failed", asked.path)
+                if asked.span is not None:
+                    asked.span.failed(error)
+                yield failed(BROKEN)
+
+        headers = {name.decode(): value.decode() for name, value in headers_of(first[0][1])}
+        headers["cache-control"] = "no-cache"
+        return EventStream(content(), headers=headers, media_type="text/event-stream")
 
 
 def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> dict[str, object]:

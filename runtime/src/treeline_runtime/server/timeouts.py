@@ -13,7 +13,7 @@ import httptools
 from treeline_wire.openai_errors import error_body
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from treeline_runtime.server.http import encode_json
+from treeline_runtime.server.pacing import encode_json
 
 SILENT_S = 75.0
 """For a new connection to begin its first request. Browsers and proxies open some ahead."""

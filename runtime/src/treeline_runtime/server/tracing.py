@@ -11,9 +11,9 @@ Imported only with `--tracing`.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from opentelemetry import trace
@@ -26,9 +26,9 @@ from treeline_wire import tracing
 from treeline_wire.tracing_env import operation_of
 
 from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
-from treeline_runtime.server.http import ApiError, ClientGone, Request, Response
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import ApiRequest, ClientGone
 from treeline_runtime.server.jobs import GenerationJob
-from treeline_runtime.server.limits import TooMuchInFlight
 
 SERVICE: Final = "treeline-runtime"
 """`service.name`, unless the variables have another."""
@@ -38,9 +38,6 @@ _LONGEST = 256
 """Characters of a value that clients choose."""
 _MOST_REASONS = 64
 """Generations whose end is told."""
-
-Answered = Callable[[Response | None], Response | None]
-"""Notes what a request was answered, and returns it."""
 
 
 class Tracing:
@@ -57,34 +54,19 @@ class Tracing:
         """Send what there is, for so many seconds at most."""
         await tracing.stop(self._provider, limit_s)
 
-    @contextlib.contextmanager
-    def serving(self, request: Request) -> Iterator[Answered]:
-        """The span of a request, until its answer is made; one that streams has sent it then."""
+    def begin(self, request: ApiRequest) -> RequestSpan | None:
+        """The span of a request, if it is recorded."""
         operation = operation_of(request.path)
         if not operation:  # a probe
-            yield _unseen
-            return
-        sent = {name: value for name in _CONTEXT if (value := request.header(name.encode())) is not None}
-        carrier = {name: value.decode("latin-1") for name, value in sent.items()}
+            return None
+        carrier = {name: value for name in _CONTEXT if (value := request.headers.get(name)) is not None}
         parent = self._propagator.extract(carrier)
         span = self._tracer.start_span(f"{operation} {self._model}", parent, kind=SpanKind.SERVER)
         if not span.is_recording():
-            yield _unseen
-            return
+            return None
         span.set_attributes({**_of_http(request), "gen_ai.operation.name": operation})
         span.set_attribute("gen_ai.provider.name", "treeline")
-        request.span = recorded = RequestSpan(self._tracer, span, self._model)
-        try:
-            yield recorded.answered
-        except BaseException as error:
-            recorded.failed(error)
-            raise
-        finally:
-            recorded.end(streamed=request.streaming)
-
-
-def _unseen(response: Response | None) -> Response | None:
-    return response
+        return RequestSpan(self._tracer, span, self._model)
 
 
 class RequestSpan:
@@ -130,10 +112,9 @@ class RequestSpan:
         if (finish := out.finish) is not None and finish.type in ("abort", "error"):
             self._error = self._error or _error_of(finish)
 
-    def answered(self, response: Response | None) -> Response | None:
-        """None: the answer was streamed."""
-        self._status = 200 if response is None else response.status
-        return response
+    def answered(self) -> None:
+        """Its answer begins, and is no error."""
+        self._status = 200
 
     def failed(self, error: BaseException) -> None:
         """There is no answer, or it is an error."""
@@ -141,9 +122,7 @@ class RequestSpan:
             self._status = error.status
             found = error.body["error"]
             self._error = self._error or found["code"] or str(error.status)
-        elif isinstance(error, TooMuchInFlight):
-            self._status, self._error = 503, "overloaded"
-        elif isinstance(error, ClientGone):
+        elif isinstance(error, ClientGone | asyncio.CancelledError):
             self._error = "client_gone"
         else:
             self._status, self._error = 500, type(error).__name__
@@ -209,12 +188,12 @@ def _known(found: Mapping[str, AttributeValue | None]) -> dict[str, AttributeVal
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _of_http(request: Request) -> dict[str, AttributeValue]:
-    id = request.header(names.REQUEST_ID.encode())
+def _of_http(request: ApiRequest) -> dict[str, AttributeValue]:
+    id = request.headers.get(names.REQUEST_ID)
     found: dict[str, AttributeValue | None] = {
         "http.request.method": request.method,
         "url.path": request.path,
-        "http.request.header.x-request-id": None if id is None else id.decode("latin-1")[:_LONGEST],
+        "http.request.header.x-request-id": None if id is None else id[:_LONGEST],
     }
     return _known(found)
 

@@ -12,12 +12,16 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastapi import APIRouter, Response
+
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
-from treeline_runtime.server import openai
-from treeline_runtime.server.http import ApiError, Header, Request, Response, encode_json, json_response
+from treeline_runtime.server import openai, operations
+from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server.errors import ApiError, Header
+from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
-from treeline_runtime.server.pacing import Pacer, open_object
+from treeline_runtime.server.pacing import Pacer, encode_json, open_object
 from treeline_runtime.server.service import Service, token_headers
 
 FLOAT_BYTES = 24
@@ -27,28 +31,38 @@ SHOWN_BYTES = 2
 """What a character of a document takes that is shown in an answer: itself, and as JSON. Most are ASCII."""
 
 
-async def embeddings(service: Service, request: Request) -> Response:
-    service.admit()
-    task = await service.read(request, "embedding", VectorsTask)
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", **operations.EMBEDDINGS)
+async def embeddings(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "embed")
+    task = await service.read(asked, "embedding", VectorsTask)
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
-    outs = await _outs(service, request, task.job)
+    outs = await _outs(asked, task.job)
     head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
     return await _answer(service, task, outs, head, "embedding", "embedding")
 
 
-async def pooling(service: Service, request: Request) -> Response:
-    service.admit()
-    task = await service.read(request, "pooling", VectorsTask)
-    outs = await _outs(service, request, task.job)
+@router.post("/pooling", **operations.POOLING)
+async def pooling(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "embed", "score", "reward")
+    task = await service.read(asked, "pooling", VectorsTask)
+    outs = await _outs(asked, task.job)
     head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
     return await _answer(service, task, outs, head, "pooling", "data")
 
 
-async def classify(service: Service, request: Request) -> Response:
-    service.admit()
-    task = await service.read(request, "classify", ClassifyTask)
-    outs = await _outs(service, request, task.job)
+@router.post("/classify", **operations.CLASSIFY)
+@router.post("/v1/classify", **operations.CLASSIFY)
+async def classify(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "reward", "score")
+    task = await service.read(asked, "classify", ClassifyTask)
+    outs = await _outs(asked, task.job)
     made = service.pools()
     labels = made.labels or ("LABEL_0",)
 
@@ -61,21 +75,28 @@ async def classify(service: Service, request: Request) -> Response:
     return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
 
 
-async def score(service: Service, request: Request) -> Response:
-    service.admit()
-    task = await service.read(request, "score", ScoreTask)
-    outs = await _outs(service, request, task.job)
+@router.post("/score", **operations.SCORE)
+@router.post("/v1/score", **operations.SCORE)
+async def score(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "score")
+    task = await service.read(asked, "score", ScoreTask)
+    outs = await _outs(asked, task.job)
     scores = _scores(service, outs, activation=task.activation)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
     head = openai.envelope(task.job.rid, "list", service.model_name)
-    return json_response(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
+    return json_answer(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
 
 
-async def rerank(service: Service, request: Request) -> Response:
-    service.admit()
-    task = await service.read(request, "rerank", RerankTask)
+@router.post("/rerank", **operations.RERANK)
+@router.post("/v1/rerank", **operations.RERANK)
+@router.post("/v2/rerank", **operations.RERANK)
+async def rerank(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "score")
+    task = await service.read(asked, "rerank", RerankTask)
     texts = sum(map(len, task.documents or ()))
-    outs = await _outs(service, request, task.job, shown_bytes=SHOWN_BYTES * texts)
+    outs = await _outs(asked, task.job, shown_bytes=SHOWN_BYTES * texts)
     scores = _scores(service, outs, activation=task.activation)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
 
@@ -93,14 +114,11 @@ async def rerank(service: Service, request: Request) -> Response:
 # ---- vectors --------------------------------------------------------------------------------------------------------
 
 
-async def _outs(service: Service, request: Request, job: GenerationJob, shown_bytes: int = 0) -> list[TextOut]:
+async def _outs(asked: ApiRequest, job: GenerationJob, shown_bytes: int = 0) -> list[TextOut]:
     """One for each prompt, each with its vector. `shown_bytes`: of what else the answer has. Raises ApiError."""
+    service = asked.service
     made = FLOAT_BYTES * service.pools().size * len(job.prompts)
-    inflight = await service.open(job, request, answer_bytes=made + shown_bytes)
-    try:
-        outs = await service.collect(inflight)
-    finally:
-        inflight.close()
+    outs = await service.collect(await service.open(job, asked, answer_bytes=made + shown_bytes))
     if any(out.vector is None for out in outs):  # by an operator, or the engine is being stopped
         raise ApiError(503, "The request was aborted", type="server_error")
     return outs
@@ -130,7 +148,7 @@ async def _listed(
     for index in range(count):
         pieces += [b"," if index else b"", item(index)]
         await pacer.rest()
-    return Response([*pieces, b"]}"], headers=headers)
+    return Answer([*pieces, b"]}"], headers=headers)
 
 
 def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[Header, ...]:

@@ -16,7 +16,7 @@ from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.parts import Part
 from treeline_runtime.server.apis.answering import Event
 from treeline_runtime.server.apis.blocks import Begun, Block, Blocks, Ended, Grown, Step
-from treeline_runtime.server.http import ApiError
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import GenerationJob
 
 _arguments = msgspec.json.Decoder(dict[str, msgspec.Raw])

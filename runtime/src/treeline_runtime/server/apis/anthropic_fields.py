@@ -8,9 +8,8 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 from treeline_runtime.server.apis.errors import NO_THREADS
-from treeline_runtime.server.errors import invalid, short, unsupported
+from treeline_runtime.server.errors import ApiError, invalid, short, unsupported
 from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
-from treeline_runtime.server.http import ApiError
 from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
 from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
 

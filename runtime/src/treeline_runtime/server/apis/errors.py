@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from treeline_wire.anthropic_errors import anthropic_error_body
 
-from treeline_runtime.server.errors import UnknownModel
-from treeline_runtime.server.http import ApiError, ErrorShape, named_event
+from treeline_runtime.server.errors import ApiError, UnknownModel
 
 NO_THREADS: Final = "thread_unsupported_request"
 """Upon this code Anthropic's client sends a request again without `thread`, its conversation whole."""
@@ -66,6 +65,3 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
         return anthropic_error_body(error.status, told["message"])
     details = {"error_code": NO_THREADS, "unsupported": [told["param"]]}
     return anthropic_error_body(error.status, told["message"], details=details)
-
-
-ANTHROPIC_ERRORS = ErrorShape(anthropic_error, lambda error: named_event("error", anthropic_error(error)))

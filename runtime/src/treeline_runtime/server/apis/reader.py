@@ -19,10 +19,10 @@ from treeline_runtime.server import openai
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.apis.errors import renamed, renamed_param
 from treeline_runtime.server.chat_reader import read_chat_task
-from treeline_runtime.server.errors import invalid, unsupported
-from treeline_runtime.server.http import ApiError, encode_json
+from treeline_runtime.server.errors import ApiError, invalid, unsupported
 from treeline_runtime.server.jobs import Answered, Caller, ChatTask, MessagesTask, ResponsesTask, Streaming
 from treeline_runtime.server.limits import Limits
+from treeline_runtime.server.pacing import encode_json
 
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Reader

@@ -5,31 +5,35 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from fastapi import APIRouter, Response
+
+from treeline_runtime.server import operations
 from treeline_runtime.server.apis import answering
 from treeline_runtime.server.apis.responses_events import ResponseEvents
-from treeline_runtime.server.http import ErrorShape, Request, Response
+from treeline_runtime.server.dependencies import Converting, Generating
+from treeline_runtime.server.http import Answer
 from treeline_runtime.server.jobs import Answered, ResponsesTask
 from treeline_runtime.server.service import Service
 
-
-async def responses(service: Service, request: Request) -> Response | None:
-    service.admit()
-    task = await service.read(request, "responses", ResponsesTask)
-    inflight = await service.open(task.chat.job, request, answer_bytes=3 * len(task.shown))
-    try:
-        events = ResponseEvents(task.chat.job, _members(service, task), task.shown)
-        if not task.chat.streaming.on:
-            return await answering.whole(service, task.chat, inflight, events)
-        request.errors = ErrorShape(request.errors.body, events.failed)
-        await answering.stream(service, request, task.chat, inflight, events)
-        return None
-    finally:
-        inflight.close()
+router = APIRouter()
 
 
-async def input_tokens(service: Service, request: Request) -> Response:
+@router.post("/v1/responses", **operations.RESPONSES)
+async def responses(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "generate")
+    task = await service.read(asked, "responses", ResponsesTask)
+    inflight = await service.open(task.chat.job, asked, answer_bytes=3 * len(task.shown))
+    events = ResponseEvents(task.chat.job, _members(service, task), task.shown)
+    if not task.chat.streaming.on:
+        return await answering.whole(service, task.chat, inflight, events)
+    return await answering.stream(asked, task.chat, inflight, events, events.failed)
+
+
+@router.post("/v1/responses/input_tokens", **operations.INPUT_TOKENS)
+async def input_tokens(asked: Converting) -> Response:
     """How many tokens the prompt of such a request has."""
-    return Response((await service.read(request, "input_tokens", Answered)).body)
+    return Answer((await asked.service.read(asked, "input_tokens", Answered)).body)
 
 
 def _members(service: Service, task: ResponsesTask) -> dict[str, Any]:

@@ -17,8 +17,10 @@ from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.parts import Part
 from treeline_runtime.server.apis.answering import Event
 from treeline_runtime.server.apis.blocks import Begun, Block, Blocks, Ended, Grown, Step
-from treeline_runtime.server.http import ApiError, encode_json, named_event
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import named_event
 from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.service import usage
 
 
@@ -85,7 +87,7 @@ class ResponseEvents:
                 yield from self._tell(step)
             yield self._failed(error.body["error"]["message"])
 
-        return b"".join(named_event(event["type"], event) for event in all())
+        return b"".join(named_event(event) for event in all())
 
     def _failed(self, message: str) -> Event:
         self._made |= {"status": "failed", "error": {"code": "server_error", "message": message}}
