@@ -80,11 +80,10 @@ def test_the_real_envoy_accepts_what_runs_in_a_cluster(certificate: Tls, tmp_pat
 
 
 def test_keys_from_a_file_mean_the_same_as_keys_in_the_bootstrap() -> None:
-    inline = manager(EnvoyConfig(api_keys={"ada": "sk-1"}))["http_filters"][1]
-    assert inline["name"] == FILTER
+    (inline,) = [f for f in manager(EnvoyConfig(api_keys={"ada": "sk-1"}))["http_filters"] if f["name"] == FILTER]
     assert inline["typed_config"] == {"@type": TYPE_URL, **filter_settings((("sk-1", "ada"),))}
-    watched = manager(EnvoyConfig(api_keys_file="/run/keys.json"))["http_filters"][1]
-    assert watched["name"] == FILTER
+    keyed = manager(EnvoyConfig(api_keys_file="/run/keys.json"))["http_filters"]
+    (watched,) = [f for f in keyed if f["name"] == FILTER]
     assert watched["config_discovery"]["type_urls"] == [inline["typed_config"]["@type"]]
 
 
@@ -198,6 +197,7 @@ def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> 
     filters = manager(EnvoyConfig(api_keys={"ada": "sk-1"}))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == [
         "header_mutation",
+        "header_to_metadata",
         "api_key_auth",
         "ext_proc",
         "rbac",

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 from support.epp_io import small_bundle
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
@@ -160,8 +159,8 @@ def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
 
 
 def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
-    assert replace(pick("/health", b"", method="GET"), headers=None) == PickRequest("r1")
-    assert replace(pick("/v1/completions", None), headers=None) == PickRequest("r1")  # the proxy does not show the body
+    assert pick("/health", b"", method="GET") == PickRequest("r1")
+    assert pick("/v1/completions", None) == PickRequest("r1")  # the proxy does not show the body
     assert pick("/v1/audio/speech", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
     assert pick("/v1/audio/speech", {"model": "nobody", "input": "x"}, served=TWO).pool is None
     assert pick("/upload", b"\x00\x01", served=TWO).model is None
@@ -303,9 +302,3 @@ def test_how_many_requests_will_follow_is_taken_from_a_header(said: str, fork: i
     parsed = parse(RouteRequest(headers, body, None), ONE)
     assert isinstance(parsed, ParsedRequest)
     assert parsed.pick.fork == fork
-
-
-def test_headers_are_not_shown_where_a_request_is_printed() -> None:
-    shown = repr(PickRequest("r1", "tiny", headers={"authorization": "Bearer secret"}))
-    assert "secret" not in shown
-    assert "request_id='r1', model='tiny'" in shown
