@@ -1,6 +1,6 @@
 """What one client may hold of the memory of all requests in flight."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
+from treeline_runtime.server.app import Observed
 from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.http import ApiRequest
 from treeline_runtime.server.jobs import Answered, GenerationJob, PromptSpec
@@ -165,6 +166,46 @@ def asking(client: str | None = None, body: bytes = b"") -> ApiRequest:
     made = ApiRequest({"type": "http", "headers": headers}, cast(Any, None), cast(Any, None))
     made.parts, made.size, made.reservation = [body], len(body), Reservation(ByteBudget(1 << 20), None)
     return made
+
+
+async def no_message(*_: object) -> Any:
+    return {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize("answered", [True, False])
+async def test_of_a_request_that_has_ended_nothing_is_kept_by_its_connection(answered: bool) -> None:
+    """The server keeps the scope until the next request comes on the connection, or for as long as it stays open."""
+    request = asking(body=b"x" * 100)
+    closed: list[bool] = []
+    request.inflight = cast(Any, SimpleNamespace(close=lambda: closed.append(True)))
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "state": {"asked": request}}
+
+    async def fails(_scope: Any, _receive: Any, send: Any) -> None:
+        if answered:
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+        raise RuntimeError
+
+    with nullcontext() if answered else pytest.raises(RuntimeError):
+        await Observed(fails, Metrics("m"))(scope, no_message, no_message)
+    assert scope["state"] == {}
+    assert (request.parts, request.inflight, closed) == ([], None, [True])
+
+
+async def test_a_500_leaves_the_connection_open() -> None:
+    """What is raised out of the application closes it."""
+    sent: list[Any] = []
+
+    async def fails(_scope: Any, _receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+        raise RuntimeError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await Observed(fails, Metrics("m"))({"type": "http", "method": "GET", "path": "/x"}, no_message, send)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
 
 
 SLOW = b'{"a":[' + b"9.092e300," * 100 + b"1]}"

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
@@ -24,6 +27,8 @@ from treeline_runtime.server.http import ApiRequest, ClientGone, json_answer
 from treeline_runtime.server.limits import TooMuchInFlight
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import BROKEN, Service
+
+logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 """What nginx counts a request as whose client has left: nobody sees it."""
@@ -56,8 +61,10 @@ def application(
     )
     app.state.service, app.state.guard, app.state.hints = service, guard, hints
     if documented:
-        document = schema.document(app)
-        app.openapi = lambda: document  # type: ignore[method-assign]
+        document = Response(
+            json.dumps(schema.document(app)), media_type="application/json"
+        )  # anybody may ask: made once
+        app.router.routes.insert(0, Route("/openapi.json", lambda _: document))
     for kind, answer in (
         (ApiError, _refused),
         (TooMuchInFlight, _full),
@@ -66,10 +73,11 @@ def application(
         (Exception, _broken),
     ):
         app.add_exception_handler(kind, answer)
+    served: ASGIApp = app
     if allowed_origins:
         # Credentials (cookies) are never allowed: the API knows none, and keys come in a header that a preflight names.
-        app.add_middleware(
-            CORSMiddleware,
+        served = CORSMiddleware(
+            app,
             allow_origins=allowed_origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
@@ -81,7 +89,7 @@ def application(
             ),
             max_age=PREFLIGHT_MAX_AGE_S,
         )
-    return Observed(app, service.metrics)
+    return Observed(served, service.metrics)
 
 
 class Observed:
@@ -96,8 +104,10 @@ class Observed:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         state = scope.setdefault("state", {})
+        ended = False
 
         async def observed(message: Message) -> None:
+            nonlocal ended
             if message["type"] == "http.response.start":
                 if message["status"] != CLIENT_LEFT:
                     self._metrics.http_requests.labels(_path_of(scope), message["status"]).inc()
@@ -108,6 +118,7 @@ class Observed:
                 if asked is not None and asked.span is not None and message["status"] < 400:
                     asked.span.answered()
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
 
         try:
             await self._app(scope, receive, observed)
@@ -116,9 +127,14 @@ class Observed:
             task = asyncio.current_task()
             if "asked" not in state or not state["asked"].left or task is None or task.uncancel():
                 raise
+        except Exception:
+            # Starlette raises what it has answered with a 500 once more; the server would close the connection for it.
+            if not ended:
+                raise
+            logger.exception("%s %s failed", scope["method"], _path_of(scope))
         finally:
             if "asked" in state:
-                state["asked"].end()
+                state.pop("asked").end()
 
 
 def _note(state: Mapping[str, Any], error: BaseException) -> None:
@@ -169,6 +185,6 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    """The server logs the traceback."""
+    """`Observed` logs the traceback."""
     _note(request.scope["state"], error)
     return await _refused(request, BROKEN)

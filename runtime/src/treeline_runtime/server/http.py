@@ -192,17 +192,21 @@ class ApiRequest(Request):
         self._watcher = asyncio.create_task(watching())
 
     def end(self) -> None:
-        """Its answer has left, or there is none: ends its generations, and gives back what it holds."""
+        """Its answer has left, or there is none: ends its generations, and gives back what it holds.
+
+        The server may know the request until its connection's next one.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
-        if self.inflight is not None:
-            self.inflight.close()
+        inflight, self.inflight, self.parts = self.inflight, None, []
         if self.reservation is not None:
             self.reservation.release()
         if self.counted:
             self.service.count_generating(-1)
         if self.span is not None:
             self.span.end(streamed=self.streaming)
+        if inflight is not None:
+            inflight.close()
 
 
 def _check_size(size: int, limit: int) -> None:
