@@ -48,6 +48,12 @@ def test_a_plugin_that_decides_who_gets_a_request_is_refused(name: str) -> None:
     assert why(f"{GIE}schedulingProfiles: [{{name: a, plugins: [{{pluginRef: {name}}}]}}]") == told
 
 
+def test_a_plugin_does_not_hide_behind_the_name_of_another() -> None:
+    two = "plugins: [{name: a, type: decode-filter}, {name: a, type: queue-scorer}]"
+    assert why(f"{GIE}{two}") == "two of the plugins are called 'a'"
+    assert why(f"{GIE}schedulingProfiles: {{name: a}}") == "schedulingProfiles must be a list"
+
+
 def test_prefill_only_pods_get_no_requests_by_a_decode_filter_that_is_passed_over() -> None:
     assert FATES["decode-filter"] == "refused"
     assert "decode-filter: refused" in why(f"{GIE}plugins: [{{type: decode-filter}}]")

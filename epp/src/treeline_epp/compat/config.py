@@ -61,7 +61,9 @@ def check_config(text: str) -> None:
     if refused:
         raise ConfigError(f"{', '.join(refused)}: refused; {TABLE} says why, and what to use instead")
     profiles = config.get("schedulingProfiles")
-    if isinstance(profiles, list) and len(profiles) > 1:
+    if profiles is not None and not isinstance(profiles, list):
+        raise ConfigError("schedulingProfiles must be a list")
+    if profiles and len(profiles) > 1:
         raise ConfigError(f"{len(profiles)} schedulingProfiles: leave one, or run a picker for each")
 
 
@@ -74,7 +76,10 @@ def _types(config: dict[str, Any]) -> dict[str, str]:
     for plugin in listed:
         if not isinstance(plugin, dict) or not isinstance(plugin.get("type"), str):
             raise ConfigError("each of the plugins must have a type")
-        found[str(plugin.get("name") or plugin["type"])] = plugin["type"]
+        name = str(plugin.get("name") or plugin["type"])
+        if name in found:
+            raise ConfigError(f"two of the plugins are called {name!r}")
+        found[name] = plugin["type"]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final
 
@@ -244,7 +245,10 @@ def _has_former_settings(world: PoolWorld, shared: SharedGateway) -> bool:
     may not have got to it yet."""
     found = find(world.gateway.children, "Deployment", names.edge(shared.name))
     made_from = annotation(found.object, names.INPUTS) if found is not None else ""
-    return made_from not in ("", edge.inputs(GatewayContext.of(world.gateway, shared, "")))
+    return made_from not in (
+        "",
+        edge.inputs(GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")),
+    )
 
 
 def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
