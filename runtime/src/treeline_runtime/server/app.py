@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
@@ -48,6 +48,10 @@ def application(
     are not served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
     `allowed_origins`: of web pages that may call it; "*" = any.
     """
+    # Included routers would match each path twice.
+    routes: list[BaseRoute] = [route for router in routers for route in router.routes]
+    if documented:
+        routes.append(Route("/openapi.json", _document))
     app = FastAPI(
         title="Treeline",
         version=importlib.metadata.version("treeline-runtime"),
@@ -55,16 +59,13 @@ def application(
         openapi_url="/openapi.json" if documented else None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-        routes=[route for router in routers for route in router.routes],  # included routers would match each path twice
+        routes=routes,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service, app.state.guard, app.state.hints = service, guard, hints
     if documented:
-        document = Response(
-            json.dumps(schema.document(app)), media_type="application/json"
-        )  # anybody may ask: made once
-        app.router.routes.insert(0, Route("/openapi.json", lambda _: document))
+        app.state.document = json.dumps(schema.document(app)).encode()
     for kind, answer in (
         (ApiError, _refused),
         (TooMuchInFlight, _full),
@@ -148,6 +149,11 @@ def _path_of(scope: Scope) -> str:
     if "route" in scope:
         return str(scope["route"].path)
     return str(scope["path"]) if "endpoint" in scope else "other"  # FastAPI's own routes have no parameters
+
+
+async def _document(request: Request) -> Response:
+    """The OpenAPI document. Anybody may ask for it, so it is encoded once."""
+    return Response(request.app.state.document, media_type="application/json")
 
 
 async def _refused(request: Request, error: Exception) -> Response:
