@@ -221,7 +221,7 @@ def test_slow_steps_move_a_long_answer_from_its_prefix_and_not_a_short_one() -> 
     prompt = Prompt.random(1, 100)
     store(picker, "e1", prompt)
     for step_ms in (5.0, 55.0):
-        report = TreelineLoad(running=1, decode_step_ms=step_ms, prefill_tokens_per_s=RATE)
+        report = TreelineLoad(running=8, decode_step_ms=step_ms, prefill_tokens_per_s=RATE)
         picker.on_load("e1", report, now=0.0)
     assert name_of(picker.pick(ask(prompt), 0.0)) == "e0", "64 tokens of 50 ms more each"
     assert name_of(picker.pick(ask(prompt, max_output_tokens=1000), 0.0)) == "e0"

@@ -1,4 +1,4 @@
-"""Load reports leave on change, at most twenty a second, and once a second without."""
+"""Load reports leave on change, at most twenty a second, and once a second without; at once when all has ended."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
     assert isinstance(ours, TreelineLoad)
     assert stat.num_running == ours.running == 5000
     assert ours.pages_cached == 7
+
+
+def test_that_the_last_request_has_ended_is_reported_at_once() -> None:
+    stream = LoadStream(1, 16)
+    stream.on_load(LoadUpdate(running=1), 0.0)
+    stream.take(0.0)
+    stream.on_load(LoadUpdate(running=1, pages_used=2), 0.001)
+    assert stream.take(0.001) == []
+    stream.on_load(LoadUpdate(pages_cached=2), 0.002)
+    stat, ours = reports(stream.take(0.002))
+    assert isinstance(stat, LoadStat)
+    assert isinstance(ours, TreelineLoad)
+    assert stat.num_running == ours.in_flight == 0
+    stream.on_load(LoadUpdate(pages_cached=3), 0.003)
+    assert stream.take(0.003) == [], "it was idle before"
 
 
 def test_an_unchanged_load_is_not_news() -> None:

@@ -247,6 +247,11 @@ class EndpointLoad:
         _, newer = self.reservations.newer_than(self.report.knows_until)
         return max(self.report.in_flight + newer, len(self.reservations))
 
+    def slower_s(self, report: Report) -> float:
+        """By how much a decode step is longer than that of a small batch. Not where at most one request runs: how long
+        its steps are depends on the machine alone, and an idle engine reports an old step."""
+        return max(0.0, report.decode_step_s - self.fastest_step_s) if report.running > 1 else 0.0
+
     def _on_measured(self, now: float) -> None:
         old = _faded(self.rate_samples, self.measured_at, now)
         self.rate_samples, self.measured_at = min(MOST_SAMPLES, old + 1.0), now

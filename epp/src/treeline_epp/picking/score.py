@@ -169,10 +169,8 @@ def _slots_s(report: Report, queued_requests: int) -> float:
 
 
 def _decode_s(candidate: Candidate, report: Report) -> float:
-    """How much longer the output takes than on the same endpoint with little to do. Idle endpoints report old steps."""
-    if not report.running:
-        return 0.0
-    return DECODE_WEIGHT * candidate.output_tokens * max(0.0, report.decode_step_s - candidate.load.fastest_step_s)
+    """How much longer the output takes than on the same endpoint with little to do."""
+    return DECODE_WEIGHT * candidate.output_tokens * candidate.load.slower_s(report)
 
 
 def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:

@@ -233,8 +233,7 @@ def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
         in_flight = max(report.in_flight + waiting - report.waiting, in_flight)
         if most:
             excess = float(requests - most)
-        if report.running:
-            slower = max(0.0, step - load.fastest_step_s)
+        slower = load.slower_s(report)
         if report.tokens_total:
             free = max(0.0, report.tokens_total - max(report.tokens_held, endpoint.held_tokens) - tokens)
     return (

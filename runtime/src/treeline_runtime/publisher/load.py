@@ -1,4 +1,5 @@
-"""Load reports: when to say what. On change at most 20 times a second, else once a second. No sockets, no clock.
+"""Load reports: when to say what. On change at most 20 times a second, else once a second; at once when the last
+request ends and when the engine drains. No sockets, no clock.
 
 They speak for the scheduler: when it says nothing any more, they end, and a router sees that the engine hangs.
 """
@@ -23,6 +24,7 @@ class LoadStream:
     def __init__(self, epoch: int, page_size: int) -> None:
         self._epoch = epoch
         self._load = LoadUpdate(page_size=page_size)
+        self._busy_when_sent = False
         self._draining = False
         self._changed = True
         self._urgent = False
@@ -31,10 +33,15 @@ class LoadStream:
         self._seq = 0
 
     def on_load(self, load: LoadUpdate, now: float) -> None:
-        """The scheduler's word, if only that nothing has changed."""
+        """The scheduler's word, if only that nothing has changed.
+
+        That it has become idle is urgent: until a router knows it, the next request of the same client may be sent
+        where its prefix is not.
+        """
         self._heard_at = now
         self._changed = self._changed or load != self._load
         self._load = load
+        self._urgent = self._urgent or (self._busy_when_sent and not _busy(load))
 
     def on_draining(self) -> None:
         """Sticky, and sent with the next `take` whatever the rate: a router must learn of it at once."""
@@ -54,6 +61,7 @@ class LoadStream:
             return []
         seq, self._seq = self._seq, self._seq + 1
         self._sent_at, self._changed, self._urgent = now, False, False
+        self._busy_when_sent = _busy(self._load)
         return [
             frames.live(LOAD_TOPIC, seq, encode(self._load_stat())),
             frames.live(TREELINE_LOAD_TOPIC, seq, encode(self._treeline_load(seq))),
@@ -83,3 +91,7 @@ class LoadStream:
             draining=load.draining or self._draining or self._load.asleep > 0,
             in_flight=load.running + load.waiting,
         )
+
+
+def _busy(load: LoadUpdate) -> bool:
+    return load.running + load.waiting > 0
