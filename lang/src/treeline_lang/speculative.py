@@ -22,7 +22,6 @@ async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -
     ahead, run = stream.ahead, stream.run
     surplus, ahead.surplus = ahead.surplus, None
     tokens = run.call.num_api_spec_tokens
-    await stream.ready()
     if tokens is None or run.streaming:
         return await run.backend.generate(prompt, sampling, run.call)
     if ahead.foreseen:
@@ -74,7 +73,6 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
     continues = await run.backend.continues()
     if tokens is None or pattern is None or not pattern.speculates(continues=continues):
         return
-    await stream.ready()
     prompt = stream.transcript.prompt()
     asked = pattern.asked(tokens, tells_tokens=run.backend.tells_tokens)
     tries = TRIES if asked.temperature != 0 else 1  # it would say the same again

@@ -142,7 +142,7 @@ def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
     answer = command("treeline_lang", "show", str(file), "--passes")
     assert answer.returncode == 0
     assert answer.stdout.startswith("judge(essay, rules=['Be brief.'])\n\nstream 0\n")
-    assert "fork hints:\n  " in answer.stdout
+    assert "code movement:\n  " in answer.stdout
     assert command("treeline_lang", "show", str(file), "--svg", str(picture)).returncode == 0
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
 
