@@ -3,6 +3,7 @@ than the places of the texts are found out."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from datetime import UTC, datetime
@@ -117,13 +118,17 @@ def test_any_conversation_is_the_same_joined(name: str) -> None:
 
 
 TURNS = st.lists(st.tuples(st.sampled_from(ROLES[:3]), st.sampled_from(TEXTS) | st.text(max_size=6)), min_size=1)
-LEARNT = {name: both(source) for name, source in FAMILIES.items()}
+
+
+@functools.cache
+def learnt_of(family: str) -> tuple[ChatTemplate, LearntTemplate]:
+    return both(FAMILIES[family])
 
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), TURNS)
 def test_generated_conversations_are_the_same_joined(name: str, turns: list[tuple[str, str]]) -> None:
-    full, learnt = LEARNT[name]
+    full, learnt = learnt_of(name)
     learn(learnt, *(role for role, _ in turns))
     assert rendered(learnt, said(*turns)) == rendered(full, said(*turns))
     assert not learnt.differed
