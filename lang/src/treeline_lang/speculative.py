@@ -56,7 +56,7 @@ async def _beyond(stream: StreamExecutor, prompt: Prompt, sampling: Sampling, to
         ahead.spent += 1
         return None
     ahead.surplus = Surplus(prompt.text + part.text, len(prompt.images), part.rest, asked, ended)
-    return _counted(stream, Completion(part.text, {**_told(whole), "finish_reason": part.finish}), 1)
+    return _counted(stream, Completion(part.text, {**_without_tokens(whole), "finish_reason": part.finish}), 1)
 
 
 def foresees(stream: StreamExecutor, role: Role) -> bool:
@@ -85,7 +85,7 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
             return
         found = pattern.read(reply)
         if found is not None:
-            first = Completion(found[0].text, {**_told(reply), **found[0].meta})
+            first = Completion(found[0].text, {**_without_tokens(reply), **found[0].meta})
             others = [Completion(one.text, {**_NONE, **one.meta}) for one in found[1:]]
             stream.ahead.foreseen = deque([_counted(stream, first, 1), *others])
             return
@@ -95,8 +95,8 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
         raise Unmatched(f"the model was asked {times} for the whole turn, and its reply is not as the program has it")
 
 
-def _told(whole: Completion) -> dict[str, Any]:
-    """Without the tokens, which the program has not asked for."""
+def _without_tokens(whole: Completion) -> dict[str, Any]:
+    """Its meta without the tokens, which the program has not asked for."""
     return {name: value for name, value in whole.meta.items() if name not in ("output_token_logprobs", "output_ids")}
 
 
