@@ -31,7 +31,7 @@ settings.register_profile("explore", usual)
 settings.register_profile("treeline", settings(usual, derandomize=True))
 settings.register_profile("quick", settings(usual, derandomize=True))
 settings.load_profile("treeline")
-QUICK_EXAMPLES = 20
+QUICK_EXAMPLES = 12
 
 DEEP_MODULE = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.deep\b", re.MULTILINE)
 

@@ -115,7 +115,13 @@ def uses(name: str, leading: str = "") -> Iterator[str]:
             yield f"{outer}({', '.join([*head, repr(test), 'argument'])})"
 
 
-@pytest.mark.parametrize("name", FILTER_NAMES)
+DOUBLES = ("reject", "rejectattr")
+"""They do what `select` and `selectattr` do."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.deep) if name in DOUBLES else name for name in FILTER_NAMES]
+)
 def test_no_filter_works_long_without_a_look_at_the_clock(name: str) -> None:
     known = name in InlineEnvironment().filters
     for use in [*uses(name), *uses(name, repr(name))] if known else uses(name):
