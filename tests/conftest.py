@@ -3,9 +3,11 @@
 import gc
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,9 @@ settings.register_profile("explore", usual)
 settings.register_profile("treeline", settings(usual, derandomize=True))
 settings.register_profile("quick", settings(usual, derandomize=True))
 settings.load_profile("treeline")
-QUICK_EXAMPLES = 20
+QUICK_EXAMPLES = 12
+
+DEEP_MODULE = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.deep\b", re.MULTILINE)
 
 run = pytest.StashKey[str]()
 
@@ -49,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     # Before the interpreter ends, which waits for threads that may wait for these processes.
     reaper.reap(config.stash[run])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A module that is deep as a whole is not even imported where nothing deep is run: each worker would pay for it."""
+    if collection_path.suffix == ".py" and "not deep" in config.option.markexpr:
+        return True if DEEP_MODULE.search(collection_path.read_text()) else None
+    return None
 
 
 def pytest_collection() -> None:

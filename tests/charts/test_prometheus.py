@@ -30,7 +30,7 @@ from treeline_operator.plan.objects import POD_MONITOR
 from treeline_operator.world import Key, Platform, Ref
 from treeline_tools import envoy_metrics, metrics
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 FILES = helm.CHART / "files"
 GROUPS = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]

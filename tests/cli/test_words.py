@@ -8,32 +8,34 @@ import pytest
 from treeline.main import WORDS, Word, main
 
 
-def treeline(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "treeline", *words], capture_output=True, text=True, timeout=240, check=False
+def status_of(*words: str) -> int:
+    try:
+        return main([*words])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+
+
+def test_as_a_module_and_without_a_word_it_teaches_and_fails():
+    answer = subprocess.run(
+        [sys.executable, "-m", "treeline"], capture_output=True, text=True, timeout=240, check=False
     )
-
-
-def test_without_a_word_it_teaches_and_fails():
-    answer = treeline()
     assert answer.returncode == 2
     assert all(word in answer.stderr for word in WORDS)
 
 
-def test_help_names_every_word():
-    answer = treeline("--help")
-    assert answer.returncode == 0
-    assert all(word in answer.stdout for word in WORDS)
+def test_help_names_every_word(capsys):
+    assert status_of("--help") == 0
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in WORDS)
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_every_word_explains_itself(word):
-    answer = treeline(word, "--help")
-    assert answer.returncode == 0, answer.stderr
-    assert f"treeline {word}" in answer.stdout
+def test_every_word_explains_itself(word, capsys):
+    assert status_of(word, "--help") == 0
+    assert f"treeline {word}" in capsys.readouterr().out
 
 
-def test_whoever_has_read_enough_of_the_output_is_shown_no_traceback(tmp_path):
+def test_a_reader_that_has_read_enough_is_shown_no_traceback(tmp_path):
     pool = tmp_path / "pool.yaml"
     pool.write_text(
         "apiVersion: treeline.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
@@ -47,10 +49,9 @@ def test_whoever_has_read_enough_of_the_output_is_shown_no_traceback(tmp_path):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_an_unknown_word_is_refused_with_the_known_ones():
-    answer = treeline("sreve")
-    assert answer.returncode == 2
-    assert "serve" in answer.stderr
+def test_an_unknown_word_is_refused_with_the_known_ones(capsys):
+    assert status_of("sreve") == 2
+    assert "serve" in capsys.readouterr().err
 
 
 def test_measuring_is_a_room_of_its_own_that_may_be_missing(monkeypatch, capsys):
@@ -107,11 +108,7 @@ def test_the_picker_does_not_load_torch():
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_wrong_flag_is_answered_in_three_lines(word, capsys):
-    try:
-        status = main([word, "--no-such-flag"])
-    except SystemExit as ending:
-        status = ending.code
-    assert status == 2
+    assert status_of(word, "--no-such-flag") == 2
     hint, error, help = capsys.readouterr().err.splitlines()
     assert hint.startswith(f"usage: treeline {word}")
     assert error.startswith(f"treeline {word}: error: ")

@@ -5,20 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.runtime_server import running
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(ROOT / "models" / "tiny", "--no-events") as server:
-        yield server.url
 
 
 def promised(script: str) -> list[str]:
@@ -30,10 +22,10 @@ def test_there_are_three() -> None:
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_what_it_says(script: Path, url: str) -> None:
+def test_an_example_prints_what_it_says(script: Path, tiny_url: str) -> None:
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
-        env=os.environ | {"TREELINE_URL": url},
+        env=os.environ | {"TREELINE_URL": tiny_url},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == promised(script.read_text())

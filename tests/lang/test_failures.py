@@ -120,6 +120,7 @@ def test_a_program_called_within_another_returns_nothing_where_its_call_failed()
 # ---- a server that dies -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 def test_a_server_that_is_killed_ends_runs_streams_and_batches_by_an_error_of_their_step(model: Path) -> None:
     with running(model, "--no-events", fake=True) as doomed, RuntimeEndpoint(doomed.url) as backend:
         plain = short_then_long.run(backend=backend)
@@ -155,6 +156,7 @@ def test_a_server_that_is_killed_ends_runs_streams_and_batches_by_an_error_of_th
             later["a"]
 
 
+@pytest.mark.deep
 def test_a_server_may_restart_between_two_runs(model: Path) -> None:
     """Connections that were kept are dead: a run does not trip over them."""
     port = free_port()

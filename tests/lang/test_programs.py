@@ -15,7 +15,6 @@ import pytest
 import torch
 from support import lang_programs
 from support.lang_programs import CITIES, DECIDING, GREEDY, PERSON, PROGRAMS
-from support.runtime_server import running
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from treeline_lang import RuntimeEndpoint, Unsupported, WrongType, assistant, function, gen, image, user
 
@@ -49,8 +48,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def backend() -> Iterator[RuntimeEndpoint]:
-    with running(MODEL, "--no-events") as server, RuntimeEndpoint(server.url) as endpoint:
+def backend(tiny_url: str) -> Iterator[RuntimeEndpoint]:
+    with RuntimeEndpoint(tiny_url) as endpoint:
         yield endpoint
 
 

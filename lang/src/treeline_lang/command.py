@@ -52,7 +52,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     show.add_argument("file", type=Path, metavar="FILE", help="a program, as Compiled.save wrote it")
     show.add_argument("--svg", type=Path, metavar="OUT", help="draw it into this file instead")
-    show.add_argument("--passes", action="store_true", help="say what the passes do with it, too")
     return top
 
 
@@ -147,6 +146,4 @@ def _show(options: argparse.Namespace) -> int:
         options.svg.write_text(program.graph.draw(), encoding="utf-8")
     else:
         _print(outline(program.graph))
-    if options.passes:
-        _print("\n".join(map(str, program.reports)))
     return OK

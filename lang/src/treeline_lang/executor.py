@@ -149,8 +149,6 @@ class StreamExecutor:
         self.failure: ProgramError | None = None
         self.forked = Transcript()
         """What it was forked with."""
-        self.warming: asyncio.Task[None] | None = None
-        """Caches what this stream begins with: its first model call waits for that."""
         self.ahead = Ahead()
         """What is known of the text to come."""
         self._children: list[StreamExecutor] = []
@@ -267,12 +265,6 @@ class StreamExecutor:
         while self._inbox:
             self._inbox.popleft().abandon(self.failure)
 
-    async def ready(self) -> None:
-        """Before a model call: waits until what this stream begins with is cached."""
-        warming, self.warming = self.warming, None
-        if warming is not None:
-            await asyncio.shield(warming)
-
     def show(self, coming: str = "") -> None:
         """Let those who follow the text see it. coming: what the transcript does not have yet."""
         self.growing.grow(self.transcript.text, coming)
@@ -318,8 +310,6 @@ class StreamExecutor:
         self.growing.end()
 
     def _cancel(self) -> None:
-        if self.warming is not None:
-            self.warming.cancel()
         if self._over:
             return
         failure = Cancelled("interrupted")

@@ -48,6 +48,15 @@ class Expr:
 
 Piece = Expr | str | int | float
 """What may be appended: numbers as their text."""
+Path = tuple[str | int, ...]
+"""Keys and indices into a value, outermost first."""
+
+
+def at_path(value: Any, path: Path) -> Any:
+    """A part of a value. Raises LookupError and TypeError as indexing does."""
+    for key in path:
+        value = value[key]
+    return value
 
 
 @dataclass(frozen=True, slots=True)

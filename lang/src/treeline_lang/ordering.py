@@ -22,10 +22,10 @@ from typing import Any, Final, Protocol
 
 from treeline_lang import background
 from treeline_lang.compiler import prefix
-from treeline_lang.compiler.nodes import Argument, Joined, Unknown, at_path
-from treeline_lang.compiler.prefix import shared_length
+from treeline_lang.compiler.nodes import Argument, Joined, Unknown
 from treeline_lang.compiler.trace import Traced
 from treeline_lang.executor import Run
+from treeline_lang.expressions import at_path
 from treeline_lang.transcript import Prompt
 
 MIN_SHARED: Final = 64
@@ -200,3 +200,15 @@ def groups(texts: Sequence[str]) -> Iterator[tuple[int, int, int]]:
             yield deeper, first, index - 1
         if length and (not open_groups or open_groups[-1][0] < length):
             open_groups.append((length, first))
+
+
+def shared_length(one: str, other: str) -> int:
+    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

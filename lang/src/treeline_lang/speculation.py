@@ -53,12 +53,12 @@ def as_asked(sampling: Sampling, tokens: int) -> Sampling:
 def pieces_of(completion: Completion) -> tuple[str, ...] | None:
     """The text's tokens. None where the backend does not tell, or its tokens do not make up the text: those that are a
     part of a character do not."""
-    told = completion.meta.get("output_token_logprobs")
-    if told is None:
+    logprobs = completion.meta.get("output_token_logprobs")
+    if logprobs is None:
         return None
     pieces: list[str] = []
     missing = completion.text
-    for entry in told if isinstance(told, list) else (None,):
+    for entry in logprobs if isinstance(logprobs, list) else (None,):
         if not missing:  # an end of text
             break
         piece = entry[2] if isinstance(entry, list | tuple) and len(entry) == 3 else None
@@ -161,8 +161,8 @@ class Pattern:
     def read(self, reply: Completion) -> list[Completion] | None:
         """The completion of each gen; None where the reply does not follow the pattern. Where a reply has no tokens,
         the limits of single gens are not known to be kept."""
-        told = pieces_of(reply)
-        pieces = (reply.text,) if told is None else told
+        tokens = pieces_of(reply)
+        pieces = (reply.text,) if tokens is None else tokens
         finish = reply.meta.get("finish_reason") or {"type": "stop", "matched": None}
         found: list[Completion] = []
         for part in self._needed():
@@ -172,8 +172,8 @@ class Pattern:
                 pieces = drop(pieces, len(part))
                 continue
             last = len(found) == len(self.gens) - 1
-            cut_off = told is not None and finish["type"] == "length"
-            sampling = replace(part, max_tokens=_UNBOUNDED) if told is None else part
+            cut_off = tokens is not None and finish["type"] == "length"
+            sampling = replace(part, max_tokens=_UNBOUNDED) if tokens is None else part
             made = part_of(pieces, sampling, finish if last and not cut_off else None)
             if made is None or (not last and made.finish["type"] != "stop"):
                 return None

@@ -22,7 +22,6 @@ async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -
     ahead, run = stream.ahead, stream.run
     surplus, ahead.surplus = ahead.surplus, None
     tokens = run.call.num_api_spec_tokens
-    await stream.ready()
     if tokens is None or run.streaming:
         return await run.backend.generate(prompt, sampling, run.call)
     if ahead.foreseen:
@@ -57,7 +56,7 @@ async def _beyond(stream: StreamExecutor, prompt: Prompt, sampling: Sampling, to
         ahead.spent += 1
         return None
     ahead.surplus = Surplus(prompt.text + part.text, len(prompt.images), part.rest, asked, ended)
-    return _counted(stream, Completion(part.text, {**_told(whole), "finish_reason": part.finish}), 1)
+    return _counted(stream, Completion(part.text, {**_without_tokens(whole), "finish_reason": part.finish}), 1)
 
 
 def foresees(stream: StreamExecutor, role: Role) -> bool:
@@ -74,7 +73,6 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
     continues = await run.backend.continues()
     if tokens is None or pattern is None or not pattern.speculates(continues=continues):
         return
-    await stream.ready()
     prompt = stream.transcript.prompt()
     asked = pattern.asked(tokens, tells_tokens=run.backend.tells_tokens)
     tries = TRIES if asked.temperature != 0 else 1  # it would say the same again
@@ -87,7 +85,7 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
             return
         found = pattern.read(reply)
         if found is not None:
-            first = Completion(found[0].text, {**_told(reply), **found[0].meta})
+            first = Completion(found[0].text, {**_without_tokens(reply), **found[0].meta})
             others = [Completion(one.text, {**_NONE, **one.meta}) for one in found[1:]]
             stream.ahead.foreseen = deque([_counted(stream, first, 1), *others])
             return
@@ -97,8 +95,8 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
         raise Unmatched(f"the model was asked {times} for the whole turn, and its reply is not as the program has it")
 
 
-def _told(whole: Completion) -> dict[str, Any]:
-    """Without the tokens, which the program has not asked for."""
+def _without_tokens(whole: Completion) -> dict[str, Any]:
+    """Its meta without the tokens, which the program has not asked for."""
     return {name: value for name, value in whole.meta.items() if name not in ("output_token_logprobs", "output_ids")}
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from treeline_lang import images, speculative
 from treeline_lang.backends.base import Completion
-from treeline_lang.compiler import prefix
-from treeline_lang.compiler.nodes import Path, at_path
 from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
 from treeline_lang.executor import Step, StreamExecutor
 from treeline_lang.expressions import (
@@ -19,6 +17,7 @@ from treeline_lang.expressions import (
     Image,
     OrderBegin,
     OrderEnd,
+    Path,
     RoleBegin,
     RoleEnd,
     ScopeBegin,
@@ -27,6 +26,7 @@ from treeline_lang.expressions import (
     SeparateReasoning,
     Text,
     as_expr,
+    at_path,
     flatten,
     names_of,
 )
@@ -107,34 +107,15 @@ class Fork(Step):
 
     name = "fork"
 
-    def __init__(
-        self,
-        children: Sequence[StreamExecutor],
-        where: Where | None,
-        hint: Sequence[Expr] = (),
-        *,
-        ahead: bool = False,
-    ) -> None:
-        """hint: what all children begin with. ahead: they begin before it is cached."""
+    def __init__(self, children: Sequence[StreamExecutor], where: Where | None) -> None:
         self.where = where
         self.children = children
-        self._hint = hint
-        self._ahead = ahead
 
     async def do(self, stream: StreamExecutor) -> None:
         run, transcript = stream.run, stream.transcript
-        warming: asyncio.Task[None] | None = None
-        if len(self.children) > 1 and run.hints and run.backend.takes_hints:
-            beginning = transcript.copy()
-            if self._hint:
-                template = await run.backend.template() if prefix.has_turns(self._hint) else None
-                prefix.append_all(beginning, self._hint, {}, template)
-            if beginning.text:
-                warming = asyncio.create_task(run.send_ahead(beginning.prompt(), len(self.children)))
-        if warming is not None and not self._ahead:
-            await warming
+        if len(self.children) > 1 and transcript.text and run.hints and run.backend.takes_hints:
+            await run.send_ahead(transcript.prompt(), len(self.children))
         for child in self.children:
-            child.warming = warming
             child.start(transcript.copy())
 
     def abandon(self, failure: ProgramError) -> None:
@@ -250,7 +231,6 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
         sampling = sampling.over(Sampling(stop=stops)) if stops else sampling
     if run.streaming and streams and count == 1:
         last = Completion("")
-        await stream.ready()
         async for last in run.backend.stream(prompt, sampling, run.call):
             variable.say(last.text, last.meta)
             stream.show(last.text)
@@ -297,7 +277,6 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
     if "" in choices:
         raise ProgramError("a choice is empty")
     run = stream.run
-    await stream.ready()
     decision = await run.backend.select(stream.transcript.prompt(), choices, node.method, run.call)
     chosen = choices[decision.index]
     stream.transcript.append(chosen)

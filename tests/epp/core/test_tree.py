@@ -146,7 +146,7 @@ def test_a_sweep_reaches_everything_while_the_tree_changes(seed: int, max_edge: 
 
 
 @pytest.mark.parametrize("max_edge", [4, 7, 17, 64])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in range(1, 8))])
 def test_stress_against_the_naive_model(seed: int, max_edge: int) -> None:
     world = World(seed, max_edge, pods=3)
     for step in range(160):

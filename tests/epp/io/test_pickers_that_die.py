@@ -17,7 +17,7 @@ from support.epp_io import FakeEngine, Plane, data_plane, engines, until
 from support.http import client
 from support.ports import free_ports
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 Killable = asyncio.subprocess.Process
 QUESTION = {"model": "tiny", "prompt": "long"}
@@ -60,9 +60,7 @@ async def plane_with_a_killable_picker(
         await killable.wait()
 
 
-@pytest.mark.parametrize(
-    "fail_open", [False, pytest.param(True, marks=pytest.mark.deep)], ids=["FailClose", "FailOpen"]
-)
+@pytest.mark.parametrize("fail_open", [False, True], ids=["FailClose", "FailOpen"])
 async def test_requests_that_a_dying_picker_had_are_taken_to_another(tmp_path: Path, fail_open: bool) -> None:
     async with (
         engines(1) as fakes,
@@ -80,7 +78,7 @@ async def test_requests_that_a_dying_picker_had_are_taken_to_another(tmp_path: P
         assert picked == [fakes[0].address] * 44, "a picker was asked for each"
 
 
-@pytest.mark.parametrize("mode", [pytest.param("NONE", marks=pytest.mark.deep), "STREAMED"])
+@pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
 async def test_an_answer_that_runs_outlives_its_picker_and_what_comes_then_is_refused(
     tmp_path: Path, mode: str
 ) -> None:

@@ -8,7 +8,6 @@ import enum
 import pytest
 from support.echo_backend import EchoBackend, echo
 from treeline_lang import (
-    BackendError,
     Compiled,
     ProgramError,
     Refused,
@@ -242,22 +241,3 @@ def test_reasoning_is_separated_as_interpreted():
         return [s["x"], s["x_reasoning_content"]]
 
     assert thinks.compile(strict=True).run(word="w", backend=Thinks()).ret_value == ["yes", "hm"]
-
-
-def test_a_hint_that_fails_fails_nothing():
-    class Cold(EchoBackend):
-        async def warm(self, prompt, call, children=1):
-            raise BackendError("cold")
-
-    @function
-    def hinted(s, word):
-        s += word
-        branches = s.fork(2)
-        branches += gen("x")
-        s += "on"
-        return [branches[0], branches[1]]
-
-    for program in (hinted, hinted.compile(strict=True)):
-        state = program.run(word="w", backend=Cold())
-        assert state.text() == "won"
-        assert [branch.error() for branch in state.ret_value] == [None, None]

@@ -58,12 +58,11 @@ def test_a_picture_has_every_step_and_line_and_is_escaped():
     ):
         assert text in shown
     assert "Examples & <hints>" in shown
-    assert "hint: &quot;Step: &quot;" in svg
     assert "returns {'best': best}" in svg
     assert len(re.findall('class="fork"', svg)) == 7
     assert len(re.findall('class="join"', svg)) == 7
     assert len(re.findall('class="reads"', svg)) == 3
-    assert max(len(text) for text in re.findall(r"<text[^>]*>([^<]*)<title>", svg)) < 80
+    assert max(len(text) for text in re.findall(r'<text class="line"[^>]*>([^<]*)<', svg)) < 80
 
 
 def test_a_name_does_not_look_like_another_line():

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from lang.test_failures import http, said, scripted
 from support.ports import free_port
-from support.runtime_server import running
 from treeline_lang import (
     Compiled,
     RuntimeEndpoint,
@@ -28,18 +27,10 @@ from treeline_lang import (
 from treeline_lang.command import main
 from treeline_lang.compiler.passes import DEFAULT_PASSES
 
-MODEL = Path(__file__).parents[3] / "models" / "tiny"
-
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with running(MODEL, "--no-events") as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def backend(url) -> Iterator[RuntimeEndpoint]:
-    with RuntimeEndpoint(url) as endpoint:
+def backend(tiny_url) -> Iterator[RuntimeEndpoint]:
+    with RuntimeEndpoint(tiny_url) as endpoint:
         yield endpoint
 
 
@@ -100,11 +91,11 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_another_process_runs_a_file(url, backend, tmp_path):
+def test_another_process_runs_a_file(tiny_url, backend, tmp_path):
     file = tmp_path / "judge.json"
     judge.compile(strict=True).save(file)
     expected = judge.run(essay="Cats sleep.", backend=backend, temperature=0)
-    asked = ["--url", url, "--arg", "essay=Cats sleep.", "--json-arg", 'rules=["Be brief."]', "--temperature", "0"]
+    asked = ["--url", tiny_url, "--arg", "essay=Cats sleep.", "--json-arg", 'rules=["Be brief."]', "--temperature", "0"]
     answer = command("treeline_lang", "run", str(file), *asked)
     assert (answer.returncode, json.loads(answer.stdout)) == (0, expected.ret_value), answer.stderr
     answer = command("treeline", "program", "run", str(file), *asked, "--json")
@@ -136,13 +127,12 @@ def test_what_is_printed_is_what_the_program_has_come_to(tmp_path, capsys, act, 
     assert capsys.readouterr().out == told.replace("nothing", "")
 
 
-def test_show_prints_or_draws_and_says_what_the_passes_do(tmp_path):
+def test_show_prints_or_draws(tmp_path):
     file, picture = tmp_path / "judge.json", tmp_path / "judge.svg"
     judge.compile(strict=True).save(file)
-    answer = command("treeline_lang", "show", str(file), "--passes")
+    answer = command("treeline_lang", "show", str(file))
     assert answer.returncode == 0
     assert answer.stdout.startswith("judge(essay, rules=['Be brief.'])\n\nstream 0\n")
-    assert "fork hints:\n  " in answer.stdout
     assert command("treeline_lang", "show", str(file), "--svg", str(picture)).returncode == 0
     assert ET.fromstring(picture.read_text()).tag.endswith("svg")
 

@@ -238,7 +238,7 @@ SCORINGS = {
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [16, *(pytest.param(size, marks=pytest.mark.deep) for size in (1, 64))])
 @pytest.mark.parametrize(
     "lens",
     [

@@ -345,6 +345,7 @@ def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> Non
     refused(other)
 
 
+@pytest.mark.deep
 def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_waits_for(
     new_compiler: NewCompiler,
 ) -> None:
@@ -473,6 +474,7 @@ def test_a_process_that_dies_is_replaced(new_compiler: NewCompiler) -> None:
     assert compiler.get(integers(2)).result(60)
 
 
+@pytest.mark.deep
 def test_a_process_that_is_killed_is_no_fault_of_a_request(new_compiler: NewCompiler) -> None:
     """Whether or not it has been noticed that it is gone."""
     compiler = new_compiler(workers=1)

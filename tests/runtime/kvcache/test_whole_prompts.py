@@ -73,7 +73,7 @@ def test_what_was_evicted_ends_no_prompt() -> None:
 def test_it_finds_what_a_table_of_prompts_would(page_size: int) -> None:
     rng = random.Random(page_size)
     table, ends = Table(page_size), set[tuple[int, ...]]()
-    for _ in range(400):
+    for _ in range(150):
         tokens = rng.choices((1, 2), k=rng.randint(1, 24))
         usable = len(tokens) // page_size * page_size
         best = max((len(end) for end in ends if tuple(tokens[:usable][: len(end)]) == end), default=0)

@@ -361,6 +361,7 @@ def test_file_pages_of_a_control_group_count_as_free(tmp_path: Path) -> None:
     assert memory._available_in_group(tmp_path) == sys.maxsize
 
 
+@pytest.mark.deep
 def test_the_server_says_in_one_line_that_the_pool_does_not_fit(llama: Path) -> None:
     code = (
         "import sys; from treeline_runtime import Engine\n"

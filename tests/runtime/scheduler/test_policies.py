@@ -385,7 +385,9 @@ def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, 
     assert steps <= 35
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight", "priority"])
+@pytest.mark.parametrize(
+    "policy", ["lpm", *(pytest.param(name, marks=pytest.mark.deep) for name in ("dfs-weight", "priority"))]
+)
 def test_without_the_bound_that_stream_would_starve_it(tiny: Path, policy: str) -> None:
     assert steps_until_served(tiny, policy, bound=1e9, depth=0) is None
 

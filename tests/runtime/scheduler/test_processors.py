@@ -123,7 +123,7 @@ def test_logprobs_are_the_models_own(tiny: Path) -> None:
     assert [p for p, _ in engine.logprobs("a")] == pytest.approx([p for p, _ in expected], abs=1e-4)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.deep), 1])
 def test_what_a_grammar_forces_it_is_asked_of_too(calls: dict[str, list[list[int]]], depth: int) -> None:
     class Watches:
         def __init__(self, params: dict[str, Any], vocab_size: int) -> None: ...

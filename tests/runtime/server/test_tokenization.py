@@ -46,7 +46,7 @@ def parts(text: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("least", [1, 20])
+@pytest.mark.parametrize("least", [1, pytest.param(20, marks=pytest.mark.deep)])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_growing_text_has_the_ids_of_the_whole(kind: str, least: int, data: st.DataObject) -> None:

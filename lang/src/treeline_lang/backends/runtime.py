@@ -137,15 +137,15 @@ class RuntimeEndpoint(StoppingBackend):
         return {} if call.session is None else {SESSION_ID: call.session}
 
     def get_server_info(self) -> dict[str, Any]:
-        return background.call(self._told("/get_server_info"))
+        return background.call(self._about("/get_server_info"))
 
     def get_model_name(self) -> str:
         return str(self.get_model_info()["model_path"])
 
     def get_model_info(self) -> dict[str, Any]:
-        return background.call(self._told("/get_model_info"))
+        return background.call(self._about("/get_model_info"))
 
-    async def _told(self, path: str) -> dict[str, Any]:
+    async def _about(self, path: str) -> dict[str, Any]:
         info = await self._http.get(path)
         if not isinstance(info, dict):
             raise BackendError(f"the server's answer is not one of {path}: {str(info)[:200]}")
@@ -163,7 +163,7 @@ class RuntimeEndpoint(StoppingBackend):
         except Refused as error:
             refusal = error
         try:
-            info = await self._told("/get_server_info")
+            info = await self._about("/get_server_info")
         except Refused:
             info = {}  # a gateway, which has many behind it
         host, port = info.get("admin_host"), info.get("admin_port")

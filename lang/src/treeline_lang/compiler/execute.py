@@ -29,7 +29,6 @@ from treeline_lang.compiler.nodes import (
     State,
     Value,
     Variable,
-    at_path,
     generates,
     reads,
     sources,
@@ -37,7 +36,7 @@ from treeline_lang.compiler.nodes import (
 from treeline_lang.compiler.trace import Recorder
 from treeline_lang.errors import WrongArgument
 from treeline_lang.executor import Step, StreamExecutor
-from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, characters_of, flatten
+from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, at_path, characters_of, flatten
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Assign, Extend, Read, join
 from treeline_lang.steps import Fork as ForkStep
@@ -118,8 +117,7 @@ class _Execution:
     def _fork(self, stream: StreamExecutor, step: Fork) -> None:
         branches = stream.branch(len(step.children))
         self._states |= {child: ProgramState(one) for child, one in zip(step.children, branches, strict=True)}
-        hint = tuple(filled for part in step.hint for filled in self._filled(part))
-        stream.submit(ForkStep(branches, step.where, hint, ahead=step.ahead))
+        stream.submit(ForkStep(branches, step.where))
 
     def close(self) -> None:
         """The programs that the body called have ended."""

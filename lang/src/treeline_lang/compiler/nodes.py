@@ -11,12 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from treeline_lang.expressions import Expr, ScopeBegin, ScopeEnd, Select, SeparateReasoning, Sum, names_of
+from treeline_lang.expressions import Expr, Path, ScopeBegin, ScopeEnd, Select, SeparateReasoning, Sum, names_of
 from treeline_lang.sampling import Sampling
 from treeline_lang.where import Where
 
-Path = tuple[str | int, ...]
-"""Keys and indices into a value, outermost first."""
 ROOT: Final = 0
 """The number of the stream that the program's own state is."""
 
@@ -102,13 +100,6 @@ def sources(value: Value) -> Iterator[Argument | Variable]:
     return (leaf for leaf in leaves(value) if not isinstance(leaf, State))
 
 
-def at_path(value: Any, path: Path) -> Any:
-    """A part of a value. Raises LookupError and TypeError as indexing does."""
-    for key in path:
-        value = value[key]
-    return value
-
-
 # ---- steps ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,10 +135,6 @@ class SetVar(_Located):
 @dataclass(frozen=True, slots=True)
 class Fork(_Located):
     children: tuple[int, ...]
-    hint: tuple[Expr, ...] = ()
-    """What all children begin with: cached with the text before."""
-    ahead: bool = False
-    """Children begin before it is cached; their first model calls wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +172,6 @@ def reads(step: Step) -> Iterator[Argument | Variable]:
             yield from (part.value for part in parts_within(parts) if isinstance(part, Hole))
         case SetVar(_, value):
             yield from sources(value)
-        case Fork(_, hint):
-            yield from (part.value for part in hint if isinstance(part, Hole))
         case _:
             pass
 

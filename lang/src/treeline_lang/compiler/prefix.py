@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from treeline_lang.compiler.graph import Graph
-from treeline_lang.compiler.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, at_path, parts_within
+from treeline_lang.compiler.nodes import ROOT, Append, Argument, Fork, Hole, SetVar, parts_within
 from treeline_lang.errors import ProgramError
 from treeline_lang.expressions import (
     Expr,
@@ -18,6 +18,7 @@ from treeline_lang.expressions import (
     ScopeEnd,
     SeparateReasoning,
     Text,
+    at_path,
     characters_of,
     flatten,
 )
@@ -44,7 +45,7 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
     while True:
         for step in graph.streams[number].steps:
             if isinstance(step, Append):
-                if not append_all(transcript, step.parts, arguments, template):
+                if not _append_all(transcript, step.parts, arguments, template):
                     return transcript.text
             elif isinstance(step, Fork):
                 number = step.children[0]
@@ -55,7 +56,7 @@ def beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplate
             return transcript.text
 
 
-def append_all(
+def _append_all(
     transcript: Transcript, parts: Sequence[Expr], arguments: Mapping[str, Any], template: ChatTemplate | None
 ) -> bool:
     """False: up to one that is not known."""
@@ -82,19 +83,7 @@ def _append(transcript: Transcript, part: Expr, arguments: Mapping[str, Any], te
         case ScopeBegin() | ScopeEnd() | OrderBegin() | OrderEnd():
             pass
         case SeparateReasoning(expr):
-            return append_all(transcript, flatten(expr), arguments, template)
+            return _append_all(transcript, flatten(expr), arguments, template)
         case _:
             return False
     return True
-
-
-def shared_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

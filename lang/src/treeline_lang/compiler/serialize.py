@@ -1,8 +1,7 @@
 """Programs in files: a graph as JSON, read again by another process that has nothing of the program's code.
 
 A file is data, and is believed in nothing. Reading it evaluates nothing and opens no other file; every field has a type
-and a bound, and whatever is not as it should be raises ProgramFileError with its place in the file. What passes have
-noted for the executor is not in it: passes find it again.
+and a bound, and whatever is not as it should be raises ProgramFileError with its place in the file.
 
 Two things that a program may do, one in a file may not: show pictures of the machine that runs it (those of the machine
 that writes the file are in it); and have `stop_regex`, which is matched in this process, for as long as it likes.
