@@ -19,7 +19,7 @@ from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, op
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
 from treeline_kube.discovery import AGGREGATED
 from treeline_operator.controller.lease import LeaseTiming
-from treeline_operator.plan.pod_state import DOWNLOAD
+from treeline_operator.plan.facts import DOWNLOAD
 from treeline_operator.rbac import RULES_GROUPS
 from treeline_operator.world import Platform
 from treeline_tools import rbac

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.operator_status import (
     NOW,
     conditions,
+    event,
     gateway_children,
     observed,
     pod,
@@ -114,18 +115,7 @@ def part(component, seconds, **status):
 def test_a_normal_start_warns_of_nothing():
     """Pods that start within a minute, with every probe that fails once on the way; then all is well."""
     failed = [
-        observed(
-            "Event",
-            f"told-{component}",
-            type="Warning",
-            reason="Unhealthy",
-            message="Readiness probe failed: connection refused",
-            involvedObject={
-                "kind": "Pod",
-                "name": f"treeline-{component}-1",
-                "uid": f"uid-treeline-{component}-1",
-            },
-        )
+        event(f"treeline-{component}-1", "Unhealthy", "Readiness probe failed: connection refused")
         for component in ("epp", "edge")
     ]
     running = {"name": "c", "image": "x", "ready": False, "restartCount": 0, "started": True}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.operator_status import NOW
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.status.conditions import Finding, build, same_status, timestamp
-from treeline_tools.reasons_page import page
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -85,17 +84,4 @@ def test_every_word_is_explained_and_what_is_bad_has_a_fix():
     for reason in Reason:
         assert re.fullmatch(r"([A-Z][a-z]+)+", reason)
         assert reason.info.summary.endswith(".")
-        if reason.info.good is False:
-            assert reason.fix.endswith("."), reason
-
-
-def test_what_is_not_simply_well_names_what_to_do():
-    assert [reason for reason in Reason if reason.info.good is not True and not reason.fix] == []
-
-
-def test_the_page_has_a_line_for_every_reason_with_its_fix_and_is_the_one_that_is_generated():
-    text = (ROOT / "docs" / "reasons.md").read_text()
-    for reason in Reason:
-        (line,) = re.findall(rf"^\| `{reason}` \| (?!True|False).*$", text, re.MULTILINE)
-        assert reason.fix in line
-    assert text == page(), "run `make generate`"
+        assert (reason.info.good is True) or reason.fix.endswith("."), reason

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from treeline_kube.reflector import Timing as ReflectorTiming
 from treeline_kube.resources import Collection, Ref
 
 from treeline_operator.controller.handlers import Deliver, follow
-from treeline_operator.controller.kinds import KINDS, OPTIONAL, OWN, Watched
+from treeline_operator.controller.kinds import EVERY, KINDS, OPTIONAL, OWN, Watched
 from treeline_operator.controller.sinks import AuditSink, Meta, StoreSink
 from treeline_operator.controller.store import Store
 
@@ -58,7 +58,6 @@ class Timing:
     grace_s: float = 15.0
     absent_s: float = 30.0
     backoff_s: tuple[float, float] = (0.25, 20.0)
-    patience_s: float = 5.0
 
 
 Source = Callable[[Sequence[Watched], Sequence[str], Any, Deliver], Coroutine[Any, Any, None]]
@@ -74,12 +73,14 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """A target with its reflector. `fresh` is when it was last known to be as the API server has it, or excused."""
+    """A target with its reflector. `fresh` is when it was last known to be as the API server has it, or excused;
+    `listed`, whether it was, and may be read since."""
 
     reflector: Reflector
     driver: Driver
     fresh: float
     synced: asyncio.Event = field(default_factory=asyncio.Event)
+    listed: bool = False
     unreadable: bool = False
     behind: str = ""
     check: asyncio.Task[None] | None = None
@@ -87,46 +88,27 @@ class _Followed:
 
 @dataclass(slots=True)
 class Informer:
-    """All kinds. Optional ones come and go with `set_optional`."""
+    """All kinds. `offered` is told which of the optional ones can be read, whenever that changes."""
 
     client: Connection
     store: Store
     namespaces: Sequence[str] = ("",)
     timing: Timing = field(default_factory=Timing)
     source: Source = follow
+    offered: Callable[[frozenset[str]], None] = lambda _: None
     _followed: dict[Target, _Followed] = field(default_factory=dict)
     _kopf: asyncio.Task[None] | None = None
     _restart: asyncio.Event = field(default_factory=asyncio.Event)
     _delivered: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: str = ""
+    _apis: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Begin to watch the kinds that are always there."""
-        self._begin(KINDS)
+        """Begin to watch."""
+        for target in (Target(watched, namespace) for watched in EVERY for namespace in self.namespaces):
+            followed = self._followed[target] = self._follow(target)
+            followed.driver.start()
         self._kopf = asyncio.create_task(self._run_kopf(), name="kopf")
-
-    async def set_optional(self, apis: Iterable[str]) -> frozenset[str]:
-        """Watch exactly those optional kinds that are among `apis`.
-
-        Returns `apis` without what cannot be read, be it that it may not: nothing is to be built on it.
-        """
-        offered = frozenset(apis)
-        wanted = {watched for watched in OPTIONAL if watched.api in offered}
-        for target in [t for t in self._followed if t.watched in OPTIONAL and t.watched not in wanted]:
-            await self._followed.pop(target).driver.stop()
-            self._forget_objects(target)
-        self._begin(wanted)
-        new = {target: followed for target, followed in self._followed.items() if target.watched in wanted}
-        waiting = [asyncio.create_task(followed.synced.wait()) for followed in new.values()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=self.timing.patience_s)
-            for task in waiting:
-                task.cancel()
-        return offered - {
-            t.watched.api
-            for t, followed in new.items()
-            if (followed.unreadable or not followed.synced.is_set()) and not self._closed(t.namespace)
-        }
 
     async def synced(self) -> None:
         """Returns when the store has all that there was at the start."""
@@ -153,7 +135,8 @@ class Informer:
         """What cannot be read at the moment, and why."""
         told = [
             (followed.reflector.collection.path, followed.reflector.advised() or followed.behind)
-            for followed in self._followed.values()
+            for target, followed in self._followed.items()
+            if not (target.watched in OPTIONAL and followed.unreadable)
         ]
         return [*(f"{path}: {trouble}" for path, trouble in told if trouble), *filter(None, [self._trouble])]
 
@@ -168,12 +151,6 @@ class Informer:
         self._followed.clear()
 
     # ---- reflectors -----------------------------------------------------------------------------------------
-
-    def _begin(self, kinds: Iterable[Watched]) -> None:
-        for target in (Target(watched, namespace) for watched in kinds for namespace in self.namespaces):
-            if target not in self._followed:
-                followed = self._followed[target] = self._follow(target)
-                followed.driver.start()
 
     def _follow(self, target: Target) -> _Followed:
         watched, timing = target.watched, self.timing
@@ -201,7 +178,9 @@ class Informer:
     def _listed(self, target: Target, named: dict[Ref, Meta]) -> None:
         followed = self._followed[target]
         if target.watched not in OWN:
+            followed.listed = True
             followed.synced.set()
+            self._tell_apis()
         elif followed.check is None or followed.check.done():
             followed.check = asyncio.create_task(self._check(followed, named), name=f"check {target.watched.api}")
 
@@ -223,19 +202,30 @@ class Informer:
                 self._forget(target)
         elif isinstance(error, Forbidden) and target.watched in OPTIONAL:
             followed.fresh = _now()
+            followed.synced.set()
         elif isinstance(error, Forbidden) and self._closed(target.namespace):
             for other in self._followed:
                 if other.namespace == target.namespace:
                     self._forget(other)
+        followed.listed &= not reflector.unavailable
+        self._tell_apis()
+
+    def _tell_apis(self) -> None:
+        """An optional kind is offered where it can be read in every namespace: nothing is built on it before."""
+        readable = dict.fromkeys(OPTIONAL, True)
+        for target, followed in self._followed.items():
+            if target.watched in readable and not self._closed(target.namespace):
+                readable[target.watched] &= followed.listed
+        apis = frozenset(watched.api for watched, may in readable.items() if may)
+        if apis != self._apis:
+            self._apis = apis
+            self.offered(apis)
 
     def _forget(self, target: Target) -> None:
-        self._forget_objects(target)
-        self._followed[target].fresh = _now()
-        self._followed[target].synced.set()
-
-    def _forget_objects(self, target: Target) -> None:
         resource = target.watched.resource
         self.store.retain(resource.api_version, resource.kind, target.namespace, set(), "")
+        self._followed[target].fresh = _now()
+        self._followed[target].synced.set()
 
     def _closed(self, namespace: str) -> bool:
         """Whether nothing may be read in this namespace, and something in another."""

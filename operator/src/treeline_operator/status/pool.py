@@ -13,11 +13,10 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, PresetStatus, RoutingStatus
-from treeline_operator.plan import claims, commits, pod_state, runtime
+from treeline_operator.plan import claims, commits, facts, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
-from treeline_operator.plan.engines.base import overridden, untold
-from treeline_operator.plan.engines.registry import adapter_of
+from treeline_operator.plan.engines import engine_of, overridden, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.keys import has_keys
@@ -58,7 +57,7 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         observedGeneration=generation,
         conditions=build(found, generation, pool.status.get("conditions", ()), world.now),
         replicas=len(view.active),
-        readyReplicas=(ready := sum(pod_state.is_ready(pod) for pod in view.active)),
+        readyReplicas=(ready := sum(facts.is_ready(pod) for pod in view.active)),
         replicaSummary=f"{ready}/{view.desired}",
         selector=selector(pool.name),
         modelName=pool.spec.model.served_name,
@@ -169,7 +168,7 @@ class _PoolView:
     def live(self) -> list[dict[str, Any]]:
         """All pods that are not on their way out."""
         decoded = sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
-        return [pod for pod in decoded if not pod_state.is_leaving(pod)]
+        return [pod for pod in decoded if not facts.is_leaving(pod)]
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
@@ -183,7 +182,7 @@ class _PoolView:
 
     @cached_property
     def ready(self) -> list[dict[str, Any]]:
-        return [pod for pod in self.current if pod_state.is_ready(pod)]
+        return [pod for pod in self.current if facts.is_ready(pod)]
 
     @cached_property
     def old(self) -> list[dict[str, Any]]:
@@ -191,7 +190,7 @@ class _PoolView:
 
     @cached_property
     def old_ready(self) -> int:
-        return sum(pod_state.is_ready(pod) for pod in self.old)
+        return sum(facts.is_ready(pod) for pod in self.old)
 
     @cached_property
     def serving(self) -> list[dict[str, Any]]:
@@ -206,7 +205,7 @@ class _PoolView:
         return [
             pod
             for pod in self.active
-            if pod_state.is_ready(pod)
+            if facts.is_ready(pod)
             and label(pod, names.REVISION) in able
             and (listed is None or pod["metadata"]["name"] in listed)
         ]
@@ -238,7 +237,7 @@ class _PoolView:
     def causes(self) -> list[Cause]:
         """Why the current revision's pods are not all ready."""
         deployments = [self.target.existing.object] if self.target.existing is not None else []
-        return diagnose(self.current, deployments, (event.object for event in self.world.events), self.progress)
+        return diagnose(self.current, deployments, self.world.events, self.progress)
 
 
 def _findings(view: _PoolView) -> list[Finding]:
@@ -434,9 +433,9 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.DEVICES_UNUSED, text))
     if why := _history(view):
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
-    if what := untold(adapter_of(pool).untold, pool.spec.engine.args):
+    if what := untold(engine_of(pool).untold, pool.spec.engine.args):
         found.append((Reason.ARGS_UNTOLD, what))
-    if what := overridden(pool, adapter_of(pool).flags):
+    if what := overridden(pool):
         found.append((Reason.ARGS_OVERRIDE, what))
     if paths := runtime.template_overruled(pool):
         found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
@@ -453,7 +452,7 @@ def _history(view: _PoolView) -> str:
     pool, told = view.world.pool, view.routing
     if why := by_history(pool):
         return why
-    heeded = pool.spec.endpoint_picker.heeds_caches and adapter_of(pool).publishes
+    heeded = pool.spec.endpoint_picker.heeds_caches and engine_of(pool).publishes
     if not heeded or told is None or told.way != "history":
         return ""
     return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
@@ -467,7 +466,7 @@ def _endpoints(view: _PoolView) -> list[EndpointStatus]:
         host = (pod.get("status") or {}).get("podIP")
         if not host:
             continue
-        name, ready = str(pod["metadata"]["name"]), pod_state.is_ready(pod)
+        name, ready = str(pod["metadata"]["name"]), facts.is_ready(pod)
         serving = ready and label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         found.append(EndpointStatus(name=name, address=address, ready=ready, serving=serving))
