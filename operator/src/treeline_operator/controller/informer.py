@@ -178,9 +178,8 @@ class Informer:
     def _listed(self, target: Target, named: dict[Ref, Meta]) -> None:
         followed = self._followed[target]
         if target.watched not in OWN:
-            followed.listed = True
             followed.synced.set()
-            self._tell_apis()
+            self._note_listed(target, True)
         elif followed.check is None or followed.check.done():
             followed.check = asyncio.create_task(self._check(followed, named), name=f"check {target.watched.api}")
 
@@ -191,10 +190,11 @@ class Informer:
             return
         reflector = followed.reflector
         if reflector.unavailable != followed.unreadable:
-            closed = self._closed(target.namespace)
+            closed = self._closed()
             followed.unreadable = reflector.unavailable
-            if target.watched in OWN or self._closed(target.namespace) != closed:
+            if target.watched in OWN or self._closed() != closed:
                 self._restart.set()
+                self._tell_apis()
         error = reflector.error if reflector.unavailable else None
         if isinstance(error, NotFound):
             followed.fresh = _now()  # a new process would help nothing
@@ -203,18 +203,25 @@ class Informer:
         elif isinstance(error, Forbidden) and target.watched in OPTIONAL:
             followed.fresh = _now()
             followed.synced.set()
-        elif isinstance(error, Forbidden) and self._closed(target.namespace):
+        elif isinstance(error, Forbidden) and target.namespace in self._closed():
             for other in self._followed:
                 if other.namespace == target.namespace:
                     self._forget(other)
-        followed.listed &= not reflector.unavailable
-        self._tell_apis()
+        if reflector.unavailable:
+            self._note_listed(target, False)
+
+    def _note_listed(self, target: Target, listed: bool) -> None:
+        followed = self._followed[target]
+        if followed.listed != listed:
+            followed.listed = listed
+            if target.watched in OPTIONAL:
+                self._tell_apis()
 
     def _tell_apis(self) -> None:
         """An optional kind is offered where it can be read in every namespace: nothing is built on it before."""
-        readable = dict.fromkeys(OPTIONAL, True)
+        readable, closed = dict.fromkeys(OPTIONAL, True), self._closed()
         for target, followed in self._followed.items():
-            if target.watched in readable and not self._closed(target.namespace):
+            if target.watched in readable and target.namespace not in closed:
                 readable[target.watched] &= followed.listed
         apis = frozenset(watched.api for watched, may in readable.items() if may)
         if apis != self._apis:
@@ -227,13 +234,13 @@ class Informer:
         self._followed[target].fresh = _now()
         self._followed[target].synced.set()
 
-    def _closed(self, namespace: str) -> bool:
-        """Whether nothing may be read in this namespace, and something in another."""
-        unreadable = dict.fromkeys(self.namespaces, True)
+    def _closed(self) -> set[str]:
+        """The namespaces in which nothing may be read; none where that is all of them."""
+        closed = set(self.namespaces)
         for target, followed in self._followed.items():
-            if target.watched in KINDS:
-                unreadable[target.namespace] &= followed.unreadable
-        return unreadable[namespace] and not all(unreadable.values())
+            if target.watched in KINDS and not followed.unreadable:
+                closed.discard(target.namespace)
+        return closed if len(closed) < len(self.namespaces) else set()
 
     # ---- our own kinds --------------------------------------------------------------------------------------
 
@@ -243,7 +250,8 @@ class Informer:
         while True:
             self._restart.clear()
             kinds = [w for w in OWN if any(t.watched == w and not f.unreadable for t, f in self._followed.items())]
-            open_ = [namespace for namespace in self.namespaces if not self._closed(namespace)]
+            closed = self._closed()
+            open_ = [namespace for namespace in self.namespaces if namespace not in closed]
             begun = _now()
             running = asyncio.create_task(
                 self.source(kinds, open_, self.client.configuration, self._deliver) if kinds else asyncio.sleep(3600)
