@@ -20,20 +20,19 @@ from support.operator_status import (
 )
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.status.alarms import Alarms
-from treeline_operator.status.conditions import Finding, build
-from treeline_operator.status.events import transitions
+from treeline_operator.status.conditions import build
+from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Ref
 
 POOL = Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "tiny")
-SICK = Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_READY, "no")
-NOT_SO = Finding(ConditionType.READY, "False", Reason.GATEWAY_NOT_READY, "for want of a gateway")
-WELL = Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_SERVING, "yes")
+SICK = (ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
+NOT_SO = (ConditionType.READY, ("False", Reason.GATEWAY_NOT_READY, "for want of a gateway"))
+WELL = (ConditionType.GATEWAY_READY, ("True", Reason.GATEWAY_SERVING, "yes"))
 
 
 def status(*findings, at=0.0, before=()):
-    return {"conditions": build(findings, 1, before, after(at))}
+    return {"conditions": build(dict(findings), 1, before, after(at))}
 
 
 def after(seconds):

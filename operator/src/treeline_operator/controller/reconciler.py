@@ -32,10 +32,9 @@ from treeline_operator.plan.gateway import shared as shared_by
 from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.shared_gateway import SharedGateway
-from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.conditions import few, same_status
-from treeline_operator.status.events import transitions
+from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.gateway_status import UNHEARD_S
 from treeline_operator.status.models import model_statuses
 from treeline_operator.status.pool import not_understood, parent_gateways, pool_status, refusal, seen

@@ -26,7 +26,7 @@ from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
 from treeline_operator.status.autoscaling import last_scaled
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
-from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
+from treeline_operator.status.conditions import Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
 
 MAX_ENDPOINTS: Final = 50
@@ -52,10 +52,9 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         refused = Cause(Reason.TEMPLATE_INVALID, problem)
     view = _PoolView(world, progress or {}, refused)
     pool, generation = world.pool, world.pool.metadata.generation
-    found = _findings(view)
     status = PoolStatus(
         observedGeneration=generation,
-        conditions=build(found, generation, pool.status.get("conditions", ()), world.now),
+        conditions=build(_judged(view), generation, pool.status.get("conditions", ()), world.now),
         replicas=len(view.active),
         readyReplicas=(ready := sum(facts.is_ready(pod) for pod in view.active)),
         replicaSummary=f"{ready}/{view.desired}",
@@ -105,8 +104,8 @@ def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
 def seen(now: datetime) -> PoolStatus:
     """The first status of a pool, before anything is planned for it: it judges no generation of the spec yet."""
     text = "the operator has seen the pool and will plan it in its turn"
-    found = [Finding(ConditionType.READY, "Unknown", Reason.PENDING, text)]
-    return PoolStatus(conditions=build(found, 0, (), now))
+    judged: Judgement = "Unknown", Reason.PENDING, text
+    return PoolStatus(conditions=build({ConditionType.READY: judged}, 0, (), now))
 
 
 def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType) -> dict[str, Any]:
@@ -117,8 +116,8 @@ def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType
     """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
-    finding = Finding(kind, "False", problem.reason, problem.detail)
-    conditions = build([finding], generation, before.get("conditions", ()), now)
+    judged: Judgement = "False", problem.reason, problem.detail
+    conditions = build({kind: judged}, generation, before.get("conditions", ()), now)
     return {**before, "observedGeneration": generation, "conditions": conditions}
 
 
@@ -240,7 +239,7 @@ class _PoolView:
         return diagnose(self.current, deployments, self.world.events, self.progress)
 
 
-def _findings(view: _PoolView) -> list[Finding]:
+def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
     world, shared = view.world, view.shared
     ready = [str(pod["metadata"]["name"]) for pod in view.ready]
     picker = gateway_status.picker(world, ready)
@@ -260,7 +259,7 @@ def _findings(view: _PoolView) -> list[Finding]:
         ConditionType.SECURITY_EXCEPTIONS: _security(view),
         ConditionType.WARNINGS: _warnings(view),
     }
-    return [*needed, *_told(others)]
+    return needed | _told(others)
 
 
 def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
@@ -269,37 +268,37 @@ def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
     return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
 
 
-def _told(judged: Mapping[ConditionType, Judgement | None]) -> list[Finding]:
-    return [Finding(kind, *found) for kind, found in judged.items() if found is not None]
+def _told(judged: Mapping[ConditionType, Judgement | None]) -> dict[ConditionType, Judgement]:
+    return {kind: found for kind, found in judged.items() if found is not None}
 
 
-def _ready(view: _PoolView, needed: list[Finding]) -> Judgement:
+def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgement:
     pool = view.world.pool
     if pool.deleting:
         return "False", Reason.DELETING, "the pool is being deleted"
-    failing = [finding for finding in needed if finding.status != "True"]
+    lacking = {kind: judged for kind, judged in needed.items() if judged[0] != "True"}
     # What needs somebody comes before what passes, and both before what is not known.
-    failing.sort(key=lambda finding: (finding.status == "Unknown", finding.reason.info.good is not False))
-    broken = bool(failing) and failing[0].reason.info.good is False
+    failing = sorted(lacking.values(), key=lambda judged: (judged[0] == "Unknown", judged[1].info.good is not False))
+    broken = bool(failing) and failing[0][1].info.good is False
     if view.desired == 0 and not broken:
         text = "replicas is 0: requests for the model are answered 503"
         text += ", and wake it" * (pool.spec.autoscaling.type == "Picker")
         return "False", Reason.SCALED_TO_ZERO, text
-    if failing and not (view.serving and all(map(_lets_serve, failing))):
-        status: Status = "False" if any(finding.status == "False" for finding in failing) else "Unknown"
-        return status, failing[0].reason, failing[0].detail
+    # Requests succeed all the same, by the pods that serve, where others are missing or not listed yet.
+    lets_serve = all(
+        kind is ConditionType.WORKLOADS_READY or judged[1] is Reason.ENDPOINTS_MISSING
+        for kind, judged in lacking.items()
+    )
+    if failing and not (view.serving and lets_serve):
+        status: Status = "False" if any(judged[0] == "False" for judged in failing) else "Unknown"
+        return status, *failing[0][1:]
     url = gateway_status.url(view.world, view.shared)
     where = f" at {url}" if url else ""
-    notes = [finding.detail for finding in needed if not finding.reason.info.good]
+    notes = [detail for _, reason, detail in needed.values() if not reason.info.good]
     text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes])
     # A pool that serves otherwise than its spec says shows why in the column REASON, too.
-    told = [*failing[:broken], *(finding for finding in needed if finding.reason.info.good is False)]
-    return "True", told[0].reason if told else Reason.SERVING, text
-
-
-def _lets_serve(finding: Finding) -> bool:
-    """Whether requests succeed all the same, by the pods that serve: others are missing, or not listed yet."""
-    return finding.type is ConditionType.WORKLOADS_READY or finding.reason is Reason.ENDPOINTS_MISSING
+    told = [*failing[:broken], *(judged for judged in needed.values() if judged[1].info.good is False)]
+    return "True", told[0][1] if told else Reason.SERVING, text
 
 
 def _workloads(view: _PoolView) -> Judgement:
