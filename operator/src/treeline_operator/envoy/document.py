@@ -58,8 +58,8 @@ def bootstrap(config: EnvoyConfig) -> Message:
 
 
 def bootstrap_json(config: EnvoyConfig) -> str:
-    """The bootstrap as indented JSON text."""
-    return json.dumps(bootstrap(config), indent=2)
+    """The bootstrap as JSON text, on one line: so it is encoded in a millisecond, at each plan of a gateway."""
+    return json.dumps(bootstrap(config))
 
 
 def _health_listener(host: str, port: int) -> Message:

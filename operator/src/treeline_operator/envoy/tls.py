@@ -82,4 +82,4 @@ def _response(name: str, folder: PurePosixPath, **secret: Message) -> str:
     """A discovery response. A mounted Secret changes by a rename in its directory, not in the files' own."""
     watched = {kind: {**fields, "watched_directory": {"path": str(folder)}} for kind, fields in secret.items()}
     resource = typed(f"{_TLS}.Secret", {"name": name, **watched})
-    return json.dumps({"version_info": "1", "resources": [resource]}, indent=2)
+    return json.dumps({"version_info": "1", "resources": [resource]})
