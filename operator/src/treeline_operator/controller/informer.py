@@ -240,7 +240,7 @@ class Informer:
         for target, followed in self._followed.items():
             if target.watched in KINDS and not followed.unreadable:
                 closed.discard(target.namespace)
-        return closed if len(closed) < len(self.namespaces) else set()
+        return closed if closed != set(self.namespaces) else set()
 
     # ---- our own kinds --------------------------------------------------------------------------------------
 
