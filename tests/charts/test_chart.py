@@ -137,11 +137,11 @@ def test_pickers_know_the_operator_by_its_pods_labels():
 
 
 def test_the_lease_that_is_held_is_the_lease_that_is_granted():
-    items = helm.render("--set", "operator.leaseName=our-lease")
+    items = helm.render("--set", "fullnameOverride=our")
     (role,) = of_kind(items, "Role")
     (deployment,) = of_kind(items, "Deployment")
-    assert [rule.get("resourceNames") for rule in role["rules"]] == [None, ["our-lease"]]
-    assert "--lease-name=our-lease" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert [rule.get("resourceNames") for rule in role["rules"]] == [None, ["our-operator"]]
+    assert "--lease-name=our-operator" in deployment["spec"]["template"]["spec"]["containers"][0]["args"]
 
 
 def arguments_of(items: list[dict[str, Any]]) -> argparse.Namespace:

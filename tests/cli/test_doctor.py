@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from treeline import doctor
 from treeline.doctor import Finding, Verdict
-from treeline.envoy import EnvoyNotFound, envoy_binary
+from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 
 
 def test_everything_that_up_needs_is_here(capsys):

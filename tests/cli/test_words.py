@@ -90,14 +90,14 @@ def test_the_operator_plans_a_file_without_torch_or_the_picker(tmp_path):
         "sys.exit(status or any(name in sys.modules for name in ('torch', 'treeline_epp', 'treeline_runtime')))"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", program, "operate", "plan", "-f", str(file), "-o", "json"],
+        [sys.executable, "-c", program, "operate", "plan", "-f", str(file), "-o", "yaml"],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert answer.returncode == 0, answer.stderr
-    assert '"kind": "Deployment"' in answer.stdout
+    assert "kind: Deployment" in answer.stdout
 
 
 def test_the_picker_does_not_load_torch():

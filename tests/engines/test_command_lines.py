@@ -11,9 +11,8 @@ from support.engine_wheels import COMMAND_LINES, is_there
 from support.pool_world import runtime
 from support.real_engines.vllm import INSTALLATION
 from treeline_bench.context import BenchmarkError
-from treeline_operator.api.engine import SETTINGS
-from treeline_operator.plan.engines import sglang
-from treeline_operator.plan.engines.registry import ADAPTERS
+from treeline_operator.api.engine import FLAGS, SETTINGS
+from treeline_operator.plan.engines import SGLANG_IMAGE, SGLANG_PAGE_SIZE
 
 pytestmark = pytest.mark.deep
 
@@ -67,7 +66,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 def test_a_pool_that_says_everything_leaves_no_setting_out(engine: str) -> None:
     assert {name for name, engines in SETTINGS.items() if engine in engines} <= {*ENGINE, *MORE[engine]}
     words = {word.partition("=")[0] for word in lines(engine)[2]}
-    assert set(ADAPTERS[engine].flags.values()) <= words  # type: ignore[index]
+    assert {flags[engine] for flags in FLAGS.values() if engine in flags} <= words
 
 
 @pytest.mark.engines
@@ -115,7 +114,7 @@ def test_vllm_takes_every_flag_as_it_is_meant() -> None:
 
 
 def test_sglang_takes_every_flag_as_it_is_meant() -> None:
-    assert sglang.IMAGE.endswith(f":v{COMMAND_LINES.version}")
+    assert SGLANG_IMAGE.endswith(f":v{COMMAND_LINES.version}")
     if not is_there(COMMAND_LINES):
         pytest.skip("not there: SGLang's parser (`make engine-wheels` fetches it)")
     without, *others = lines("sglang")
@@ -131,7 +130,7 @@ def test_sglang_takes_every_flag_as_it_is_meant() -> None:
         "load_publish_endpoint": "tcp://*:5757",
         "admin_api_key": "$(SGLANG_ADMIN_API_KEY)",  # what the kubelet replaces
     }
-    assert changed(nothing, plain) == {**always, "port": 8000, "page_size": sglang.PAGE_SIZE}
+    assert changed(nothing, plain) == {**always, "port": 8000, "page_size": SGLANG_PAGE_SIZE}
     assert changed(nothing, full) == {
         **always,
         "port": 8123,

@@ -1,4 +1,4 @@
-"""The wrapper against a real API server: what server-side apply, preconditions, paging and discovery do."""
+"""The wrapper against a real API server: what server-side apply, preconditions and paging do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from support.control_plane import ControlPlane
-from support.kube_api import crd
 from treeline_kube.client import Client
-from treeline_kube.discovery import Discovery
 from treeline_kube.errors import (
     AlreadyExists,
     Conflict,
@@ -162,32 +160,3 @@ async def test_an_identity_without_rights_and_one_that_is_none(control_plane: Co
     assert asked == [("patch", "configmaps")]
     with pytest.raises(Unavailable, match="no file"):
         await Client.from_config(config.with_name("missing.yaml"))
-
-
-async def test_an_optional_api_that_appears_is_discovered_and_used(
-    control_plane: ControlPlane, cluster: Client, namespace: str, tmp_path: Any
-) -> None:
-    wanted = "keda.sh/v1alpha1/ScaledObject"
-    discovery = Discovery(cluster, [wanted])
-    codes: list[int] = []
-    cluster.on_request = lambda verb, resource, code, seconds: codes.append(code)
-    assert wanted not in await discovery.refresh()
-    assert await discovery.refresh() == discovery.apis
-    assert codes == [200, 304]
-
-    file = tmp_path / "crd.yaml"
-    file.write_text(yaml.safe_dump(crd("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects")))
-    assert control_plane.install_crds(file) == ["scaledobjects.keda.sh"]
-    try:
-        assert wanted in await discovery.refresh()
-        thing = {
-            "apiVersion": "keda.sh/v1alpha1",
-            "kind": "ScaledObject",
-            "metadata": {"name": "it", "namespace": namespace},
-            "spec": {"anything": [1]},
-        }
-        made = await cluster.apply(thing)
-        assert made["spec"] == thing["spec"]
-        await cluster.delete(ref(thing), uid=made["metadata"]["uid"])
-    finally:
-        control_plane.kubectl("delete", "crd", "scaledobjects.keda.sh", "--wait=false")

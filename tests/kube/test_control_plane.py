@@ -1,4 +1,4 @@
-"""The tests' own control plane: it collects garbage, knows identities, dies with us, and says how it is built."""
+"""The tests' own control plane: it dies with us, and says how it is built."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from support.control_plane import BUILD, ROOT, ControlPlane, ControlPlaneFailed
+from support.control_plane import BUILD, ROOT
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
@@ -22,38 +21,6 @@ child = subprocess.Popen(["sleep", "60"], preexec_fn=before_exec(ending=signal.S
 print(child.pid, flush=True)
 sys.stdin.read()
 """
-
-
-def configmap(name: str) -> dict[str, object]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}}
-
-
-def test_identities_have_the_rights_that_they_are_given(control_plane: ControlPlane, namespace: str) -> None:
-    alice = control_plane.kubeconfig("alice", ("developers",))
-    asked = ("auth", "can-i", "list", "pods", "-n", namespace)
-    assert control_plane.kubectl(*asked, kubeconfig=alice, check=False) == "no\n"
-    grant = ("create", "rolebinding", "viewers", "--clusterrole=view", "--group=developers", "-n", namespace)
-    control_plane.kubectl(*grant)
-    deadline = time.monotonic() + 60  # the API server hears of new rights by a watch of its own
-    while control_plane.kubectl(*asked, kubeconfig=alice, check=False) != "yes\n":
-        assert time.monotonic() < deadline
-    asked_by_alice = {event["requestURI"].rpartition("/")[2] for event in control_plane.audit_events("alice")}
-    assert "selfsubjectaccessreviews" in asked_by_alice
-    with pytest.raises(ControlPlaneFailed, match="cannot create"):
-        control_plane.kubectl("create", "configmap", "x", "-n", namespace, kubeconfig=alice)
-
-
-def test_what_is_owned_goes_with_its_owner(control_plane: ControlPlane, namespace: str) -> None:
-    path = f"/api/v1/namespaces/{namespace}/configmaps"
-    owner = control_plane.request("POST", path, configmap("owner"))
-    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner", "uid": owner["metadata"]["uid"]}
-    owned = {"metadata": {"name": "owned", "ownerReferences": [reference]}}
-    control_plane.request("POST", path, owned)
-    control_plane.request("DELETE", f"{path}/owner")
-    deadline = time.monotonic() + 60
-    while "owned" in control_plane.kubectl("get", "configmaps", "-n", namespace, "-o", "name"):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_nothing_outlives_the_process_that_started_it() -> None:

@@ -25,8 +25,6 @@ from treeline_operator.envoy.keys import (
 )
 from treeline_wire import headers as names
 
-pytestmark = pytest.mark.deep
-
 
 def manager(config: EnvoyConfig) -> dict[str, Any]:
     """The HTTP connection manager of the gateway's listener."""
@@ -44,6 +42,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     return self_signed(tmp_path_factory.mktemp("tls"))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "config",
     [
@@ -66,10 +65,12 @@ def test_the_real_envoy_accepts_it(config: EnvoyConfig, tmp_path: Path) -> None:
     assert validate(config, tmp_path) == ""
 
 
+@pytest.mark.deep
 def test_the_real_envoy_accepts_tls(certificate: Tls, tmp_path: Path) -> None:
     assert validate(EnvoyConfig(tls=certificate), tmp_path) == ""
 
 
+@pytest.mark.deep
 def test_the_real_envoy_accepts_what_runs_in_a_cluster(certificate: Tls, tmp_path: Path) -> None:
     keys, tls = tmp_path / "keys.json", replace(certificate, discovery_file=str(tmp_path / "tls.json"))
     keys.write_text(discovery_json(credentials({"ada": ["sk-1"]}), "1"))
@@ -184,6 +185,7 @@ def test_whatever_a_file_holds_its_keys_are_whole_lines_of_printable_ascii(conte
         assert key.encode() in lines
 
 
+@pytest.mark.deep
 def test_the_real_envoy_would_refuse_a_mistake(tmp_path: Path) -> None:
     assert "/nowhere.key" in validate(EnvoyConfig(tls=Tls("/nowhere.pem", "/nowhere.key")), tmp_path)
 

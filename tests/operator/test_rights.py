@@ -17,14 +17,15 @@ from support.epp_io import running_picker
 from support.kube_api import crd
 from support.operator_run import DEPLOYMENTS, MODELS, POOLS, Room, condition, operator
 from support.rbac_audit import Grants, Right, Witness, refused, rules_of, used
-from treeline_kube.discovery import AGGREGATED
 from treeline_operator.controller.lease import LeaseTiming
-from treeline_operator.plan.pod_state import DOWNLOAD
+from treeline_operator.plan.facts import DOWNLOAD
 from treeline_operator.rbac import RULES_GROUPS
 from treeline_operator.world import Platform
 from treeline_tools import rbac
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
+
+AGGREGATED = "application/json;v=v2;g=apidiscovery.k8s.io;as=APIGroupDiscoveryList"
 
 UNASKED: dict[Right, str] = {
     ("treeline.dev", "inferencepools/finalizers", "update"): (

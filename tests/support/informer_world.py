@@ -12,14 +12,13 @@ from treeline_kube.connection import Answer, Call
 from treeline_kube.errors import Gone, Timeout
 from treeline_operator.controller.handlers import Deliver
 from treeline_operator.controller.informer import Informer, Timing
-from treeline_operator.controller.kinds import KINDS, OPTIONAL, OWN, Watched
+from treeline_operator.controller.kinds import EVERY, KINDS, OWN, Watched
 from treeline_operator.controller.store import Store
 
 from support.virtual_loop import run
 
 DEPLOYMENTS = next(watched for watched in KINDS if watched.resource.kind == "Deployment")
 PODS = next(watched for watched in KINDS if watched.resource.kind == "Pod")
-EVERY = (*KINDS, *OPTIONAL)
 
 
 class World:
@@ -150,6 +149,8 @@ class Scene:
 
     def __init__(self, world: World, store: Store, informer: Informer) -> None:
         self.world, self.store, self.informer = world, store, informer
+        self.offered: list[frozenset[str]] = [frozenset()]
+        informer.offered = self.offered.append
 
     def names(self, watched: Watched = DEPLOYMENTS) -> list[str]:
         return [o.ref.name for o in self.store.of_kind(watched.resource.api_version, watched.resource.kind, "n")]

@@ -164,13 +164,6 @@ GATEWAY_STATES = {
         "has not read the cluster",
     ),
     "picker is silent": (world(picker=None), T.READY, "Unknown", Reason.PICKER_UNREACHABLE, "treeline-epp"),
-    "picker is not asked": (
-        world(picker=None, platform=Platform(picker_probe=False)),
-        T.ENDPOINT_PICKER_READY,
-        "True",
-        Reason.PICKER_SYNCED,
-        "its list of pods is not checked",
-    ),
     "picker lacks one": (
         world(pool(replicas=2), picker=view(pool(), "tiny-2")),
         T.ENDPOINT_PICKER_READY,

@@ -16,6 +16,7 @@ from treeline_operator.plan.runtime import deployment as rendered
 from treeline_operator.status.conditions import same_status
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import (
+    Event,
     GatewayWorld,
     Images,
     Observed,
@@ -146,17 +147,9 @@ def container(name: str, state: Any, **fields: Any) -> dict[str, Any]:
     }
 
 
-def event(about: str, reason: str, message: str, *, kind: str = "Pod", last: str = "2026-11-20T11:59:00Z") -> Observed:
-    """A Warning event (core/v1)."""
-    return observed(
-        "Event",
-        f"event-{next(_uids)}",
-        type="Warning",
-        reason=reason,
-        message=message,
-        involvedObject={"kind": kind, "name": about, "namespace": "shop", "uid": f"uid-{about}"},
-        lastTimestamp=last,
-    )
+def event(about: str, reason: str, message: str, *, last: str = "2026-11-20T11:59:00Z") -> Event:
+    """A Warning event."""
+    return Event(reason, message, last, about, f"uid-{about}")
 
 
 def gateway_children(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treeline_operator.controller.kinds import OPTIONAL
 from treeline_tools import rbac
 
 from support.control_plane import ControlPlane
@@ -30,11 +31,11 @@ def rules_of(features: Iterable[rbac.Feature]) -> list[dict[str, Any]]:
 
 
 def used(events: Iterable[dict[str, Any]]) -> set[Right]:
-    """The rights that these requests needed. Discovery needs none that anybody grants."""
+    """The rights that these requests needed and had. Discovery needs none that anybody grants."""
     found: set[Right] = set()
     for event in events:
         ref = event.get("objectRef", {})
-        if "resource" not in ref:
+        if "resource" not in ref or event.get("responseStatus", {}).get("code") in (401, 403):
             continue
         group = ref.get("apiGroup", "")
         resource = "/".join(filter(None, (ref["resource"], ref.get("subresource"))))
@@ -46,12 +47,20 @@ def used(events: Iterable[dict[str, Any]]) -> set[Right]:
 
 
 def refused(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Requests that were refused for want of a right."""
+    """Requests that were refused for want of a right, but for lists of optional kinds: that one may not be read is
+    how the operator learns that it is not to be used."""
+    optional = {(watched.resource.group, watched.resource.plural) for watched in OPTIONAL}
     return [
         f"{event['verb']} {event['requestURI']}"
         for event in events
         if event.get("responseStatus", {}).get("code") in (401, 403)
+        and not (event["verb"] == "list" and _kind(event) in optional)
     ]
+
+
+def _kind(event: dict[str, Any]) -> tuple[str, str]:
+    about = event.get("objectRef", {})
+    return about.get("apiGroup", ""), about.get("resource", "")
 
 
 def asked_for(features: Iterable[rbac.Feature]) -> set[Right]:

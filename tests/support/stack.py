@@ -19,10 +19,10 @@ from typing import Any
 
 import httpx
 import psutil
-from treeline.envoy import envoy_binary
 from treeline.up.command import envoy_config
 from treeline.up.plan import TINY_MODEL, ChildSpec, UpOptions, gateway_url, plan
 from treeline_operator.envoy import bootstrap_json
+from treeline_operator.envoy.binary import envoy_binary
 
 from support.ports import free_base, free_ports
 

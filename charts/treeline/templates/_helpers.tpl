@@ -30,10 +30,6 @@
 {{- end }}
 {{- end }}
 
-{{- define "treeline.leaseName" -}}
-{{- default (include "treeline.operatorName" .) .Values.operator.leaseName }}
-{{- end }}
-
 {{/* The operator's pods by their labels. NetworkPolicies of pickers admit the operator by the first, so it never changes. */}}
 {{- define "treeline.selectorLabels" -}}
 app.kubernetes.io/name: treeline-operator
@@ -77,7 +73,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if $j }}{{ "\n" }}{{ else }}# {{ $feature.feature }}{{ "\n" }}{{ end }}
 {{- range $k, $field := list "apiGroups" "resources" "resourceNames" "verbs" }}
 {{- with get $rule $field }}
-{{- if $k }}{{ "\n  " }}{{ else }}- {{ end }}{{ $field }}: {{ toJson . | replace "LEASE" (include "treeline.leaseName" $root) }}
+{{- if $k }}{{ "\n  " }}{{ else }}- {{ end }}{{ $field }}: {{ toJson . | replace "LEASE" (include "treeline.operatorName" $root) }}
 {{- end }}
 {{- end }}
 {{- end }}

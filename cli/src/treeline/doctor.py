@@ -14,9 +14,9 @@ import psutil
 import zmq
 from rich.console import Console
 from rich.table import Table
+from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_wire.command_line import Parser
 
-from treeline.envoy import EnvoyNotFound, envoy_binary
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, plan
 from treeline.version import installed
 

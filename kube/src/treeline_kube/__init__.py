@@ -1,1 +1,1 @@
-"""The way to a Kubernetes API server: client, typed errors, list and watch, discovery."""
+"""The way to a Kubernetes API server: client, typed errors, list and watch."""

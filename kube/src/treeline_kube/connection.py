@@ -89,7 +89,6 @@ class Call(NamedTuple):
     body: Any = None
     content_type: str = JSON
     accept: str = JSON
-    headers: tuple[tuple[str, str], ...] = ()
     idempotent: bool = True
     guarded: bool = True
     retry: Retry | None = None
@@ -100,7 +99,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back: the status (200 to 304), the headers and the body."""
+    """What came back: the status, the headers and the body."""
 
     code: int
     headers: Mapping[str, str]
@@ -252,7 +251,6 @@ class Connection:
 
     async def _send(self, session: Any, call: Call, limits: aiohttp.ClientTimeout) -> Any:
         headers = {"Accept": call.accept, "Content-Type": call.content_type, "User-Agent": self._user_agent}
-        headers |= dict(call.headers)
         settings: Any = await self.configuration.auth_settings()
         for setting in settings.values():
             headers[setting["key"]] = setting["value"]

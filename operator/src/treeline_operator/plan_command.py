@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-import msgspec
 import yaml
 from pydantic import ValidationError
 from treeline_kube.yaml_depth import check_depth
@@ -40,7 +39,8 @@ Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
-_COLOURS: Final = {"+": "green", "-": "red", "@": "cyan", "#": "bold"}
+_COLOURS: Final = {"+": "32", "-": "31", "@": "36", "#": "1"}
+"""ANSI's: green, red, cyan, bold."""
 _EXAMPLES: Final = """\
 examples:
   treeline operate plan -f pool.yaml                      everything that a new pool leads to
@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="what is in the cluster: files of `kubectl get … -o yaml`",
     )
-    p.add_argument("-o", "--output", choices=("diff", "yaml", "json"), default="diff", help="default: %(default)s")
+    p.add_argument("-o", "--output", choices=("diff", "yaml"), default="diff", help="default: %(default)s")
     p.add_argument("--explain", action="store_true", help="also say why, what waits or is left alone, and warnings")
     p.add_argument("--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)")
     p.add_argument(
@@ -116,8 +116,6 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
             _print(out, _diffs(simulation, given.explain))
         case "yaml":
             _print(out, _documents_of(simulation, given.explain))
-        case "json":
-            out.write(msgspec.json.format(msgspec.json.encode(_report(simulation))).decode() + "\n")
     return 0
 
 
@@ -314,23 +312,6 @@ def _model_notes(simulation: Simulation) -> Iterator[str]:
             yield f"# model {namespace}/{name}: {said['reason']}: {said['message']}"
 
 
-def _report(simulation: Simulation) -> Object:
-    steps = [
-        {
-            "verb": step.verb,
-            "apiVersion": step.action.ref.api_version,
-            "kind": step.action.ref.kind,
-            "namespace": step.action.ref.namespace,
-            "name": step.action.ref.name,
-            "why": step.action.why,
-            "drift": list(step.action.drift) if isinstance(step.action, Apply) else [],
-            "object": _clean(step.after),
-        }
-        for step in _final(simulation)
-    ]
-    return {"steps": steps, "notes": _told(simulation)}
-
-
 def _clean(obj: Object | None) -> Object | None:
     """Without what the API server adds, and without what was made up for the simulation."""
     if obj is None:
@@ -353,12 +334,7 @@ def _unowned(obj: Object) -> Object:
 
 
 def _print(out: TextIO, lines: Iterator[str]) -> None:
-    if not out.isatty():
-        out.writelines(f"{line}\n" for line in lines)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=out, highlight=False, soft_wrap=True)
+    colours = _COLOURS if out.isatty() else {}
     for line in lines:
-        console.print(Text(line, style=_COLOURS.get(line[:1], "")))
+        colour = colours.get(line[:1])
+        out.write(f"{line}\n" if colour is None else f"\x1b[{colour}m{line}\x1b[0m\n")

@@ -179,8 +179,8 @@ def _label(text: str) -> tuple[str, str]:
 class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
 
-    `apis` are the optional kinds that discovery found, each `group/version/Kind` (see `controller/kinds.py`).
-    `picker_probe` says whether pickers are asked for their lists.
+    `apis` are the optional kinds that the cluster has and that may be read, each `group/version/Kind` (see
+    `controller/kinds.py`).
     `operator_namespace` and `operator_labels` let NetworkPolicies admit the operator to the picker's admin page.
     """
 
@@ -243,12 +243,6 @@ class Platform:
         help="parts of an InferencePool's spec by name, over which pools that name one as their preset lay their own "
         "fields; or a file with values of the chart, of which `presets` is taken (default: none)",
     )
-    picker_probe: bool = setting(
-        True,
-        group="work",
-        either=True,
-        help="ask the pickers which pods they list; without it pools are Ready without that proof (default: yes)",
-    )
     rules_group: str = setting(
         RULES_GROUPS[0],
         metavar="GROUP",
@@ -259,8 +253,7 @@ class Platform:
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
 
 
-@dataclass(frozen=True, slots=True)
-class PickerEndpoint:
+class PickerEndpoint(msgspec.Struct, frozen=True):
     """One endpoint as the picker lists it; `name` is the pod's name.
 
     `in_flight` are the requests that it has or is about to get, None where that is not known. It is 0 only where all
@@ -269,10 +262,29 @@ class PickerEndpoint:
 
     name: str
     address: str
-    ready: bool
+    ready: bool = False
     draining: bool = False
     in_flight: int | None = None
     cached_tokens: int = 0
+
+
+class Event(NamedTuple):
+    """A Warning event: why, in words, when it was told last, and the name and uid of the object that it is about."""
+
+    reason: str
+    message: str
+    at: str
+    name: str
+    uid: str
+
+    @classmethod
+    def of(cls, obj: dict[str, Any]) -> Event:
+        """From a decoded Event of core/v1."""
+        about, series = obj.get("involvedObject") or {}, obj.get("series") or {}
+        times = (series.get("lastObservedTime"), *map(obj.get, ("lastTimestamp", "eventTime", "firstTimestamp")))
+        at = next(filter(None, times), "")
+        reason, message = obj.get("reason") or "", obj.get("message") or ""
+        return cls(reason, message, at, about.get("name", ""), about.get("uid", ""))
 
 
 class PoolRouting(NamedTuple):
@@ -344,7 +356,7 @@ class PoolWorld:
     `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as
     seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
     `picker_silent_since` is when that was found. `events` are Warning events of its
-    pods and replica sets (reason and message are read). `parents` are those of its Gateways that may be read.
+    pods and replica sets. `parents` are those of its Gateways that may be read.
     `scaling` is None while nobody has looked whether to scale it by its pickers. `commits` are those of downloads that
     run, by URI.
     """
@@ -356,7 +368,7 @@ class PoolWorld:
     picker: PickerView | None
     platform: Platform
     now: datetime
-    events: tuple[Observed, ...] = ()
+    events: tuple[Event, ...] = ()
     parents: tuple[Observed, ...] = ()
     picker_silent_since: datetime | None = None
     scaling: Scaling | None = None

@@ -104,7 +104,6 @@ def test_the_defaults_are_those_that_the_documentation_names() -> None:
     assert (given.health_port, given.metrics_port, given.resync_seconds) == (8081, 9090, 300.0)
     assert given.host == "127.0.0.1"
     assert given.leader_elect
-    assert given.picker_probe
     assert given.namespace == []
     assert given.image_pull_secret == []
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.informer_world import DEPLOYMENTS, EVERY, PODS, Scene, begin, play
 from treeline_kube.connection import Answer, Call
 from treeline_kube.errors import Forbidden, Gone, NotFound, Timeout, Unavailable, Unreachable
-from treeline_operator.controller.kinds import CHILDREN, KINDS, OPTIONAL, OWN
+from treeline_operator.controller.kinds import CHILDREN, OPTIONAL, OWN
 
 POOLS, MODELS = OWN
 ROUTES = OPTIONAL[0]
@@ -28,10 +28,10 @@ def test_synced_means_that_all_of_the_first_lists_has_been_told() -> None:
         await waiting
         assert scene.names() == ["a", "b"]
         assert scene.names(PODS) == ["p", "q", "r"]
-        assert set(scene.informer.ages()) == {watched.api for watched in KINDS}
+        assert set(scene.informer.ages()) == {watched.api for watched in EVERY}
         assert scene.informer.troubles() == []
         assert scene.world.runs == [["inferencepools", "inferencemodels"]]
-        assert set(scene.world.watched) == {watched.api for watched in CHILDREN}
+        assert set(scene.world.watched) == {watched.api for watched in (*CHILDREN, *OPTIONAL)}
 
     play(act)
 
@@ -201,7 +201,7 @@ def test_a_namespace_that_is_taken_away_is_forgotten_and_holds_up_no_other() -> 
         assert scene.world.namespaces == ["m"]
         await asyncio.sleep(300.0)
         assert max(scene.informer.ages().values()) < 61.0
-        assert await scene.informer.set_optional([ROUTES.api]) == {ROUTES.api}, "the other may use it"
+        assert ROUTES.api in scene.offered[-1], "the other may use it"
         scene.world.failing["namespaces/m/"] = Forbidden("403", code=403)
         await asyncio.sleep(300.0)
         assert max(scene.informer.ages().values()) > 200.0, "nothing is left to look after"
@@ -232,7 +232,7 @@ def test_an_api_server_that_is_away_ages_what_is_known_and_is_asked_ever_less() 
         await asyncio.sleep(200.0)
         assert scene.names() == ["a", "b"], "what is known stays"
         assert min(scene.informer.ages().values()) > 130.0
-        assert (scene.world.asked - before) / len(KINDS) < 25
+        assert (scene.world.asked - before) / len(EVERY) < 25
         assert len(scene.world.runs) == 1
         scene.world.failing.clear()
         await asyncio.sleep(25.0)
@@ -243,23 +243,37 @@ def test_an_api_server_that_is_away_ages_what_is_known_and_is_asked_ever_less() 
 
 def test_optional_kinds_come_and_go() -> None:
     async def act(scene: Scene) -> None:
-        await begin(scene)
+        absent, refused = NotFound("404", code=404), Forbidden("403", code=403)
         scene.world.put(ROUTES, "r")
-        found = await scene.informer.set_optional([ROUTES.api, "example.com/v1/Unknown"])
-        assert found == {ROUTES.api, "example.com/v1/Unknown"}
+        scene.world.failing["httproutes"] = absent
+        await begin(scene)
+        assert ROUTES.api not in scene.offered[-1]
+        assert scene.names(ROUTES) == scene.informer.troubles() == []
+        del scene.world.failing["httproutes"]
+        await asyncio.sleep(40.0)
+        assert ROUTES.api in scene.offered[-1]
         assert scene.names(ROUTES) == ["r"]
         scene.world.put(ROUTES, "s")
         await asyncio.sleep(0.01)
         assert scene.names(ROUTES) == ["r", "s"]
-        assert await scene.informer.set_optional([]) == frozenset()
-        assert scene.names(ROUTES) == []
-        watches = scene.world.watched[ROUTES.api]
-        await asyncio.sleep(100.0)
-        assert scene.world.watched[ROUTES.api] == watches
-        scene.world.failing["httproutes"] = Forbidden("403", code=403)
-        assert await scene.informer.set_optional([ROUTES.api]) == frozenset()
+        for error, left in ((Unavailable("503", code=503), ["r", "s"]), (absent, [])):
+            scene.world.failing["httproutes"] = error
+            await asyncio.sleep(70.0)
+            assert scene.names(ROUTES) == left
+            assert (ROUTES.api in scene.offered[-1]) is bool(left), "an outage takes nothing away"
+        scene.world.failing["httproutes"] = refused
         await asyncio.sleep(300.0)
+        assert ROUTES.api not in scene.offered[-1]
         assert max(scene.informer.ages().values()) < 61.0, "that one may not be read is no reason to begin anew"
+
+    play(act)
+
+
+def test_an_optional_kind_that_may_not_be_read_holds_up_no_start() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.failing["httproutes"] = Forbidden("403", code=403)
+        await begin(scene)
+        assert scene.offered[-1] == {watched.api for watched in OPTIONAL[1:]}
 
     play(act)
 

@@ -234,33 +234,6 @@ def test_an_answer_that_is_none_is_no_view(body: bytes) -> None:
     run(main())
 
 
-@pytest.mark.parametrize(
-    ("declared", "asked"),
-    [
-        ({"ext-proc": 9002, "metrics": 9090, "admin": 9004}, 9004),
-        ({"ext-proc": 9002, "metrics": 9090, "admin": 9104}, 9104),
-        ({"ext-proc": 9002, "metrics": 9090}, 9090),
-        ({}, 9004),
-    ],
-)
-def test_a_picker_is_asked_at_the_port_that_its_pod_names_also_if_an_earlier_operator_made_it(
-    declared: dict[str, int], asked: int
-) -> None:
-    async def main() -> None:
-        store, _, picker, probe, _ = set_up()
-        picker.port = asked
-        ports = [{"name": name, "containerPort": number} for name, number in declared.items()]
-        store.put({**picker_pod(2), "spec": {"containers": [{"name": "mesh"}, {"name": "epp", "ports": ports}]}})
-        task = asyncio.create_task(probe.run())
-        probe.look("n", "treeline")
-        await asyncio.sleep(1)
-        assert picker.asked == [0]
-        await probe.stop()
-        await task
-
-    run(main())
-
-
 async def test_asking_over_http() -> None:
     app = web.Application()
     body = b"x" * 3_000_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
@@ -16,7 +15,6 @@ from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.store import Store
-from treeline_operator.plan import edge
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.world import Key, Platform, Ref
 
@@ -152,27 +150,6 @@ async def test_in_one_turn_of_the_loop_there_is_one_plan(monkeypatch: pytest.Mon
     keys = [Key("pool", "shop", f"p{number}") for number in range(20)]
     await asyncio.gather(count(), *(reconciler.reconcile(key) for key in keys))
     assert len(set(planned)) == 20
-
-
-async def test_what_takes_long_of_a_gateways_plan_is_done_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Envoy's configuration takes seconds the first time, which the lease and the probes have not."""
-    store, threads = Store(), []
-    store.put(pool("a"))
-    anchor = {"name": "treeline-gateway", "namespace": "shop", "uid": "u", "resourceVersion": "1"}
-    anchor["labels"] = {"treeline.dev/gateway": "treeline"}
-    store.put({"apiVersion": "v1", "kind": "ConfigMap", "metadata": anchor})
-
-    def render(config: Any) -> str:
-        threads.append(threading.current_thread())
-        return "{}"
-
-    edge.files.cache_clear()
-    monkeypatch.setattr("treeline_operator.envoy.document.bootstrap_json", render)
-    monkeypatch.setattr("treeline_operator.envoy.bootstrap_json", render)
-    await asyncio.gather(*[reconciler_of(store, Api(store)).reconcile(Key("gateway", "shop", "treeline"))])
-    edge.files.cache_clear()
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()
 
 
 async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,12 +253,17 @@ async def test_whatever_a_picker_answers_is_bounded(
     monkeypatch.setattr("treeline_operator.controller.signals.MOST_LINE_BYTES", 200_000)
     silent = trouble == "nothing more is said"
 
+    served = asyncio.Event()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(answer)
-        if silent:
-            await reader.read()
-        writer.close()
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            if silent:
+                await reader.read()
+        finally:
+            writer.close()
+            served.set()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
@@ -271,7 +276,9 @@ async def test_whatever_a_picker_answers_is_bounded(
                     assert signals == Signals(True, {"p": HELD})
         except (OSError, msgspec.MsgspecError) as exc:
             why = str(exc)
+    await served.wait()
     server.close()
+    await server.wait_closed()
     if trouble == "malformed" or trouble == ".":
         assert why
     elif not silent:

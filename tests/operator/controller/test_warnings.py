@@ -9,7 +9,7 @@ import pytest
 from support.operator_status import deployment, gateway_children, pod, pool, world
 from treeline_kube.errors import Forbidden, KubeError
 from treeline_operator.controller.warnings import Warnings, is_stuck
-from treeline_operator.world import Key, Observed
+from treeline_operator.world import Event, Key, Observed
 
 KEY, OTHER = Key("pool", "shop", "tiny"), Key("pool", "shop", "large")
 POOL = pool()
@@ -66,8 +66,7 @@ async def test_one_list_serves_all_pools_of_a_namespace_for_a_while(clock: Clock
     assert await warnings.look(KEY)
     assert lists.asked == [("shop", "type=Warning")]
     (event,) = warnings.about(seen)
-    assert event.object["reason"] == "FailedMount"
-    assert "source" not in event.object
+    assert event == Event("FailedMount", "so it is", "2026-11-20T11:59:00Z", "tiny-1", "uid-tiny-1")
     for key in (KEY, OTHER):
         assert not await warnings.look(key)
     clock.now += 10.0
@@ -81,7 +80,7 @@ async def test_what_replica_sets_met_is_known_by_their_deployment(clock: Clock) 
     warnings = Warnings(lists, clock)
     await warnings.look(KEY)
     (event,) = warnings.about(seen)
-    assert event.object["reason"] == "FailedCreate"
+    assert event.reason == "FailedCreate"
 
 
 async def test_a_pool_that_stays_as_it_is_is_looked_at_less_and_less_often(clock: Clock) -> None:

@@ -31,7 +31,7 @@ def test_all_is_denied_but_the_paths_that_are_needed() -> None:
     from_envoy, from_operator, from_pickers, readers = picker["ingress"]
     assert from_envoy["from"] == [{"podSelector": selector_of("edge")}]
     assert to_picker["to"] == [{"podSelector": selector_of("epp")}]
-    assert (numbers(from_operator), numbers(readers)) == ([9004, 9090], [9090])
+    assert (numbers(from_operator), numbers(readers)) == ([9004], [9090])
     assert readers["from"] == list(PROMETHEUS)
     (operator,) = from_operator["from"]
     assert operator["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "treeline-system"}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.gateway_cluster import Cluster, container, converged, pool
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
+from treeline_operator.plan.facts import DOWNLOAD
 from treeline_operator.plan.gateway import plan_gateway
-from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template
 from treeline_operator.plan.shared_gateway import SharedGateway, share

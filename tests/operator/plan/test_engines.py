@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.pool_world import a_pool, template
-from treeline_operator.plan.engines import sglang, vllm
-from treeline_operator.plan.engines.base import untold
-from treeline_operator.plan.engines.registry import ADAPTERS, adapter_of
+from support.pool_world import template
+from treeline_operator.plan.engines import ENGINES, SGLANG_IMAGE, VLLM_IMAGE, untold
 from treeline_wire import labels
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "engines.md").read_text()
 
 
-@pytest.mark.parametrize("image", [sglang.IMAGE, vllm.IMAGE])
+@pytest.mark.parametrize("image", [SGLANG_IMAGE, VLLM_IMAGE])
 def test_the_page_names_the_releases_that_are_started(image: str) -> None:
     assert f"`{image}`" in PAGE
 
@@ -41,12 +39,6 @@ def test_existing_pods_publish_where_those_of_a_pool_do() -> None:
     assert all(env[one["name"]] == one["value"] for one in theirs["env"])
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_has_the_name_that_pools_give_it(name: str) -> None:
-    pool = a_pool(engine={"type": name, "image": "x"})
-    assert adapter_of(pool).name == name
-
-
 @pytest.mark.parametrize(
     ("args", "found"),
     [
@@ -58,7 +50,7 @@ def test_an_adapter_has_the_name_that_pools_give_it(name: str) -> None:
     ],
 )
 def test_only_what_the_picker_would_have_to_know_is_told(args: list[str], found: str) -> None:
-    text = untold(ADAPTERS["vllm"].untold, args)
+    text = untold(ENGINES["vllm"].untold, args)
     assert found in text
     assert bool(text) is bool(found)
-    assert untold(ADAPTERS["treeline"].untold, args) == ""
+    assert untold(ENGINES["treeline"].untold, args) == ""

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 from support.pool_world import a_pool, runtime, template
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan.engines.base import start_seconds
-from treeline_operator.plan.engines.registry import ADAPTERS
+from treeline_operator.plan.engines import ENGINES, start_seconds
 from treeline_operator.plan.runtime import pod_template
 from treeline_operator.world import Images
 
 
 @pytest.mark.parametrize("seconds", [1, 4, 60, 3600])
-@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_grace_period_holds_everything_that_happens_in_it(seconds: int, engine: str) -> None:
     spec: dict[str, Any] = {"type": engine, "image": "x"}
     made = template(accelerator={"type": "nvidia"}, engine=spec, drain={"timeoutSeconds": seconds})["spec"]
@@ -46,7 +45,7 @@ def test_a_start_may_take_as_long_as_the_weights_need_and_never_less_than_withou
 
 
 @pytest.mark.parametrize("seconds", [1, 60, 3600])
-@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_hangs_is_killed_long_before_a_drain_would_be_over(seconds: int, engine: str) -> None:
     made = runtime(engine={"type": engine, "image": "x"}, drain={"timeoutSeconds": seconds})
     assert made["livenessProbe"]["terminationGracePeriodSeconds"] == 15

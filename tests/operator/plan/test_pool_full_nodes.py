@@ -160,17 +160,17 @@ def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
         pytest.param({}, "pod has unbound immediate PersistentVolumeClaims", marks=pytest.mark.deep),
     ],
 )
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.deep)])
 def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(
-    change: dict[str, Any], lacking: str
+    change: dict[str, Any], lacking: str, replicas: int
 ) -> None:
-    for replicas in (1, 3):
-        world, asked = Full(replicas), pool(replicas, 1, **change)
-        world.cluster.lacking = lacking
-        notes: tuple[str, ...] = ()
-        while world.elapsed < 3 * SURGE_S:
-            notes = world.second(asked)
-        assert world.least == replicas
-        assert any("the new ones would not fit in their place" in note for note in notes)
+    world, asked = Full(replicas), pool(replicas, 1, **change)
+    world.cluster.lacking = lacking
+    notes: tuple[str, ...] = ()
+    while world.elapsed < 2 * SURGE_S:
+        notes = world.second(asked)
+    assert world.least == replicas
+    assert any("the new ones would not fit in their place" in note for note in notes)
 
 
 def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
@@ -189,6 +189,7 @@ def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
         assert steps == (["drain"] if takes else [])
 
 
+@pytest.mark.deep
 def test_a_rollout_back_in_the_middle_of_it_ends_too() -> None:
     world, there, back = Full(3), pool(3, 1), pool(3, 0)
     while world.elapsed < SURGE_S + 90:

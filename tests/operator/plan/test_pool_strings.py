@@ -16,7 +16,7 @@ from treeline_operator.api.parts import SERVED_NAME_PATTERN
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import _PART, ModelSource
 from treeline_operator.plan.download import files
-from treeline_operator.plan.engines.registry import launch
+from treeline_operator.plan.engines import engine_of
 from treeline_operator.world import Images
 from treeline_runtime.args import parse_args
 from treeline_runtime.fetch.__main__ import parse
@@ -49,7 +49,7 @@ def pool(engine: str, **spec: Any) -> InferencePool:
 
 
 def command_line(made: InferencePool) -> tuple[str, ...]:
-    return launch(made, files(made), Images()).args
+    return engine_of(made).launch(made, files(made), Images()).args
 
 
 def flags(words: tuple[str, ...]) -> list[str]:

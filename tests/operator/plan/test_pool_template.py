@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
 from support.api_specs import document
 from support.pool_world import SimCluster, a_pool, runtime, template
-from treeline_operator.api.engine import SETTINGS, WORDS
+from treeline_operator.api.engine import WORDS
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
-from treeline_operator.plan.engines.registry import ADAPTERS
+from treeline_operator.plan.engines import ENGINES
 from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template, template_problem
@@ -197,7 +197,7 @@ def test_any_fragment_is_merged_or_refused(fragment: Any) -> None:
 
 # ---- engines ------------------------------------------------------------------------------------------------
 
-ENGINES: list[dict[str, Any]] = [
+_SETTINGS: list[dict[str, Any]] = [
     {},
     {"contextLength": 512, "pageSize": 32, "maxTotalTokens": 9000, "threads": 2, "dtype": "float32"},
     {"memoryFraction": 0.5, "maxRunningRequests": 8, "maxQueuedRequests": 9, "chunkedPrefillSize": 256},
@@ -207,7 +207,7 @@ ENGINES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", _SETTINGS)
 def test_our_runtime_takes_the_command_line(engine: dict[str, Any]) -> None:
     args = parse_args(runtime(engine=engine, drain={"timeoutSeconds": 33})["args"])
     assert args.model == "/opt/treeline/models/tiny"
@@ -225,16 +225,10 @@ def test_the_words_that_a_pool_may_use_are_those_that_our_runtime_takes() -> Non
     assert closed == {setting: WORDS[setting] for setting in ("dtype", "quantization", "kvCacheDtype")}
 
 
-def test_every_setting_that_the_api_takes_reaches_the_engine() -> None:
-    for setting, engines in SETTINGS.items():
-        for engine, adapter in ADAPTERS.items():
-            assert (engine in engines) == (to_snake(setting) in adapter.flags), (setting, engine)
-
-
 @pytest.mark.parametrize(
     "asked", [{"tensorParallel": 2}, {"dataParallel": 2}, {"adapters": [{"name": "a", "uri": "hf://org/adapter"}]}]
 )
-@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_what_an_engine_cannot_do_is_refused_and_never_left_out(engine: str, asked: dict[str, Any]) -> None:
     spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
     count = 1 if "adapters" in asked else 2
@@ -309,7 +303,7 @@ def test_registry_credentials_reach_the_pods_and_the_fragment_may_add_some() -> 
 GPU = {"accelerator": {"type": "nvidia"}}
 
 
-@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_the_root_filesystem_is_writable_on_gpus_alone(engine: str) -> None:
     spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
     for more, read_only in ((GPU, False), ({}, True)):

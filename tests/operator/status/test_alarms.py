@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from support.operator_status import (
     NOW,
     conditions,
+    event,
     gateway_children,
     observed,
     pod,
@@ -19,20 +20,19 @@ from support.operator_status import (
 )
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.status.alarms import Alarms
-from treeline_operator.status.conditions import Finding, build
-from treeline_operator.status.events import transitions
+from treeline_operator.status.conditions import build
+from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Ref
 
 POOL = Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "tiny")
-SICK = Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_READY, "no")
-NOT_SO = Finding(ConditionType.READY, "False", Reason.GATEWAY_NOT_READY, "for want of a gateway")
-WELL = Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_SERVING, "yes")
+SICK = (ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
+NOT_SO = (ConditionType.READY, ("False", Reason.GATEWAY_NOT_READY, "for want of a gateway"))
+WELL = (ConditionType.GATEWAY_READY, ("True", Reason.GATEWAY_SERVING, "yes"))
 
 
 def status(*findings, at=0.0, before=()):
-    return {"conditions": build(findings, 1, before, after(at))}
+    return {"conditions": build(dict(findings), 1, before, after(at))}
 
 
 def after(seconds):
@@ -114,18 +114,7 @@ def part(component, seconds, **status):
 def test_a_normal_start_warns_of_nothing():
     """Pods that start within a minute, with every probe that fails once on the way; then all is well."""
     failed = [
-        observed(
-            "Event",
-            f"told-{component}",
-            type="Warning",
-            reason="Unhealthy",
-            message="Readiness probe failed: connection refused",
-            involvedObject={
-                "kind": "Pod",
-                "name": f"treeline-{component}-1",
-                "uid": f"uid-treeline-{component}-1",
-            },
-        )
+        event(f"treeline-{component}-1", "Unhealthy", "Readiness probe failed: connection refused")
         for component in ("epp", "edge")
     ]
     running = {"name": "c", "image": "x", "ready": False, "restartCount": 0, "started": True}

@@ -9,7 +9,6 @@ import pytest
 from support.operator_status import deployment, event, observed, pod, pool, ready
 from support.operator_trouble import (
     BACK_OFF,
-    CREATING,
     POD,
     REJECTIONS,
     RUNNING,
@@ -39,7 +38,7 @@ def test_the_cause_is_found(status, events, reason, text):
     """Among other pods, with events of others around."""
     noise = event("tiny-7", "FailedMount", 'secret "other" not found')
     pods = [pod(POOL, "tiny-0", **ready()).object, pod(POOL, POD, **status).object]
-    causes = diagnose(pods, (), [one.object for one in (noise, *events)])
+    causes = diagnose(pods, (), [noise, *events])
     assert [cause.reason for cause in causes] == [reason]
     assert causes[0].detail.startswith("1 of 2 pods (tiny-1): ")
     assert text in causes[0].detail
@@ -118,21 +117,10 @@ def test_pods_that_cannot_be_made(reason, message):
     assert "x7k2p" not in cause.detail, "a name that is another at every try would never come to rest"
     status = {"replicas": 0}
     silent = observed("Deployment", "tiny-ab12", "apps/v1", spec={"replicas": 2}, status=status).object
-    about = event("tiny-ab12-6d5f", "FailedCreate", f"Error creating: {message}", kind="ReplicaSet").object
-    other = event("tiny-cd34-6d5f", "FailedCreate", "Error creating: other", kind="ReplicaSet").object
+    about = event("tiny-ab12-6d5f", "FailedCreate", f"Error creating: {message}")
+    other = event("tiny-cd34-6d5f", "FailedCreate", "Error creating: other")
     assert diagnose([], [silent], [other, about])[0].reason is reason
     assert diagnose([], [silent], [other]) == []
-
-
-def test_events_of_the_newer_api_are_read_too():
-    about = {"kind": "Pod", "name": POD, "namespace": "shop", "uid": f"uid-{POD}"}
-    newer = {
-        "reason": "FailedMount",
-        "note": "timed out",
-        "regarding": about,
-        "eventTime": "2026-11-20T11:59:00Z",
-    }
-    assert diagnose([pod(POOL, POD, **runtime(CREATING)).object], (), [newer])[0].reason is Reason.VOLUME_NOT_READY
 
 
 @pytest.mark.parametrize(
@@ -146,7 +134,7 @@ def test_events_of_the_newer_api_are_read_too():
 )
 def test_old_news_is_no_cause(status, why, text):
     """Events stay for an hour after what they tell of was mended."""
-    (cause,) = diagnose([pod(POOL, POD, **status).object], (), [event(POD, why, text).object])
+    (cause,) = diagnose([pod(POOL, POD, **status).object], (), [event(POD, why, text)])
     assert cause.reason in (Reason.MODEL_LOADING, Reason.WEIGHTS_DOWNLOADING, Reason.PODS_STARTING)
     assert text not in cause.detail
 

@@ -8,9 +8,8 @@ import pytest
 from support.operator_status import NOW, pod, pool, view, world
 from support.operator_trouble import RUNNING, TROUBLES, init, runtime
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.status.alarms import Alarms
-from treeline_operator.status.conditions import Finding, build
-from treeline_operator.status.events import transitions
+from treeline_operator.status.conditions import build
+from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Ref
 
@@ -20,7 +19,7 @@ LOADING = pool_status(world(pods=(pod(pool(), "tiny-1", **init(RUNNING)),), pick
 
 
 def status(*findings):
-    return {"conditions": build(findings, 1, (), NOW)}
+    return {"conditions": build(dict(findings), 1, (), NOW)}
 
 
 def reasons(old, new):
@@ -57,27 +56,27 @@ def test_what_needs_somebody_is_a_warning_said_once(name):
 
 
 def test_recovery_is_told():
-    bad = status(Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_READY, "no"))
-    good = status(Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_SERVING, "yes"))
+    bad = status((ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no")))
+    good = status((ConditionType.GATEWAY_READY, ("True", Reason.GATEWAY_SERVING, "yes")))
     assert reasons(bad, good) == [Reason.GATEWAY_SERVING]
     assert reasons({}, good) == []
     assert reasons(good, {}) == []
 
 
 def test_a_conflict_warns_though_the_gateway_is_ready():
-    told = status(Finding(ConditionType.GATEWAY_READY, "True", Reason.GATEWAY_CONFLICT, "policy"))
+    told = status((ConditionType.GATEWAY_READY, ("True", Reason.GATEWAY_CONFLICT, "policy")))
     assert [(note.type, note.reason) for note in transitions(SERVING, told)] == [("Warning", Reason.GATEWAY_CONFLICT)]
 
 
 def test_a_reason_that_was_there_is_not_told_again_when_ready_takes_it_up():
-    sick = Finding(ConditionType.GATEWAY_READY, "False", Reason.GATEWAY_NOT_READY, "no")
-    missing = Finding(ConditionType.READY, "False", Reason.WEIGHTS_MISSING, "none")
-    taken_up = Finding(ConditionType.READY, "False", Reason.GATEWAY_NOT_READY, "no")
+    sick = (ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
+    missing = (ConditionType.READY, ("False", Reason.WEIGHTS_MISSING, "none"))
+    taken_up = (ConditionType.READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
     assert reasons(status(sick, missing), status(sick, taken_up)) == []
 
 
 def test_models_are_told_of_both_ways():
-    yes = status(Finding(ConditionType.ACCEPTED, "True", Reason.ACCEPTED, "yes"))
-    no = status(Finding(ConditionType.ACCEPTED, "False", Reason.MODEL_NAME_IN_USE, "no"))
+    yes = status((ConditionType.ACCEPTED, ("True", Reason.ACCEPTED, "yes")))
+    no = status((ConditionType.ACCEPTED, ("False", Reason.MODEL_NAME_IN_USE, "no")))
     assert reasons({}, yes) == reasons(no, yes) == [Reason.ACCEPTED]
     assert [(note.type, note.reason) for note in transitions(yes, no)] == [("Warning", Reason.MODEL_NAME_IN_USE)]

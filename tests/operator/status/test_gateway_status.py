@@ -89,9 +89,10 @@ def front_parts(revision, *, overdue=False):
     return picker, Observed.of(made), *front
 
 
-def envoy_pod(name, revision, **status):
+def envoy_pod(name, revision, ending=False, **status):
     marks = {names.COMPONENT: "edge", names.REVISION: revision}
-    return observed("Pod", name, meta={"labels": marks, "uid": f"uid-{name}"}, status=status)
+    meta = {"labels": marks, "uid": f"uid-{name}"} | ({"deletionTimestamp": "2026-11-20T12:00:00Z"} if ending else {})
+    return observed("Pod", name, meta=meta, status=status)
 
 
 def test_envoys_with_former_settings_are_not_what_was_asked_for():
@@ -110,9 +111,17 @@ def test_envoys_with_former_settings_are_not_what_was_asked_for():
     assert (found["status"], found["reason"]) == ("False", Reason.CONFIG_ERROR)
     assert "treeline-edge (pods with former settings serve meanwhile)" in found["message"]
     assert 'secret "certificate" not found' in found["message"]
+    one_of_them = world(
+        gateway_parts=front_parts("now"), gateway_pods=(old, envoy_pod("treeline-edge-new", "now", **ready(2)))
+    )
+    found = conditions_of(one_of_them)[T.GATEWAY_READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.PODS_STARTING)
     served = world(
         gateway_parts=front_parts("now"),
-        gateway_pods=(old, envoy_pod("treeline-edge-new", "now", **ready(2))),
+        gateway_pods=(
+            envoy_pod("treeline-edge-old", "before", ending=True, **ready()),
+            envoy_pod("treeline-edge-new", "now", **ready(2)),
+        ),
     )
     assert conditions_of(served)[T.READY]["status"] == "True"
     left = conditions_of(served)[T.PROGRESSING]
@@ -189,20 +198,27 @@ def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_
         assert (status == "True") or "listener https is not Programmed: Invalid: no certificate" in found["message"]
 
 
-def test_a_gateway_whose_envoys_are_made_from_former_settings_is_not_ready_yet():
+def test_a_gateway_whose_envoys_or_pickers_are_made_from_former_settings_is_not_ready_yet():
     """The gateway is planned by itself: a pool must not be told ready before its API keys are asked for."""
     picker, envoy, service, slices = gateway_children()
     made = converged(plain := gateway_pool("a"))
-    marks = made.get("Deployment", "treeline-edge")["metadata"]["annotations"]
-    meta = {**envoy.object["metadata"], "annotations": marks}
-    parts = (picker, Observed.of({**envoy.object, "metadata": meta}), service, slices)
+
+    def as_made(there):
+        marks = made.get("Deployment", there.ref.name)["metadata"]["annotations"]
+        return Observed.of({**there.object, "metadata": {**there.object["metadata"], "annotations": marks}})
+
+    parts = (as_made(picker), as_made(envoy), service, slices)
     drains = {"drain": {"timeoutSeconds": plain.spec.drain.timeout_seconds}}
     found = conditions_of(world(pool(**drains), gateway_parts=parts))[T.GATEWAY_READY]
     assert found["status"] == "True"
     keys = {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "keys"}}}}
     found = conditions_of(world(pool(**drains, **keys), gateway_parts=parts))[T.GATEWAY_READY]
-    assert (found["status"], found["reason"]) == ("False", Reason.PODS_STARTING)
-    assert "gets new settings" in found["message"]
+    assert (found["status"], found["reason"]) == ("False", Reason.PENDING)
+    assert "treeline-edge gets new settings" in found["message"]
+    quotas = {"endpointPicker": {"flowControl": {"quotas": {"secretRef": {"name": "quotas"}}}}}
+    found = conditions_of(world(pool(**drains, **quotas), gateway_parts=(as_made(picker), envoy, service, slices)))
+    assert found[T.GATEWAY_READY]["status"] == "False"
+    assert "treeline-epp gets new settings" in found[T.GATEWAY_READY]["message"]
     seen = world(pool(**drains, **keys), gateway_parts=parts)
     after = dataclasses.replace(seen.gateway, pools=())  # the store may be ahead: its last pool has just gone
     left = dataclasses.replace(seen, gateway=after)

@@ -20,7 +20,7 @@ from support.operator_status import (
     world,
 )
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.plan.engines.registry import ADAPTERS
+from treeline_operator.plan.engines import ENGINES
 from treeline_operator.plan.revision import target_revision
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import PickerView
@@ -84,7 +84,7 @@ def test_a_rollout_keeps_the_pool_ready_while_the_old_pods_serve_its_model():
     assert found[T.MODEL_READY]["message"].startswith("1 pod of older revisions has loaded the model tiny")
 
 
-@pytest.mark.parametrize("engine", ADAPTERS)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_rollout_to_another_model_name_is_not_ready_before_a_pod_serves_that_name(engine):
     of = {"engine": {"type": engine, "image": "x"}}
     uri = "builtin://tiny" if engine == "treeline" else "path:///weights"

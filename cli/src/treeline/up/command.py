@@ -18,12 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from treeline_epp.picking.policy_flag import policy_flag, policy_help
 from treeline_operator.envoy import EnvoyConfig, Tracing, bootstrap_json
+from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
 from treeline_wire import tracing_env
 from treeline_wire.command_line import Parser
 from treeline_wire.tracing_env import TracingError
 
-from treeline.envoy import EnvoyNotFound, envoy_binary
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
 from treeline.up.progress import show
 from treeline.up.supervisor import ChildFailed, Supervisor

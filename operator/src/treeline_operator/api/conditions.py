@@ -353,11 +353,6 @@ class Reason(StrEnum):
         patience_s=120,
     )
     # Scaling
-    NOT_AUTOSCALED = _passes(
-        "NotAutoscaled",
-        "Nobody but you sets spec.replicas.",
-        "Nothing; with another autoscaling.type than None something else does it.",
-    )
     AUTOSCALER_ACTIVE = _well("AutoscalerActive", "The autoscaler sets spec.replicas.")
     AUTOSCALER_NOT_READY = _needs_you(
         "AutoscalerNotReady",
@@ -389,7 +384,6 @@ class Reason(StrEnum):
         patience_s=120,
     )
     # Security
-    POD_SECURITY_RESTRICTED = _well("PodSecurityRestricted", "The pods keep to Pod Security level restricted.")
     POD_SECURITY_EXCEPTION = _passes(
         "PodSecurityException",
         "spec.template asks for what Pod Security level restricted forbids.",

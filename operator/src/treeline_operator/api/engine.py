@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Literal
 
 from pydantic import Field, StrictFloat, StrictInt, StringConstraints
+from pydantic.alias_generators import to_camel
 from treeline_wire import ports
 
 from treeline_operator.api.parts import (
@@ -26,22 +27,44 @@ PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", 
 EngineType = Literal["treeline", "sglang", "vllm", "custom"]
 RESOURCE_NAME: Final = "nvidia.com/gpu"
 
-SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
-    "contextLength": ("treeline", "sglang", "vllm"),
-    "memoryFraction": ("treeline", "sglang", "vllm"),
-    "pageSize": ("treeline", "sglang", "vllm"),
-    "maxRunningRequests": ("treeline", "sglang", "vllm"),
-    "maxQueuedRequests": ("treeline", "sglang"),
-    "chunkedPrefillSize": ("treeline", "sglang", "vllm"),
-    "maxTotalTokens": ("treeline", "sglang"),
-    "dtype": ("treeline", "sglang", "vllm"),
-    "quantization": ("treeline", "sglang", "vllm"),
-    "kvCacheDtype": ("treeline", "sglang", "vllm"),
-    "threads": ("treeline",),
-    "evictionPolicy": ("treeline", "sglang"),
-    "schedulePolicy": ("treeline", "sglang", "vllm"),
+FLAGS: Final[Mapping[str, Mapping[EngineType, str]]] = {
+    "dtype": {"treeline": "--dtype", "sglang": "--dtype", "vllm": "--dtype"},
+    "quantization": {"treeline": "--quantization", "sglang": "--quantization", "vllm": "--quantization"},
+    "kv_cache_dtype": {"treeline": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "vllm": "--kv-cache-dtype"},
+    "threads": {"treeline": "--threads"},
+    "context_length": {"treeline": "--context-length", "sglang": "--context-length", "vllm": "--max-model-len"},
+    "page_size": {"treeline": "--page-size", "sglang": "--page-size", "vllm": "--block-size"},
+    "max_total_tokens": {"treeline": "--max-total-tokens", "sglang": "--max-total-tokens"},
+    "memory_fraction": {
+        "treeline": "--mem-fraction",
+        "sglang": "--mem-fraction-static",
+        "vllm": "--gpu-memory-utilization",
+    },
+    "max_running_requests": {
+        "treeline": "--max-running-requests",
+        "sglang": "--max-running-requests",
+        "vllm": "--max-num-seqs",
+    },
+    "max_queued_requests": {"treeline": "--max-queued-requests", "sglang": "--max-queued-requests"},
+    "chunked_prefill_size": {
+        "treeline": "--chunked-prefill-size",
+        "sglang": "--chunked-prefill-size",
+        "vllm": "--max-num-batched-tokens",
+    },
+    "schedule_policy": {"treeline": "--schedule-policy", "sglang": "--schedule-policy", "vllm": "--scheduling-policy"},
+    "eviction_policy": {"treeline": "--eviction-policy", "sglang": "--radix-eviction-policy"},
+    "tensor_parallel": {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"},
+    "data_parallel": {"sglang": "--dp-size", "vllm": "--data-parallel-size"},
 }
-"""Setting → the engines that have it. For the others it is refused, since it would be ignored."""
+"""Setting → the engines that have it, each with its flag."""
+
+SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
+    to_camel(setting): tuple(flags)
+    for setting, flags in FLAGS.items()
+    if setting not in ("tensor_parallel", "data_parallel")
+}
+"""Setting → the engines that have it. For the others it is refused, since it would be ignored. (Those of parallelism
+have rules of their own.)"""
 
 WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),

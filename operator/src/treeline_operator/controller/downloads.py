@@ -5,27 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final
 
 import msgspec
+from treeline_kube.client import Client
 from treeline_kube.errors import KubeError
 
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.controller.store import Store
-from treeline_operator.plan.pod_state import DOWNLOAD
+from treeline_operator.plan.facts import DOWNLOAD, container_statuses
 from treeline_operator.world import Key, Observed
 
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 5.0
 _STEP: Final = 256 << 20
-
-
-class Logs(Protocol):
-    """The one read that this needs."""
-
-    async def logs(self, namespace: str, pod: str, container: str, *, tail_lines: int) -> str:
-        """The end of a container's log. Raises KubeError."""
 
 
 class _Line(msgspec.Struct):
@@ -44,7 +38,7 @@ class Downloads:
     """Follows the downloads of the pools that it is told of, and tells which pools are further than before."""
 
     store: Store
-    source: Logs
+    source: Client
     changed: Callable[[Key], None]
     _progress: dict[Key, dict[str, tuple[int, int]]] = field(default_factory=dict)
     _commits: dict[Key, dict[str, str]] = field(default_factory=dict)
@@ -127,8 +121,5 @@ def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
 def _downloads(pod: Observed) -> bool:
     if pod.ref.kind != "Pod" or b'"initContainerStatuses"' not in pod.body:
         return False
-    status: dict[str, Any] = pod.object.get("status") or {}
-    return any(
-        container["name"] == DOWNLOAD and (container.get("state") or {}).get("running") is not None
-        for container in status.get("initContainerStatuses") or ()
-    )
+    found = (one for one in container_statuses(pod.object, init=True) if one["name"] == DOWNLOAD)
+    return any((one.get("state") or {}).get("running") is not None for one in found)

@@ -8,9 +8,10 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import zmq
+from treeline_kube.client import Client
 from treeline_kube.errors import AlreadyExists, Conflict, Forbidden, Invalid, KubeError, NotFound, Unavailable
 from treeline_wire.security import PUBLIC_FILE, SECRET_FILE
 
@@ -29,28 +30,6 @@ Object = dict[str, Any]
 
 _INTERNAL: Final = 500
 """The answer where a webhook for one kind is broken: the other kinds are written all the same."""
-
-
-class Writer(Protocol):
-    """The requests that plans are made of. All raise KubeError."""
-
-    async def apply(self, obj: Object) -> Object:
-        """Server-side apply."""
-
-    async def create(self, obj: Object) -> Object:
-        """POST."""
-
-    async def replace_spec(self, ref: Ref, resource_version: str, spec: Object) -> Object:
-        """JSON patch of `spec` as a whole. Conflict where the object is of another version."""
-
-    async def scale(self, ref: Ref, uid: str, replicas: int) -> Object:
-        """Set `spec.replicas`."""
-
-    async def delete(self, ref: Ref, *, uid: str) -> None:
-        """Delete exactly this object."""
-
-    async def get(self, ref: Ref) -> Object:
-        """The object as it is."""
 
 
 @dataclass(slots=True)
@@ -72,7 +51,7 @@ class Done:
 class Executor:
     """Does what plans say, in their order."""
 
-    writer: Writer
+    writer: Client
     store: Store
     clock: Callable[[], datetime]
 

@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final
 
+from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.errors import Forbidden, KubeError, NotFound
 
@@ -25,18 +26,11 @@ _REFUSED_S: Final = 300.0
 _PATIENCE_S: Final = 5.0
 
 
-class Getter(Protocol):
-    """The one read that this needs."""
-
-    async def get(self, ref: Ref) -> dict[str, Any]:
-        """An object. Raises KubeError."""
-
-
 @dataclass(slots=True)
 class Gateways:
     """Every Gateway that a pool is attached to, as it was when it was read last; shared by all pools."""
 
-    source: Getter
+    source: Client
     clock: Callable[[], float] = now
     _known: dict[Ref, tuple[float, Observed | None]] = field(default_factory=dict)
 

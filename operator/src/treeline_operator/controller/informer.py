@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from treeline_kube.reflector import Timing as ReflectorTiming
 from treeline_kube.resources import Collection, Ref
 
 from treeline_operator.controller.handlers import Deliver, follow
-from treeline_operator.controller.kinds import KINDS, OPTIONAL, OWN, Watched
+from treeline_operator.controller.kinds import EVERY, KINDS, OPTIONAL, OWN, Watched
 from treeline_operator.controller.sinks import AuditSink, Meta, StoreSink
 from treeline_operator.controller.store import Store
 
@@ -58,7 +58,6 @@ class Timing:
     grace_s: float = 15.0
     absent_s: float = 30.0
     backoff_s: tuple[float, float] = (0.25, 20.0)
-    patience_s: float = 5.0
 
 
 Source = Callable[[Sequence[Watched], Sequence[str], Any, Deliver], Coroutine[Any, Any, None]]
@@ -74,12 +73,14 @@ class Target(NamedTuple):
 
 @dataclass(slots=True)
 class _Followed:
-    """A target with its reflector. `fresh` is when it was last known to be as the API server has it, or excused."""
+    """A target with its reflector. `fresh` is when it was last known to be as the API server has it, or excused;
+    `listed`, whether it was, and may be read since."""
 
     reflector: Reflector
     driver: Driver
     fresh: float
     synced: asyncio.Event = field(default_factory=asyncio.Event)
+    listed: bool = False
     unreadable: bool = False
     behind: str = ""
     check: asyncio.Task[None] | None = None
@@ -87,46 +88,27 @@ class _Followed:
 
 @dataclass(slots=True)
 class Informer:
-    """All kinds. Optional ones come and go with `set_optional`."""
+    """All kinds. `offered` is told which of the optional ones can be read, whenever that changes."""
 
     client: Connection
     store: Store
     namespaces: Sequence[str] = ("",)
     timing: Timing = field(default_factory=Timing)
     source: Source = follow
+    offered: Callable[[frozenset[str]], None] = lambda _: None
     _followed: dict[Target, _Followed] = field(default_factory=dict)
     _kopf: asyncio.Task[None] | None = None
     _restart: asyncio.Event = field(default_factory=asyncio.Event)
     _delivered: asyncio.Event = field(default_factory=asyncio.Event)
     _trouble: str = ""
+    _apis: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Begin to watch the kinds that are always there."""
-        self._begin(KINDS)
+        """Begin to watch."""
+        for target in (Target(watched, namespace) for watched in EVERY for namespace in self.namespaces):
+            followed = self._followed[target] = self._follow(target)
+            followed.driver.start()
         self._kopf = asyncio.create_task(self._run_kopf(), name="kopf")
-
-    async def set_optional(self, apis: Iterable[str]) -> frozenset[str]:
-        """Watch exactly those optional kinds that are among `apis`.
-
-        Returns `apis` without what cannot be read, be it that it may not: nothing is to be built on it.
-        """
-        offered = frozenset(apis)
-        wanted = {watched for watched in OPTIONAL if watched.api in offered}
-        for target in [t for t in self._followed if t.watched in OPTIONAL and t.watched not in wanted]:
-            await self._followed.pop(target).driver.stop()
-            self._forget_objects(target)
-        self._begin(wanted)
-        new = {target: followed for target, followed in self._followed.items() if target.watched in wanted}
-        waiting = [asyncio.create_task(followed.synced.wait()) for followed in new.values()]
-        if waiting:
-            await asyncio.wait(waiting, timeout=self.timing.patience_s)
-            for task in waiting:
-                task.cancel()
-        return offered - {
-            t.watched.api
-            for t, followed in new.items()
-            if (followed.unreadable or not followed.synced.is_set()) and not self._closed(t.namespace)
-        }
 
     async def synced(self) -> None:
         """Returns when the store has all that there was at the start."""
@@ -153,7 +135,8 @@ class Informer:
         """What cannot be read at the moment, and why."""
         told = [
             (followed.reflector.collection.path, followed.reflector.advised() or followed.behind)
-            for followed in self._followed.values()
+            for target, followed in self._followed.items()
+            if not (target.watched in OPTIONAL and followed.unreadable)
         ]
         return [*(f"{path}: {trouble}" for path, trouble in told if trouble), *filter(None, [self._trouble])]
 
@@ -168,12 +151,6 @@ class Informer:
         self._followed.clear()
 
     # ---- reflectors -----------------------------------------------------------------------------------------
-
-    def _begin(self, kinds: Iterable[Watched]) -> None:
-        for target in (Target(watched, namespace) for watched in kinds for namespace in self.namespaces):
-            if target not in self._followed:
-                followed = self._followed[target] = self._follow(target)
-                followed.driver.start()
 
     def _follow(self, target: Target) -> _Followed:
         watched, timing = target.watched, self.timing
@@ -202,6 +179,7 @@ class Informer:
         followed = self._followed[target]
         if target.watched not in OWN:
             followed.synced.set()
+            self._note_listed(target, True)
         elif followed.check is None or followed.check.done():
             followed.check = asyncio.create_task(self._check(followed, named), name=f"check {target.watched.api}")
 
@@ -212,10 +190,11 @@ class Informer:
             return
         reflector = followed.reflector
         if reflector.unavailable != followed.unreadable:
-            closed = self._closed(target.namespace)
+            closed = self._closed()
             followed.unreadable = reflector.unavailable
-            if target.watched in OWN or self._closed(target.namespace) != closed:
+            if target.watched in OWN or self._closed() != closed:
                 self._restart.set()
+                self._tell_apis()
         error = reflector.error if reflector.unavailable else None
         if isinstance(error, NotFound):
             followed.fresh = _now()  # a new process would help nothing
@@ -223,27 +202,45 @@ class Informer:
                 self._forget(target)
         elif isinstance(error, Forbidden) and target.watched in OPTIONAL:
             followed.fresh = _now()
-        elif isinstance(error, Forbidden) and self._closed(target.namespace):
+            followed.synced.set()
+        elif isinstance(error, Forbidden) and target.namespace in self._closed():
             for other in self._followed:
                 if other.namespace == target.namespace:
                     self._forget(other)
+        if reflector.unavailable:
+            self._note_listed(target, False)
+
+    def _note_listed(self, target: Target, listed: bool) -> None:
+        followed = self._followed[target]
+        if followed.listed != listed:
+            followed.listed = listed
+            if target.watched in OPTIONAL:
+                self._tell_apis()
+
+    def _tell_apis(self) -> None:
+        """An optional kind is offered where it can be read in every namespace: nothing is built on it before."""
+        readable, closed = dict.fromkeys(OPTIONAL, True), self._closed()
+        for target, followed in self._followed.items():
+            if target.watched in readable and target.namespace not in closed:
+                readable[target.watched] &= followed.listed
+        apis = frozenset(watched.api for watched, may in readable.items() if may)
+        if apis != self._apis:
+            self._apis = apis
+            self.offered(apis)
 
     def _forget(self, target: Target) -> None:
-        self._forget_objects(target)
+        resource = target.watched.resource
+        self.store.retain(resource.api_version, resource.kind, target.namespace, set(), "")
         self._followed[target].fresh = _now()
         self._followed[target].synced.set()
 
-    def _forget_objects(self, target: Target) -> None:
-        resource = target.watched.resource
-        self.store.retain(resource.api_version, resource.kind, target.namespace, set(), "")
-
-    def _closed(self, namespace: str) -> bool:
-        """Whether nothing may be read in this namespace, and something in another."""
-        unreadable = dict.fromkeys(self.namespaces, True)
+    def _closed(self) -> set[str]:
+        """The namespaces in which nothing may be read; none where that is all of them."""
+        closed = set(self.namespaces)
         for target, followed in self._followed.items():
-            if target.watched in KINDS:
-                unreadable[target.namespace] &= followed.unreadable
-        return unreadable[namespace] and not all(unreadable.values())
+            if target.watched in KINDS and not followed.unreadable:
+                closed.discard(target.namespace)
+        return closed if closed != set(self.namespaces) else set()
 
     # ---- our own kinds --------------------------------------------------------------------------------------
 
@@ -253,7 +250,8 @@ class Informer:
         while True:
             self._restart.clear()
             kinds = [w for w in OWN if any(t.watched == w and not f.unreadable for t, f in self._followed.items())]
-            open_ = [namespace for namespace in self.namespaces if not self._closed(namespace)]
+            closed = self._closed()
+            open_ = [namespace for namespace in self.namespaces if namespace not in closed]
             begun = _now()
             running = asyncio.create_task(
                 self.source(kinds, open_, self.client.configuration, self._deliver) if kinds else asyncio.sleep(3600)

@@ -63,4 +63,6 @@ OPTIONAL: Final = (
     _watched("keda.sh/v1alpha1", "ScaledObject", "scaledobjects"),
     _watched("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
 )
-"""Watched while discovery finds them."""
+"""Followed where they are, and asked for now and then where they are not."""
+
+EVERY: Final = (*KINDS, *OPTIONAL)

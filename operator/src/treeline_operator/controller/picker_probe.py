@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -16,8 +16,7 @@ from treeline_wire import ports
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
-from treeline_operator.plan.facts import label
-from treeline_operator.plan.pod_state import is_available
+from treeline_operator.plan.facts import is_available, label
 from treeline_operator.world import Key, PickerEndpoint, PickerView, PoolRouting
 
 log = logging.getLogger(__name__)
@@ -29,15 +28,6 @@ _CALM_S: Final = 10.0
 _HURRIED_S: Final = 0.5
 
 
-class _Endpoint(msgspec.Struct):
-    name: str
-    address: str
-    ready: bool = False
-    draining: bool = False
-    in_flight: int | None = None
-    cached_tokens: int = 0
-
-
 class _Routing(msgspec.Struct):
     way: str
     reason: str = ""
@@ -46,7 +36,7 @@ class _Routing(msgspec.Struct):
 
 class _Pool(msgspec.Struct):
     models: list[str] = []
-    endpoints: list[_Endpoint] = []
+    endpoints: tuple[PickerEndpoint, ...] = ()
     routing: _Routing | None = None
 
 
@@ -58,21 +48,15 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
-class Asker(Protocol):
-    """How a picker is asked."""
-
-    async def ask(self, address: str, port: int) -> bytes:
-        """The body of its list of endpoints. Raises OSError where there is none to be had."""
-
-
 @dataclass(slots=True)
 class HttpAsker:
-    """Asks over HTTP."""
+    """How a picker is asked."""
 
     session: aiohttp.ClientSession
     timeout_s: float = 3.0
 
     async def ask(self, address: str, port: int) -> bytes:
+        """The body of a picker's list of endpoints. Raises OSError where there is none to be had."""
         host = f"[{address}]" if ":" in address else address
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
@@ -138,13 +122,13 @@ def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
 class PickerProbe:
     """Keeps `observer.pickers` filled, and tells of the pools whose list has changed.
 
-    `port` is asked instead of the one that a picker's pod names.
+    `port` is that of the pickers' lists.
     """
 
     observer: Observer
-    asker: Asker
+    asker: HttpAsker
     changed: Callable[[Key], None]
-    port: int | None = None
+    port: int = ports.PICKER_ADMIN
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     _waiting: dict[tuple[str, str], str] = field(default_factory=dict)
     _failures: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -211,7 +195,7 @@ class PickerProbe:
             pod = observed.object
             address = (pod.get("status") or {}).get("podIP")
             if address and label(pod, names.COMPONENT) == "epp" and is_available(pod):
-                found.append((address, self.port or _admin_port(pod)))
+                found.append((address, self.port))
         return found
 
     def _set(self, gateway: tuple[str, str], view: PickerView | None) -> None:
@@ -229,26 +213,10 @@ class PickerProbe:
                 self.changed(Key("pool", pool.ref.namespace, pool.ref.name))
 
 
-def _admin_port(pod: dict[str, Any]) -> int:
-    """Where a picker's pod serves its list. One that an earlier operator made has a single port for all its pages."""
-    numbers = {
-        port.get("name"): int(port["containerPort"])
-        for container in (pod.get("spec") or {}).get("containers") or ()
-        for port in container.get("ports") or ()
-    }
-    return numbers.get(names.PICKER_ADMIN_PORT) or numbers.get("metrics") or ports.PICKER_ADMIN
-
-
 def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
     return PickerView(
         synced=answer.synced,
-        pools={
-            pool: tuple(
-                PickerEndpoint(e.name, e.address, e.ready, e.draining, e.in_flight, e.cached_tokens)
-                for e in said.endpoints
-            )
-            for pool, said in answer.pools.items()
-        },
+        pools={pool: said.endpoints for pool, said in answer.pools.items()},
         models={pool: tuple(said.models) for pool, said in answer.pools.items()},
         at=at,
         routing={

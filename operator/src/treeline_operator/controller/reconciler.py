@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
+from treeline_kube.client import Client
 from treeline_kube.errors import Conflict, KubeError, LostLease, NotFound
 
 from treeline_operator.actions import Plan
@@ -19,26 +18,23 @@ from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool, PoolStatus
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Done, Executor
-from treeline_operator.controller.gateways import AWAITED_S, SETTLED_S, Gateways, Getter
+from treeline_operator.controller.gateways import AWAITED_S, SETTLED_S, Gateways
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.picker_probe import PickerProbe
 from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
-from treeline_operator.controller.warnings import Lister, Warnings, is_stuck
-from treeline_operator.plan import edge
-from treeline_operator.plan.facts import condition_of
-from treeline_operator.plan.gateway import context_of, plan_gateway
+from treeline_operator.controller.warnings import Warnings, is_stuck
+from treeline_operator.plan.facts import condition_of, is_draining
+from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.gateway import shared as shared_by
 from treeline_operator.plan.model_names import lost_names, names_of
-from treeline_operator.plan.pod_state import is_draining
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.shared_gateway import SharedGateway
-from treeline_operator.status.alarms import Alarms
 from treeline_operator.status.causes import Cause
 from treeline_operator.status.conditions import few, same_status
-from treeline_operator.status.events import transitions
+from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.gateway_status import UNHEARD_S
 from treeline_operator.status.models import model_statuses
 from treeline_operator.status.pool import not_understood, parent_gateways, pool_status, refusal, seen
@@ -48,14 +44,6 @@ log = logging.getLogger(__name__)
 
 _REFUSED_AGAIN_S: Final = 30.0
 _WHOLE: Final = (ConditionType.READY, ConditionType.WORKLOADS_READY)
-_ENVOY: Final = "treeline_operator.envoy.document"
-
-
-class Statuses(Lister, Getter, Protocol):
-    """What statuses are made of and written by, beside the store."""
-
-    async def apply_status(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Server-side apply of a status. Raises KubeError."""
 
 
 @dataclass(slots=True)
@@ -64,7 +52,7 @@ class Reconciler:
 
     observer: Observer
     executor: Executor
-    statuses: Statuses
+    statuses: Client
     recorder: Recorder
     metrics: Metrics
     probe: PickerProbe
@@ -80,7 +68,6 @@ class Reconciler:
     _gateways: Gateways = field(init=False)
     _alarms: Alarms = field(default_factory=Alarms)
     _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self._warnings = Warnings(self.statuses)
@@ -200,7 +187,6 @@ class Reconciler:
     async def _gateway(self, key: Key) -> Outcome:
         self.probe.look(key.namespace, key.name)
         before = self._refused.get(key)
-        await self._render(key)
         await self._turn()
         world = self.observer.gateway_world(key.namespace, key.name, self.clock())
         plan = self._planned(key, lambda: plan_gateway(world))
@@ -212,16 +198,6 @@ class Reconciler:
         if self._refused.get(key) != before or known != common:
             self.wake(Key("pool", pool.namespace, pool.name) for pool in world.pools)
         return _outcome(plan, done) if world.pools or world.children else Outcome("gone")
-
-    async def _render(self, key: Key) -> None:
-        """Make Envoy's configuration, which the plan takes from a cache then, beside the event loop: at the first
-        gateway it takes seconds (and 30 MB, so not before), later a tenth of one for each that is another."""
-        async with self._rendering:
-            context = context_of(self.observer.gateway_world(key.namespace, key.name, self.clock()))
-            if context is not None and context.shared.mode == "standalone":
-                await asyncio.to_thread(importlib.import_module, _ENVOY)
-                with suppress(Exception):  # what is wrong with it, the plan tells
-                    await asyncio.to_thread(edge.files, edge.config(context))
 
     # ---- models -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
+
+from treeline_kube.client import Client
 
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.status.conditions import timestamp
@@ -23,13 +25,6 @@ _BURST: Final = 20
 _REFILL_S: Final = 15.0
 _WAITING: Final = 1000
 _MESSAGE: Final = 1000
-
-
-class Creator(Protocol):
-    """The one write that Events need."""
-
-    async def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """POST an object."""
 
 
 @dataclass(slots=True)
@@ -54,7 +49,7 @@ class Recorder:
     What does not fit, or is refused by the API server, is dropped and counted: an Event is never worth waiting for.
     """
 
-    creator: Creator
+    creator: Client
     metrics: Metrics
     instance: str
     clock: Callable[[], datetime]

@@ -13,16 +13,15 @@ from typing import Any, Final
 
 import aiohttp
 from treeline_kube.client import Client
-from treeline_kube.discovery import Discovery
-from treeline_kube.errors import KubeError, LostLease
+from treeline_kube.errors import LostLease
 from treeline_kube.yaml_depth import deep_json
+from treeline_wire import ports
 
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
-from treeline_operator.controller.kinds import OPTIONAL
 from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming, own_account
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer, keys_for_change
@@ -39,7 +38,6 @@ from treeline_operator.world import Key, Platform
 
 log = logging.getLogger(__name__)
 
-_DISCOVERY_S: Final = 30.0
 _CROWD: Final = 20
 _CROWD_SPACING_S: Final = 0.005
 
@@ -52,7 +50,7 @@ class Options(Settings):
     pod: str = ""
     platform: Platform = field(default_factory=Platform)
     lease: LeaseTiming = field(default_factory=LeaseTiming)
-    picker_port: int | None = None
+    picker_port: int = ports.PICKER_ADMIN
     shutdown_s: float = 10.0
     workers: int = 8
     timing: Timing = field(default_factory=Timing)
@@ -66,9 +64,10 @@ class Operator:
         self.store = Store()
         self.metrics = metrics
         self.vitals = vitals
-        self._discovery = Discovery(cluster, (watched.api for watched in OPTIONAL))
         self.observer = Observer(self.store, options.platform)
-        self.informer = Informer(cluster, self.store, options.namespaces or ("",), options.timing)
+        self.informer = Informer(
+            cluster, self.store, options.namespaces or ("",), options.timing, offered=self._offered
+        )
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32))
         self._recorder = Recorder(cluster, metrics, options.identity, _clock)
         self._downloads = Downloads(self.store, cluster, self.enqueue)
@@ -109,7 +108,6 @@ class Operator:
         """Begin to watch; returns when all that is there is known."""
         self.vitals.phase = "syncing"
         self.informer.start()
-        await self._discover()
         await self.informer.synced()
         self.vitals.phase = "leading"
         log.info("synced", extra={"objects": len(self.store), "apis": sorted(self.observer.platform.apis)})
@@ -123,9 +121,8 @@ class Operator:
                 self._recorder.run(),
                 self._downloads.run(),
                 self._resync(),
-                self._rediscover(),
                 self._scaler.run(),
-                *([self._probe.run()] if self.options.platform.picker_probe else []),
+                self._probe.run(),
             ):
                 group.create_task(coroutine)
 
@@ -170,27 +167,12 @@ class Operator:
                 self.queue.add_after(key, random.uniform(0.5, 1.0) * period)
             await asyncio.sleep(period)
 
-    async def _discover(self) -> None:
-        while True:
-            try:
-                found = await self._discovery.refresh()
-                break
-            except KubeError as exc:
-                log.warning("discovery: %s", exc)
-                await asyncio.sleep(2.0)
-        usable = await self.informer.set_optional(found)
+    def _offered(self, apis: frozenset[str]) -> None:
         platform = self.observer.platform
-        if usable != platform.apis:
-            self.observer.platform = replace(platform, apis=usable)
-            if platform.apis:
-                log.info("optional APIs: +%s -%s", sorted(usable - platform.apis), sorted(platform.apis - usable))
-            for key in list(self.observer.all_keys()):
-                self.enqueue(key)
-
-    async def _rediscover(self) -> None:
-        while True:
-            await asyncio.sleep(_DISCOVERY_S)
-            await self._discover()
+        self.observer.platform = replace(platform, apis=apis)
+        log.info("optional APIs: +%s -%s", sorted(apis - platform.apis), sorted(platform.apis - apis))
+        for key in list(self.observer.all_keys()):
+            self.enqueue(key)
 
 
 async def operate(options: Options, stop: asyncio.Event) -> int:

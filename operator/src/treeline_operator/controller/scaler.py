@@ -7,11 +7,12 @@ scales it: a HorizontalPodAutoscaler of somebody else (KEDA makes one, too) that
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
+from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.errors import KubeError, LostLease
 from treeline_wire.signals import PoolSignals
@@ -22,7 +23,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.controller.recorder import Recorder
-from treeline_operator.controller.signals import Address, Following, Source
+from treeline_operator.controller.signals import Address, Following, HttpSource
 from treeline_operator.controller.store import POOL, Change
 from treeline_operator.plan.replicas import Desired, Heard, History, Target, desired
 from treeline_operator.world import Key, Ref, Scaled, Scaling
@@ -32,16 +33,6 @@ log = logging.getLogger(__name__)
 _LOOK_S: Final = 2.0
 _OWNERS_S: Final = 10.0
 _AUTOSCALERS: Final = "autoscaling/v2"
-
-
-class Scales(Protocol):
-    """The requests that scaling is made of. All raise KubeError."""
-
-    async def scale_by_subresource(self, ref: Ref, resource_version: str, replicas: int) -> None:
-        """Set `spec.replicas` through `/scale`; Conflict if it has changed since that version."""
-
-    def list(self, api_version: str, kind: str, namespace: str | None = None) -> AsyncIterator[dict[str, Any]]:
-        """The objects of a kind in a namespace."""
 
 
 @dataclass(slots=True)
@@ -65,8 +56,8 @@ class Scaler:
     """
 
     observer: Observer
-    scales: Scales
-    source: Source
+    scales: Client
+    source: HttpSource
     recorder: Recorder
     addresses: Callable[[str, str], list[Address]]
     changed: Callable[[Key], None]

@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import aiohttp
 import msgspec
@@ -22,21 +22,15 @@ _CONNECT_S: Final = 3.0
 _AGAIN_S: Final = (0.25, 5.0)
 
 
-class Source(Protocol):
-    """How a picker is listened to."""
-
-    def lines(self, address: Address) -> AsyncIterator[Signals]:
-        """What it says, until it says no more. Raises OSError, or `msgspec.MsgspecError` for what cannot be read."""
-
-
 @dataclass(slots=True)
 class HttpSource:
-    """Listens over HTTP."""
+    """How a picker is listened to."""
 
     session: aiohttp.ClientSession
 
     async def lines(self, address: Address) -> AsyncIterator[Signals]:
-        """As `Source`: a line has a bounded length, and nothing is heard for a bounded time."""
+        """What it says, until it says no more: a line has a bounded length, and nothing is heard for a bounded time.
+        Raises OSError, or `msgspec.MsgspecError` for what cannot be read."""
         host, port = address
         where = f"[{host}]" if ":" in host else host
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S)
@@ -60,7 +54,7 @@ class HttpSource:
 class Following:
     """The pickers of one gateway, each listened to by a task of its own; `told` is called after each thing said."""
 
-    source: Source
+    source: HttpSource
     told: Callable[[], None]
     clock: Callable[[], float]
     _tasks: dict[Address, asyncio.Task[None]] = field(default_factory=dict)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
+from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.errors import Forbidden, KubeError
 
-from treeline_operator.plan.pod_state import is_leaving, is_ready
-from treeline_operator.world import Key, Observed, PoolWorld
+from treeline_operator.plan.facts import is_leaving, is_ready
+from treeline_operator.world import Event, Key, PoolWorld
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +27,6 @@ _LONGEST_S: Final = 300.0
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 2000
 _KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
-_KEPT: Final = ("reason", "message", "lastTimestamp", "eventTime", "firstTimestamp", "series")
-
-
-class Lister(Protocol):
-    """The one read that this needs."""
-
-    def list(
-        self, api_version: str, kind: str, namespace: str | None = None, *, field_selector: str | None = None
-    ) -> AsyncIterator[dict[str, Any]]:
-        """The objects of a kind. Raises KubeError."""
 
 
 @dataclass(slots=True)
@@ -44,7 +35,7 @@ class _Listed:
 
     next_s: float
     times: int = 0
-    events: dict[str, list[Observed]] = field(default_factory=dict)
+    events: dict[str, list[Event]] = field(default_factory=dict)
 
 
 class _Wait(NamedTuple):
@@ -59,12 +50,12 @@ class _Wait(NamedTuple):
 class Warnings:
     """What was listed last of each namespace, and when a pool that lacks pods is to be looked at again."""
 
-    source: Lister
+    source: Client
     clock: Callable[[], float] = now
     _spaces: dict[str, _Listed] = field(default_factory=dict)
     _waiting: dict[Key, _Wait] = field(default_factory=dict)
 
-    def about(self, world: PoolWorld) -> tuple[Observed, ...]:
+    def about(self, world: PoolWorld) -> tuple[Event, ...]:
         """What is known to have been told of the pods and Deployments of a pool and its gateway."""
         listed = self._spaces.get(world.pool.namespace)
         if listed is None or not listed.events:
@@ -110,15 +101,15 @@ class Warnings:
         if self._waiting.pop(key, None) and not any(k.namespace == key.namespace for k in self._waiting):
             self._spaces.pop(key.namespace, None)
 
-    async def _list(self, namespace: str) -> dict[str, list[Observed]]:
-        found: dict[str, list[Observed]] = {}
+    async def _list(self, namespace: str) -> dict[str, list[Event]]:
+        found: dict[str, list[Event]] = {}
         count = 0
         async for event in self.source.list("v1", "Event", namespace, field_selector="type=Warning"):
             about = event.get("involvedObject") or {}
             kind, name = about.get("kind"), str(about.get("name", ""))
             if kind in _KINDS:
                 owner = name.rpartition("-")[0] if kind == "ReplicaSet" else name
-                found.setdefault(owner, []).append(_small(event, about))
+                found.setdefault(owner, []).append(Event.of(event))
             count += 1
             if count >= _MOST:
                 log.info("more than %d Warning Events in %s; the rest is not looked at", _MOST, namespace)
@@ -139,11 +130,3 @@ def _lacks_pods(deployment: dict[str, Any]) -> bool:
     status = deployment.get("status") or {}
     wanted: int = (deployment.get("spec") or {}).get("replicas", 1)
     return "observedGeneration" in status and status.get("replicas", 0) < wanted
-
-
-def _small(event: dict[str, Any], about: dict[str, Any]) -> Observed:
-    """The event without what nobody reads: there may be many."""
-    meta = {name: event["metadata"][name] for name in ("name", "namespace", "uid") if name in event["metadata"]}
-    kept = {name: event[name] for name in _KEPT if event.get(name)}
-    whom = {name: about[name] for name in ("kind", "name", "uid") if name in about}
-    return Observed.of({"apiVersion": "v1", "kind": "Event", "metadata": meta, "involvedObject": whom, **kept})

@@ -1,19 +1,14 @@
 """Envoy: the bootstrap of Treeline's own data plane, and the launcher that runs it in a pod.
 
 Used on a laptop (`treeline up`), and in a cluster without Gateway API. The launcher, `python -m
-treeline_operator.envoy`, lives in every edge pod: so this package loads what it exports only when it is asked for, and
-the launcher needs nothing but the standard library and the names of headers.
+treeline_operator.envoy`, lives in every edge pod, whose image has `wire/` and no package that others need.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from treeline_operator.envoy.config import EnvoyConfig, Isolation, Limits, PickerTls, Tls, Tracing
-    from treeline_operator.envoy.document import bootstrap, bootstrap_json
-    from treeline_operator.envoy.tls import picker_tls_files, tls_json
+from treeline_operator.envoy.config import EnvoyConfig, Isolation, Limits, PickerTls, Tls, Tracing
+from treeline_operator.envoy.document import bootstrap, bootstrap_json
+from treeline_operator.envoy.tls import picker_tls_files, tls_json
 
 __all__ = [
     "EnvoyConfig",
@@ -28,25 +23,6 @@ __all__ = [
     "picker_tls_files",
     "tls_json",
 ]
-
-_HOME: Final = {
-    "EnvoyConfig": "config",
-    "Isolation": "config",
-    "Limits": "config",
-    "PickerTls": "config",
-    "Tls": "config",
-    "Tracing": "config",
-    "bootstrap": "document",
-    "bootstrap_json": "document",
-    "picker_tls_files": "tls",
-    "tls_json": "tls",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def command(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
-from envoy_data_plane.envoy.config.core import v3 as core_v3
 from treeline_wire import ports, tracing_env
 from treeline_wire.paths import INFERENCE
 
@@ -26,9 +24,8 @@ Isolation = Literal["PerKey", "Shared"]
 """Whether each client of the edge has a cache of its own, or all share one."""
 BodyMode = Literal["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"]
 
-LONGEST_HOLD = timedelta(hours=1)
+LONGEST_HOLD_S = 3600
 """The longest time the picker may hold a request (flow control, waking from zero); Envoy's own upper bound."""
-NO_TIMEOUT = timedelta(0)
 
 
 @dataclass(frozen=True)
@@ -160,8 +157,3 @@ class EnvoyConfig:
         for client, key in (self.api_keys or {}).items():
             if not key.strip() or not client.strip():
                 raise ValueError("an API key and its client's name must not be empty")
-
-
-def address(host: str, port: int) -> core_v3.Address:
-    """A TCP address as Envoy writes it."""
-    return core_v3.Address(socket_address=core_v3.SocketAddress(address=host, port_value=port))

@@ -9,45 +9,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Final
 
-from envoy_data_plane.envoy.config.core.v3 import DataSource
-from envoy_data_plane.envoy.config.rbac import v3 as rbac_v3
-from envoy_data_plane.envoy.config.route import v3 as route_v3
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExtProcOverrides, ExtProcPerRoute
-from envoy_data_plane.envoy.extensions.filters.http.rbac.v3 import Rbac, RbacPerRoute
-from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import ResponseMapper
-from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
-from envoy_data_plane.google.protobuf import Any
 from treeline_wire import headers
 from treeline_wire.paths import BELOW, PathRule, inference_paths
 
 from treeline_operator.envoy import replies
+from treeline_operator.envoy.messages import Message, typed
 
-EXT_PROC_FILTER = "envoy.filters.http.ext_proc"
-PICKED_FILTER = "envoy.filters.http.rbac"
-_PICKED = rbac_v3.Policy(
-    permissions=[rbac_v3.Permission(any=True)],
-    principals=[rbac_v3.Principal(header=route_v3.HeaderMatcher(name=headers.DESTINATION, present_match=True))],
-)
+EXT_PROC_FILTER: Final = "envoy.filters.http.ext_proc"
+PICKED_FILTER: Final = "envoy.filters.http.rbac"
+_PICKED: Final[Message] = {
+    "permissions": [{"any": True}],
+    "principals": [{"header": {"name": headers.DESTINATION, "present_match": True}}],
+}
 
 
-def routes(engines: Iterable[str], to_pods: route_v3.RouteAction, *, picked_only: bool) -> list[route_v3.Route]:
+def routes(engines: Iterable[str], to_pods: Message, *, picked_only: bool) -> list[Message]:
     """The routes of the engines' inference paths to `to_pods`, and last the one that refuses the rest. `picked_only`:
     what the picker named no endpoint for is refused."""
-    asked = {EXT_PROC_FILTER: Any.pack(ExtProcPerRoute(overrides=ExtProcOverrides()))}
+    asked = {EXT_PROC_FILTER: typed("extensions.filters.http.ext_proc.v3.ExtProcPerRoute", {"overrides": {}})}
     if picked_only:
-        rules = rbac_v3.Rbac(action=rbac_v3.RbacAction.ALLOW, policies={"picked": _PICKED})
-        asked[PICKED_FILTER] = Any.pack(RbacPerRoute(rbac=Rbac(rules=rules)))
+        rules = {"rules": {"policies": {"picked": _PICKED}}}
+        asked[PICKED_FILTER] = typed("extensions.filters.http.rbac.v3.RBACPerRoute", {"rbac": rules})
     served = [
-        route_v3.Route(match=_match(rule), route=to_pods, typed_per_filter_config=asked)
-        for rule in inference_paths(engines)
+        {"match": _match(rule), "route": to_pods, "typed_per_filter_config": asked} for rule in inference_paths(engines)
     ]
     # Its text is replaced by the mapper below.
-    nothing = route_v3.DirectResponseAction(status=404, body=DataSource(inline_string="not found"))
-    return [*served, route_v3.Route(match=route_v3.RouteMatch(prefix="/"), direct_response=nothing)]
+    nothing = {"status": 404, "body": {"inline_string": "not found"}}
+    return [*served, {"match": {"prefix": "/"}, "direct_response": nothing}]
 
 
-def not_found() -> list[ResponseMapper]:
+def not_found() -> list[Message]:
     """The answer to what is not in the list. (A 404 of the picker says which model is unknown, and stays as it is.)"""
     return replies.reply(
         replies.expression('response.code_details in ["direct_response", "route_not_found"]'),
@@ -57,10 +50,7 @@ def not_found() -> list[ResponseMapper]:
     )
 
 
-def _match(rule: PathRule) -> route_v3.RouteMatch:
-    methods = route_v3.HeaderMatcher(
-        name=":method", string_match=StringMatcher(safe_regex=RegexMatcher(regex="|".join(rule.methods)))
-    )
-    if rule.below:
-        return route_v3.RouteMatch(safe_regex=RegexMatcher(regex=re.escape(rule.path) + BELOW), headers=[methods])
-    return route_v3.RouteMatch(path=rule.path, headers=[methods])
+def _match(rule: PathRule) -> Message:
+    methods = {"name": ":method", "string_match": {"safe_regex": {"regex": "|".join(rule.methods)}}}
+    path = {"safe_regex": {"regex": re.escape(rule.path) + BELOW}} if rule.below else {"path": rule.path}
+    return {**path, "headers": [methods]}

@@ -9,103 +9,77 @@ from __future__ import annotations
 
 import json
 from pathlib import PurePosixPath
-
-import betterproto2
-from envoy_data_plane.envoy.config.core import v3 as core_v3
-from envoy_data_plane.envoy.extensions.transport_sockets.tls import v3 as tls_v3
-from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryResponse
-from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
-from envoy_data_plane.google.protobuf import Any
+from typing import Final
 
 from treeline_operator.envoy.config import CERTIFICATE, PickerTls, Tls
+from treeline_operator.envoy.messages import Message, extension, from_file, typed
 
-_CERTIFICATE = "picker-certificate"
-_AUTHORITY = "picker-authority"
+_CERTIFICATE: Final = "picker-certificate"
+_AUTHORITY: Final = "picker-authority"
+_TLS: Final = "extensions.transport_sockets.tls.v3"
 
 
-def to_clients(tls: Tls | None) -> core_v3.TransportSocket | None:
-    """How clients connect to Envoy; None for plain text."""
+def to_clients(tls: Tls | None) -> Message:
+    """How clients connect to Envoy, as a field of a filter chain; empty for plain text."""
     if tls is None:
-        return None
-    watched = [] if tls.discovery_file is None else [_found(CERTIFICATE, tls.discovery_file)]
-    context = tls_v3.CommonTlsContext(
-        tls_certificates=[] if watched else [_certificate(tls.certificate_file, tls.key_file)],
-        tls_certificate_sds_secret_configs=watched,
-        alpn_protocols=["h2", "http/1.1"],
-    )
-    return _socket(tls_v3.DownstreamTlsContext(common_tls_context=context))
+        return {}
+    shown: Message = {"tls_certificates": [_certificate(tls.certificate_file, tls.key_file)]}
+    if tls.discovery_file is not None:
+        shown = {"tls_certificate_sds_secret_configs": [_found(CERTIFICATE, tls.discovery_file)]}
+    return _socket("DownstreamTlsContext", {**shown, "alpn_protocols": ["h2", "http/1.1"]})
 
 
-def to_picker(tls: PickerTls | None) -> core_v3.TransportSocket | None:
-    """How Envoy connects to the picker; None for plain text."""
+def to_picker(tls: PickerTls | None) -> Message:
+    """How Envoy connects to the picker, as a field of a cluster; empty for plain text."""
     if tls is None:
-        return None
+        return {}
     certificate, authority = (
         _found(name, str(PurePosixPath(tls.discovery_dir) / f"{name}.json")) for name in (_CERTIFICATE, _AUTHORITY)
     )
-    context = tls_v3.CommonTlsContext(
-        tls_certificate_sds_secret_configs=[certificate],
-        validation_context_sds_secret_config=authority,
-        alpn_protocols=["h2"],
-    )
-    return _socket(tls_v3.UpstreamTlsContext(common_tls_context=context, sni=tls.server_name))
+    context = {
+        "tls_certificate_sds_secret_configs": [certificate],
+        "validation_context_sds_secret_config": authority,
+        "alpn_protocols": ["h2"],
+    }
+    return _socket("UpstreamTlsContext", context, sni=tls.server_name)
 
 
 def tls_json(tls: Tls) -> str:
     """The text of `tls.discovery_file`: it names the certificate's files."""
-    certificate = _certificate(tls.certificate_file, tls.key_file, _watched(PurePosixPath(tls.certificate_file).parent))
-    return _response(tls_v3.Secret(name=CERTIFICATE, tls_certificate=certificate))
+    certificate = _certificate(tls.certificate_file, tls.key_file)
+    return _response(CERTIFICATE, PurePosixPath(tls.certificate_file).parent, tls_certificate=certificate)
 
 
 def picker_tls_files(tls: PickerTls) -> dict[str, str]:
     """File name → text of what belongs into `tls.discovery_dir`: the names of the Secret's files, and the name that
     the picker's certificate must have. (Envoy takes one secret from a file.)"""
     folder = PurePosixPath(tls.folder)
-    watched = _watched(folder)
-    certificate = _certificate(str(folder / "tls.crt"), str(folder / "tls.key"), watched)
-    name = tls_v3.SubjectAltNameMatcher(
-        san_type=tls_v3.SubjectAltNameMatcherSanType.DNS, matcher=StringMatcher(exact=tls.server_name)
-    )
-    authority = tls_v3.CertificateValidationContext(
-        trusted_ca=core_v3.DataSource(filename=str(folder / "ca.crt")),
-        watched_directory=watched,
-        match_typed_subject_alt_names=[name],
-    )
-    secrets = (
-        tls_v3.Secret(name=_CERTIFICATE, tls_certificate=certificate),
-        tls_v3.Secret(name=_AUTHORITY, validation_context=authority),
-    )
-    return {f"{secret.name}.json": _response(secret) for secret in secrets}
+    certificate = _certificate(str(folder / "tls.crt"), str(folder / "tls.key"))
+    authority = {
+        "trusted_ca": {"filename": str(folder / "ca.crt")},
+        "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": tls.server_name}}],
+    }
+    return {
+        f"{_CERTIFICATE}.json": _response(_CERTIFICATE, folder, tls_certificate=certificate),
+        f"{_AUTHORITY}.json": _response(_AUTHORITY, folder, validation_context=authority),
+    }
 
 
-def from_file(path: str) -> core_v3.ConfigSource:
-    """A file that Envoy reads again when it is replaced by renaming."""
-    return core_v3.ConfigSource(
-        path_config_source=core_v3.PathConfigSource(path=path), resource_api_version=core_v3.ApiVersion.V3
-    )
+def _found(name: str, file: str) -> Message:
+    return {"name": name, "sds_config": from_file(file)}
 
 
-def _found(name: str, file: str) -> tls_v3.SdsSecretConfig:
-    return tls_v3.SdsSecretConfig(name=name, sds_config=from_file(file))
+def _certificate(chain: str, key: str) -> Message:
+    return {"certificate_chain": {"filename": chain}, "private_key": {"filename": key}}
 
 
-def _watched(folder: PurePosixPath) -> core_v3.WatchedDirectory:
-    """A mounted Secret changes by a rename in this directory, not in the files' own."""
-    return core_v3.WatchedDirectory(path=str(folder))
+def _socket(context: str, common: Message, **more: str) -> Message:
+    fields = {"common_tls_context": common, **more}
+    return {"transport_socket": extension("transport_sockets.tls", f"{_TLS}.{context}", fields)}
 
 
-def _certificate(chain: str, key: str, watched: core_v3.WatchedDirectory | None = None) -> tls_v3.TlsCertificate:
-    return tls_v3.TlsCertificate(
-        certificate_chain=core_v3.DataSource(filename=chain),
-        private_key=core_v3.DataSource(filename=key),
-        watched_directory=watched,
-    )
-
-
-def _socket(context: betterproto2.Message) -> core_v3.TransportSocket:
-    return core_v3.TransportSocket(name="envoy.transport_sockets.tls", typed_config=Any.pack(context))
-
-
-def _response(secret: tls_v3.Secret) -> str:
-    response = DiscoveryResponse(version_info="1", resources=[Any.pack(secret)])
-    return json.dumps(response.to_dict(casing=betterproto2.Casing.SNAKE), indent=2)
+def _response(name: str, folder: PurePosixPath, **secret: Message) -> str:
+    """A discovery response. A mounted Secret changes by a rename in its directory, not in the files' own."""
+    watched = {kind: {**fields, "watched_directory": {"path": str(folder)}} for kind, fields in secret.items()}
+    resource = typed(f"{_TLS}.Secret", {"name": name, **watched})
+    return json.dumps({"version_info": "1", "resources": [resource]})

@@ -9,9 +9,8 @@ from treeline_wire.models import HubModel, commits_of, commits_text
 
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan.facts import created, find
+from treeline_operator.plan.facts import created, downloaded, find, is_leaving
 from treeline_operator.plan.objects import Object, manifest
-from treeline_operator.plan.pod_state import DOWNLOAD, is_leaving
 from treeline_operator.world import PoolWorld
 
 KEY: Final = "commits"
@@ -62,8 +61,5 @@ def differing(world: PoolWorld) -> str:
 
 
 def _told(pod: Object) -> dict[str, str]:
-    for container in (pod.get("status") or {}).get("initContainerStatuses") or ():
-        ended = (container.get("state") or {}).get("terminated") or {}
-        if container["name"] == DOWNLOAD and ended.get("exitCode") == 0:
-            return commits_of(ended.get("message") or "")
-    return {}
+    ended = downloaded(pod)
+    return {} if ended is None else commits_of(ended.get("message") or "")

@@ -11,8 +11,8 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import DOWNLOADED, Source
 from treeline_operator.plan.commits import KEY as COMMITS
 from treeline_operator.plan.commits import moving
+from treeline_operator.plan.facts import DOWNLOAD
 from treeline_operator.plan.objects import mount
-from treeline_operator.plan.pod_state import DOWNLOAD
 
 BUILTIN_ROOT: Final = "/opt/treeline/models"
 """Where the runtime image has the models that come with it."""

@@ -24,7 +24,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.actions import Mark
-from treeline_operator.plan import pod_state
+from treeline_operator.plan import facts
 from treeline_operator.plan.facts import annotation, created, label
 from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 
@@ -62,8 +62,8 @@ class DrainPolicy:
         if picker is not None and picker.synced:
             listed = {endpoint.name: endpoint for endpoint in picker.pools.get(world.pool.name, ())}
         silent = world.picker_silent_since
-        if picker is not None or not world.platform.picker_probe:
-            # Whom nobody asks, or who says that he knows nothing yet, is not waited for from some later moment on.
+        if picker is not None:
+            # Who says that he knows nothing yet is not waited for from some later moment on.
             silent = datetime.min.replace(tzinfo=UTC)
         return cls(
             now=now,
@@ -153,7 +153,7 @@ def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
     def order(pod: Pod) -> tuple[Any, ...]:
         endpoint = policy.endpoint(pod)
         cached = endpoint.cached_tokens if endpoint is not None else 0
-        stage = 0 if _is_released(pod) else 1 if pod_state.is_draining(pod) else 2
+        stage = 0 if _is_released(pod) else 1 if facts.is_draining(pod) else 2
         age, name = -created(pod).timestamp(), pod["metadata"]["name"]
         return _place(pod), stage, policy.in_flight(pod) or 0, cached, age, name
 
@@ -171,7 +171,7 @@ def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
         return _ReleaseDecision(False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S)
     if not policy.waits:
         return _ReleaseDecision(True, "its pool does not wait for requests")
-    if not pod_state.may_have_requests(pod):
+    if not facts.may_have_requests(pod):
         return _ReleaseDecision(True, "it serves no requests")
     since = _since(pod, policy.now)
     if since is None:
@@ -206,12 +206,12 @@ def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDeci
 
 def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
     """Whether another pod may be the better victim, as far as can be told before the picker is asked."""
-    return not policy.fresh and pod_state.is_ready(pod) and not pod_state.is_draining(pod)
+    return not policy.fresh and facts.is_ready(pod) and not facts.is_draining(pod)
 
 
 def _place(pod: Pod) -> int:
     """In which order a ReplicaSet gives up pods before it looks at their costs."""
-    if pod_state.is_ready(pod):
+    if facts.is_ready(pod):
         return 3
     if not pod.get("spec", {}).get("nodeName"):
         return 0
@@ -219,7 +219,7 @@ def _place(pod: Pod) -> int:
 
 
 def _is_released(pod: Pod) -> bool:
-    return pod_state.is_draining(pod) and annotation(pod, names.DELETION_COST) == names.LOWEST_COST
+    return facts.is_draining(pod) and annotation(pod, names.DELETION_COST) == names.LOWEST_COST
 
 
 def _is_marked(pod: Pod) -> bool:
@@ -230,7 +230,7 @@ def _is_marked(pod: Pod) -> bool:
 
 def _since(pod: Pod, now: datetime) -> datetime | None:
     """Since when the pod drains; None where it does not, or where no time stands that may have been."""
-    if not pod_state.is_draining(pod):
+    if not facts.is_draining(pod):
         return None
     try:
         since = datetime.fromisoformat(annotation(pod, names.DRAINING_SINCE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Final
 
@@ -40,8 +39,6 @@ _SMALLEST_HEAP: Final = 32 * 1024 * 1024
 _WORKERS: Final = 2
 _LINGER_S: Final = 10
 """Longer than it takes until a pod in the place of the only one is ready: nobody else accepts connections meanwhile."""
-_HOST: Final = "picker.host.placeholder"
-_NAME: Final = "picker.name.placeholder"
 
 
 def inputs(context: GatewayContext) -> str:
@@ -79,10 +76,7 @@ def inputs(context: GatewayContext) -> str:
 
 def config_map(context: GatewayContext) -> Object:
     """The bootstrap, immutable and named by its content: pods of two configurations live side by side in a rollout."""
-    # What the picker's certificate is for: the same in clusters of any domain.
-    name = f"{names.epp(context.gateway)}.{context.namespace}.svc"
-    host = f"{name}.{context.platform.cluster_domain}"
-    data = {file: text.replace(_HOST, host).replace(_NAME, name) for file, text in files(config(context))}
+    data = files(config(context))
     content = names.digest(data)
     meta = context.meta(f"{names.edge(context.gateway)}-{content}", "edge")
     meta["labels"][names.REVISION] = content
@@ -90,18 +84,17 @@ def config_map(context: GatewayContext) -> Object:
 
 
 def config(context: GatewayContext) -> envoy.EnvoyConfig:
-    """What Envoy is to be, the picker's address apart.
-
-    (The messages of Envoy's API are loaded here, at the first gateway: without one they are 20 MB for nothing.)
-    """
+    """What Envoy is to be."""
     settings, tracing = context.shared.edge, context.shared.tracing
+    # What the picker's certificate is for: the same in clusters of any domain.
+    picker = f"{names.epp(context.gateway)}.{context.namespace}.svc"
     certificate = (f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json")
     return envoy.EnvoyConfig(
         listen_host="0.0.0.0",
         listen_port=LISTEN_PORT,
         admin_port=ADMIN_PORT,
         health_port=HEALTH_PORT,
-        epp_host=_HOST,
+        epp_host=f"{picker}.{context.platform.cluster_domain}",
         engines=_engines(context),
         body_limit=_body_limit(context),
         limits=envoy.Limits(
@@ -112,7 +105,7 @@ def config(context: GatewayContext) -> envoy.EnvoyConfig:
         ),
         api_keys_file=KEYS_FILE if settings.api_keys_secret_ref else None,
         tls=envoy.Tls(*certificate) if settings.tls else None,
-        picker_tls=envoy.PickerTls(PICKER_TLS_DIR, _NAME, CONFIG_DIR) if settings.picker_tls else None,
+        picker_tls=envoy.PickerTls(PICKER_TLS_DIR, picker, CONFIG_DIR) if settings.picker_tls else None,
         fail_open=context.shared.fails_open,
         add_endpoint_header=settings.expose_routing,
         expose_cached_tokens=settings.expose_routing,
@@ -122,16 +115,14 @@ def config(context: GatewayContext) -> envoy.EnvoyConfig:
     )
 
 
-@functools.lru_cache(maxsize=32)
-def files(config: envoy.EnvoyConfig) -> tuple[tuple[str, str], ...]:
-    """File name and text of what is mounted. Making it takes a tenth of a second and the first
-    time two, and most gateways are alike. May be called in any thread."""
-    found = [("envoy.json", envoy.bootstrap_json(config))]
+def files(config: envoy.EnvoyConfig) -> dict[str, str]:
+    """File name → text of what is mounted."""
+    found = {"envoy.json": envoy.bootstrap_json(config)}
     if config.tls is not None:
-        found.append(("tls.json", envoy.tls_json(config.tls)))
+        found["tls.json"] = envoy.tls_json(config.tls)
     if config.picker_tls is not None:
-        found += envoy.picker_tls_files(config.picker_tls).items()
-    return tuple(found)
+        found |= envoy.picker_tls_files(config.picker_tls)
+    return found
 
 
 def service(context: GatewayContext) -> Object:

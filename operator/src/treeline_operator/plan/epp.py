@@ -10,7 +10,7 @@ from treeline_operator import names, rbac
 from treeline_operator.api.flow_control import FlowControl, Quotas
 from treeline_operator.api.gateway import ClientLimits
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.engines.base import HUNG_GRACE_S
+from treeline_operator.plan.engines import HUNG_GRACE_S
 from treeline_operator.plan.gateway_common import (
     LINGER_S,
     GatewayContext,
@@ -143,7 +143,6 @@ def workload(context: GatewayContext, image: str) -> Object:
             mount("kv-keys", KEYS_DIR),
             mount("tmp", "/tmp", read_only=False),
             *tokenizers.mounts,
-            *_quota_mounts(picker.flow_control),
         ],
     }
     tracing = context.shared.tracing
@@ -156,9 +155,11 @@ def workload(context: GatewayContext, image: str) -> Object:
             secret_volume("kv-keys", names.kv_keys(gateway)),
             {"name": "tmp", "emptyDir": {}},
             *tokenizers.volumes,
-            *_quota_volumes(picker.flow_control),
         ],
     }
+    if picker.flow_control is not None and (quotas := picker.flow_control.quotas) is not None:
+        container["volumeMounts"].append(mount(_QUOTAS_VOLUME, QUOTAS_DIR))
+        pod["volumes"].append(_quota_volume(quotas))
     if (tls := _tls_secret(context)) is not None:
         container["volumeMounts"].append(mount("tls", TLS_DIR))
         pod["volumes"].append(secret_volume("tls", tls))
@@ -237,26 +238,16 @@ def _flow_flags(settings: FlowControl | None) -> list[str]:
     return [f"{flag}={_text(value)}" for flag, value in found.items() if value is not None]
 
 
-def _quota_mounts(settings: FlowControl | None) -> list[Object]:
-    """Where the picker finds the quotas: a folder, since the kubelet never renews a single mounted file."""
-    return [] if settings is None or settings.quotas is None else [mount(_QUOTAS_VOLUME, QUOTAS_DIR)]
-
-
-def _quota_volumes(settings: FlowControl | None) -> list[Object]:
-    """What is mounted there."""
-    return [] if settings is None or settings.quotas is None else [_quota_volume(settings.quotas)]
-
-
 def _quota_volume(quotas: Quotas) -> Object:
+    """What is mounted at QUOTAS_DIR: a folder, since the kubelet never renews a single mounted file."""
     if (ref := quotas.config_map_ref) is not None:
-        return {
-            "name": _QUOTAS_VOLUME,
-            "configMap": {"name": ref.name, "items": [{"key": ref.key, "path": _QUOTAS_FILE}]},
-        }
-    ref = quotas.secret_ref
-    assert ref is not None, "the API server admits quotas with one of the two alone"
-    items = [{"key": ref.key, "path": _QUOTAS_FILE}]
-    return {"name": _QUOTAS_VOLUME, "secret": {"secretName": ref.name, "items": items, "defaultMode": SECRET_MODE}}
+        source: Object = {"configMap": {"name": ref.name}}
+    else:
+        ref = quotas.secret_ref
+        assert ref is not None, "the API server admits quotas with one of the two alone"
+        source = {"secret": {"secretName": ref.name, "defaultMode": SECRET_MODE}}
+    (kind, settings), items = source.popitem(), [{"key": ref.key, "path": _QUOTAS_FILE}]
+    return {"name": _QUOTAS_VOLUME, kind: {**settings, "items": items}}
 
 
 def _text(value: object) -> str:

@@ -245,7 +245,7 @@ class _Planning:
         monitor = pod_monitor(meta, match, port, context.platform, ours=True)
         if POD_MONITOR in context.platform.apis:
             self._apply(monitor, f"metrics of {component}")
-        else:  # discovery may have missed the kind for a moment
+        else:  # the kind may be away for a moment
             self._wanted.append(Ref.of(monitor))
 
     def _envoy(self) -> None:

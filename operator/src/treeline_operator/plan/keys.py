@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.actions import CreateKeys
-from treeline_operator.plan.facts import condition_of, find, since
+from treeline_operator.plan.facts import condition_of, container_statuses, find, since, state_of
 from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.objects import manifest
 from treeline_operator.world import GatewayWorld, Observed
@@ -53,8 +53,7 @@ def hands_admin_key(deployment: Mapping[str, Any], pool: str) -> bool:
 
 def misses_admin_key(pod: Mapping[str, Any], pool: str) -> bool:
     """Whether the kubelet cannot start a pod's containers for want of that key."""
-    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
-    waiting = [(status.get("state") or {}).get("waiting") or {} for status in statuses]
+    waiting = (state_of(status, "waiting") for status in container_statuses(pod, init=False))
     return any(
         one.get("reason") == "CreateContainerConfigError" and names.admin_key(pool) in str(one.get("message"))
         for one in waiting

@@ -11,7 +11,7 @@ from treeline_operator import names
 from treeline_operator.api.gateway import ParentRef, Tracing
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.edge import HEALTH_PORT, LISTEN_PORT
-from treeline_operator.plan.engines.registry import adapter_of
+from treeline_operator.plan.engines import metrics_port
 from treeline_operator.plan.gateway_common import Component, GatewayContext
 from treeline_operator.plan.objects import Object, manifest, port
 from treeline_operator.plan.runtime import selector
@@ -53,7 +53,7 @@ def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | N
     An engine that is not ours serves them on its API port, with everything else; that one is opened to Prometheus only
     where the operator was told to.
     """
-    own = adapter_of(pool).metrics_port(pool)
+    own = metrics_port(pool)
     if own is not None:
         return "metrics", own
     return ("http", pool.spec.engine.port) if platform.scrape_api_ports else None
@@ -103,8 +103,7 @@ def _picker(context: GatewayContext) -> Object:
         callers = _proxies(parents, context.namespace)
     ingress = [
         {"from": callers, "ports": [port(ports.EXT_PROC), port(ports.EDS)]},
-        # A picker that an earlier operator made has its admin page on the port for metrics.
-        {"from": [_operator(context)], "ports": [port(ports.PICKER_ADMIN), port(ports.METRICS)]},
+        {"from": [_operator(context)], "ports": [port(ports.PICKER_ADMIN)]},
     ]
     peers = {"ports": [{"port": ports.PEERS, "protocol": "UDP"}]}
     ingress.append({"from": [_pods(context.gateway, "epp")], **peers})

@@ -14,7 +14,7 @@ from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import claims, commits, pod_state
+from treeline_operator.plan import claims, commits, facts
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
@@ -261,7 +261,7 @@ class _Planner:
         fetching = {one.name: one.downloads for one in there}
         fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
         return any(
-            fetching[name] and sum(pod_state.has_model(pod) for pod in pods.get(name, ())) < replicas
+            fetching[name] and sum(facts.downloaded(pod) is not None for pod in pods.get(name, ())) < replicas
             for name, replicas in step.replicas.items()
         )
 
@@ -385,7 +385,7 @@ class _Planner:
             yield write
 
     def _leave(self, *kinds: str) -> None:
-        """Keep what is there of kinds that discovery does not name now: it may have missed them for a moment."""
+        """Keep what is there of kinds that cannot be read now: that may be so for a moment."""
         found = (child.ref for child in self.world.children)
         self.wanted.extend(ref for ref in found if f"{ref.api_version}/{ref.kind}" in kinds)
 

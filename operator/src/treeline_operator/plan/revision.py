@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import capacity, pod_state
+from treeline_operator.plan import capacity, facts
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
-from treeline_operator.plan.engines.registry import hides_hits
+from treeline_operator.plan.engines import hides_hits
 from treeline_operator.plan.facts import (
     condition_of,
     created,
@@ -80,7 +80,7 @@ class ExistingRevision:
     def downloads(self) -> bool:
         """Whether its pods fetch the model before they start."""
         pod = self.object["spec"]["template"]["spec"]
-        return any(container["name"] == pod_state.DOWNLOAD for container in pod.get("initContainers", ()))
+        return any(container["name"] == facts.DOWNLOAD for container in pod.get("initContainers", ()))
 
     def measured(
         self, picker: Collection[str] | None, now: datetime, olds: Collection[ExistingRevision] = ()
@@ -90,18 +90,18 @@ class ExistingRevision:
 
         A pod that drains serves no more, but is still there to be taken back.
         """
-        ready = [pod for pod in self.pods if pod_state.is_ready(pod) and not pod_state.is_draining(pod)]
+        ready = [pod for pod in self.pods if facts.is_ready(pod) and not facts.is_draining(pod)]
         if picker is not None:
             ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
         refused = max(0, self.replicas - len(self.pods)) if self._refusal else 0
-        homeless = [pod for pod in self.pods if pod_state.is_unschedulable(pod)]
+        homeless = [pod for pod in self.pods if facts.is_unschedulable(pod)]
         since = str(self._refusal.get("lastTransitionTime") or "") if refused else ""
         return Revision(
             self.name,
             self.replicas,
             ready=len(ready),
             unschedulable=refused + len(homeless),
-            failing=sum(pod_state.is_failing(pod) for pod in self.pods),
+            failing=sum(facts.is_failing(pod) for pod in self.pods),
             waited_s=capacity.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
         )
@@ -128,7 +128,7 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
     by_revision: dict[str, list[dict[str, Any]]] = {}
     for observed in world.pods:
         pod = observed.object
-        if not pod_state.is_leaving(pod):
+        if not facts.is_leaving(pod):
             by_revision.setdefault(label(pod, names.REVISION), []).append(pod)
     found = []
     for child in world.children:

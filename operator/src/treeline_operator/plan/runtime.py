@@ -12,9 +12,8 @@ from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
-from treeline_operator.plan.engines.base import TEMPLATE_DIR, Launch, start_seconds
-from treeline_operator.plan.engines.registry import launch
-from treeline_operator.plan.engines.treeline import KEYS_DIR
+from treeline_operator.plan.engines import KEYS_DIR, TEMPLATE_DIR, Launch, engine_of, start_seconds
+from treeline_operator.plan.facts import CONTAINER, DOWNLOAD
 from treeline_operator.plan.merge import TemplateInvalid, laid_over, merged, overruled
 from treeline_operator.plan.objects import (
     Object,
@@ -25,7 +24,6 @@ from treeline_operator.plan.objects import (
     secret_volume,
     template_volume,
 )
-from treeline_operator.plan.pod_state import CONTAINER, DOWNLOAD
 from treeline_operator.plan.provision import cache_env, mounts, requests, volumes
 from treeline_operator.plan.revision import ExistingRevision, TargetRevision
 from treeline_operator.world import Images
@@ -50,12 +48,12 @@ def notice_seconds(pool: InferencePool) -> int:
 
 def needs_keys(pool: InferencePool) -> bool:
     """Whether the pods mount the key pair of the KV sockets, which the gateway's plan makes."""
-    return launch(pool, files(pool), Images()).keys
+    return engine_of(pool).launch(pool, files(pool), Images()).keys
 
 
 def needs_admin_key(pool: InferencePool) -> bool:
     """Whether the pods are handed a key to the engine's administration, which the pool's plan makes."""
-    return bool(launch(pool, files(pool), Images()).admin_key)
+    return bool(engine_of(pool).launch(pool, files(pool), Images()).admin_key)
 
 
 def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
@@ -89,7 +87,7 @@ def _fragments(pool: InferencePool) -> tuple[Object, ...]:
 
 def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
     found = files(pool)
-    start = launch(pool, found, images)
+    start = engine_of(pool).launch(pool, found, images)
     meta: Object = {"labels": _labels(pool, revision)}
     if start.annotations:
         meta["annotations"] = dict(start.annotations)

@@ -13,9 +13,9 @@ from typing import Any, Final, NamedTuple
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.source import Source
 from treeline_operator.plan.download import CLAIMS, path
-from treeline_operator.plan.engines.registry import adapter_of
+from treeline_operator.plan.engines import engine_of
+from treeline_operator.plan.facts import DOWNLOAD
 from treeline_operator.plan.objects import TEMPLATE_FILE, Object, mount, template_volume
-from treeline_operator.plan.pod_state import DOWNLOAD
 from treeline_operator.plan.shared_gateway import SharedGateway
 
 CACHE_DIR: Final = "/var/cache/treeline"
@@ -122,7 +122,7 @@ def by_history(pool: InferencePool) -> str:
     """Why the picker makes nothing of the events of a pool's engines: it cannot have their tokenizer. Empty where it
     can, where the engine serves it, and where nobody would look at it."""
     source = _source(pool)
-    if source is None or not pool.spec.endpoint_picker.heeds_caches or not adapter_of(pool).publishes:
+    if source is None or not pool.spec.endpoint_picker.heeds_caches or not engine_of(pool).publishes:
         return ""
     return _refusal(pool, source)
 
@@ -154,7 +154,7 @@ def _uri(pool: InferencePool) -> str:
 
 def _source(pool: InferencePool) -> Source | None:
     """Where the tokenizer of a pool's model is; None where its engine serves it."""
-    return None if adapter_of(pool).serves_tokenizer else Source.parse(_uri(pool))
+    return None if engine_of(pool).serves_tokenizer else Source.parse(_uri(pool))
 
 
 def _refusal(pool: InferencePool, source: Source) -> str:

@@ -9,9 +9,16 @@ from typing import Any, Final, NamedTuple
 
 from treeline_operator.api.conditions import Reason
 from treeline_operator.plan import capacity
-from treeline_operator.plan.facts import condition_of
-from treeline_operator.plan.pod_state import CONFIG_REASONS, DOWNLOAD, IMAGE_REASONS, is_ready
+from treeline_operator.plan.facts import (
+    CONFIG_REASONS,
+    DOWNLOAD,
+    IMAGE_REASONS,
+    condition_of,
+    container_statuses,
+    is_ready,
+)
 from treeline_operator.status.conditions import few, with_fix
+from treeline_operator.world import Event
 
 Json = Mapping[str, Any]
 Progress = Mapping[str, tuple[int, int]]
@@ -87,7 +94,7 @@ class Cause(NamedTuple):
 def diagnose(
     pods: Iterable[Json],
     deployments: Iterable[Json] = (),
-    events: Iterable[Json] = (),
+    events: Iterable[Event] = (),
     progress: Progress | None = None,
 ) -> list[Cause]:
     """Why these pods are not ready, each reason once, the most useful first.
@@ -117,8 +124,9 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
     troubles = list(_of_scheduling(pod))
     if not troubles:
         own = events.about(meta)
-        for container, init in _containers(pod):
-            troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
+        for init in (True, False):
+            for container in container_statuses(pod, init=init):
+                troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
         if not _has_begun(pod):
             troubles.extend(_of_volumes(own))
     best = min(troubles, key=lambda trouble: _RANK.index(trouble[0]), default=(Reason.PODS_STARTING, "starts"))
@@ -143,47 +151,18 @@ def creation_failures(deployments: Iterable[Json], events: _Events) -> Iterator[
 class _Events:
     """Warning events by the object that they are about, the latest first."""
 
-    def __init__(self, events: Iterable[Json]) -> None:
-        self._all = sorted(events, key=_event_time, reverse=True)
+    def __init__(self, events: Iterable[Event]) -> None:
+        self._all = sorted(events, key=lambda event: event.at, reverse=True)
 
-    def about(self, meta: Json) -> list[tuple[str, str]]:
-        """Reason and message of what was told of an object."""
-        return [
-            (str(event.get("reason", "")), _event_text(event))
-            for event in self._all
-            if (about := _event_object(event)).get("name") == meta["name"]
-            and about.get("uid", meta.get("uid")) == meta.get("uid")
-        ]
+    def about(self, meta: Json) -> list[Event]:
+        """What was told of an object."""
+        uid = meta.get("uid")
+        return [event for event in self._all if event.name == meta["name"] and (event.uid or uid) == uid]
 
     def of_replica_sets(self, deployment: str) -> list[str]:
         """Why the ReplicaSets of a Deployment could not make pods."""
-        return [
-            _event_text(event)
-            for event in self._all
-            if event.get("reason") == "FailedCreate"
-            and str(_event_object(event).get("name", "")).rpartition("-")[0] == deployment
-        ]
-
-
-def _event_object(event: Json) -> Json:
-    # core/v1 and events.k8s.io/v1 differ in the names of these fields
-    found: Json = event.get("involvedObject") or event.get("regarding") or {}
-    return found
-
-
-def _event_text(event: Json) -> str:
-    return str(event.get("message") or event.get("note") or "")
-
-
-def _event_time(event: Json) -> str:
-    series = event.get("series") or {}
-    return str(
-        series.get("lastObservedTime")
-        or event.get("lastTimestamp")
-        or event.get("eventTime")
-        or event.get("firstTimestamp")
-        or ""
-    )
+        failed = (event for event in self._all if event.reason == "FailedCreate")
+        return [event.message for event in failed if event.name.rpartition("-")[0] == deployment]
 
 
 def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
@@ -223,22 +202,16 @@ def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
     return Reason.NODES_TOO_SMALL, f"the pod asks for {wants}, and no node that it may run on has as much: {text}"
 
 
-def _containers(pod: Json) -> Iterator[tuple[Json, bool]]:
-    status = pod.get("status") or {}
-    yield from ((container, True) for container in status.get("initContainerStatuses") or ())
-    yield from ((container, False) for container in status.get("containerStatuses") or ())
-
-
 def _has_begun(pod: Json) -> bool:
     """Whether some container has ever run: then the volumes are there, and Events of before tell old news."""
     return any(
         container.get("lastState") or (container.get("state") or {}).keys() & {"running", "terminated"}
-        for container, _ in _containers(pod)
+        for container in container_statuses(pod)
     )
 
 
 def _of_container(
-    container: Json, init: bool, events: Sequence[tuple[str, str]], progress: tuple[int, int] | None
+    container: Json, init: bool, events: Sequence[Event], progress: tuple[int, int] | None
 ) -> Iterator[tuple[Reason, str]]:
     name, state = container["name"], container.get("state") or {}
     waiting, running = state.get("waiting") or {}, state.get("running")
@@ -271,7 +244,7 @@ def _ending(container: Json, init: bool) -> Json | None:
     return last if last is not None and again and not (init and last.get("exitCode") == 0) else None
 
 
-def _after(container: Json, ended: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
+def _after(container: Json, ended: Json, events: Sequence[Event]) -> tuple[Reason, str]:
     name, code, restarts = container["name"], ended.get("exitCode", "?"), container.get("restartCount", 0)
     line = _telling_line(ended.get("message", ""))
     head, _, rest = line.partition(": ")
@@ -283,7 +256,7 @@ def _after(container: Json, ended: Json, events: Sequence[tuple[str, str]]) -> t
             Reason.OUT_OF_MEMORY,
             f"container {name} was killed: it used more memory than its limit ({times})",
         )
-    probe = next((text for why, text in events if why == "Unhealthy" and not text.startswith("Readiness")), None)
+    probe = _unhealthy(events, readiness=False)
     if code in _ASKED_TO_END and probe is not None:
         return Reason.PROBE_FAILING, f"container {name} was restarted ({times}): {_line(probe)}"
     words = f"; its last words: {line}" if line else "; it said nothing"
@@ -304,32 +277,38 @@ def _downloading(name: str, progress: tuple[int, int] | None) -> tuple[Reason, s
     return Reason.WEIGHTS_DOWNLOADING, f"{percent(done, total)} % of {size(total)} are there"
 
 
-def _not_ready(name: str, container: Json, events: Sequence[tuple[str, str]]) -> tuple[Reason, str]:
+def _not_ready(name: str, container: Json, events: Sequence[Event]) -> tuple[Reason, str]:
     if not container.get("started", True):
         return Reason.MODEL_LOADING, f"container {name} runs and has not passed its start-up probe yet"
     # What the start-up probe met is over once it has passed.
-    probe = next((text for why, text in events if why == "Unhealthy" and text.startswith("Readiness")), None)
+    probe = _unhealthy(events, readiness=True)
     if probe is not None:
         return Reason.PROBE_FAILING, f"container {name} runs, but: {_line(probe)}"
     return Reason.PODS_STARTING, f"container {name} runs and is not ready yet"
 
 
-def _pull_failure(container: Json, waiting: Json, events: Sequence[tuple[str, str]]) -> str:
+def _unhealthy(events: Sequence[Event], *, readiness: bool) -> str | None:
+    """What the last probe that failed has met, of readiness or of start and liveness."""
+    failed = (event.message for event in events if event.reason == "Unhealthy")
+    return next((text for text in failed if text.startswith("Readiness") == readiness), None)
+
+
+def _pull_failure(container: Json, waiting: Json, events: Sequence[Event]) -> str:
     """The registry's own words. The kubelet alternates between them and "Back-off pulling image"."""
     text = _PULL_PREFIX.sub("", _BACK_OFF.sub("", waiting.get("message", "")))
     if not text:
         failed = f'Failed to pull image "{container["image"]}": '
-        text = next((said.removeprefix(failed) for why, said in events if said.startswith(failed)), "")
+        text = next((one.message.removeprefix(failed) for one in events if one.message.startswith(failed)), "")
     return f"image {container['image']} of container {container['name']}: {_line(text) or 'it cannot be pulled'}"
 
 
-def _of_volumes(events: Sequence[tuple[str, str]]) -> Iterator[tuple[Reason, str]]:
-    for why, text in events:
-        if why in _MOUNT_EVENTS:
-            yield _absent(text) or Reason.VOLUME_NOT_READY, _line(text)
+def _of_volumes(events: Sequence[Event]) -> Iterator[tuple[Reason, str]]:
+    for event in events:
+        if event.reason in _MOUNT_EVENTS:
+            yield _absent(event.message) or Reason.VOLUME_NOT_READY, _line(event.message)
             return
-        if why == "FailedCreatePodSandBox":
-            yield Reason.PODS_STARTING, _line(text)
+        if event.reason == "FailedCreatePodSandBox":
+            yield Reason.PODS_STARTING, _line(event.message)
             return
 
 

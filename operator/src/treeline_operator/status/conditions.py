@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.parts import Condition
@@ -14,24 +14,7 @@ _MAX_MESSAGE: Final = 4096
 
 
 Judgement = tuple[Status, Reason, str]
-"""What holds of a condition, why, and that in words."""
-
-
-class Finding(NamedTuple):
-    """A condition as it was found to be; times and generations are added by `build`.
-
-    `detail` has names and numbers. The reason's fix is added to it for the reader, unless it is `complete`.
-    """
-
-    type: ConditionType
-    status: Status
-    reason: Reason
-    detail: str
-    complete: bool = False
-
-    @property
-    def message(self) -> str:
-        return self.detail if self.complete else with_fix(self.reason, self.detail)
+"""What holds of a condition, why, and that with names and numbers; the reason's fix is added for the reader."""
 
 
 def with_fix(reason: Reason, detail: str) -> str:
@@ -41,24 +24,30 @@ def with_fix(reason: Reason, detail: str) -> str:
 
 
 def build(
-    findings: Iterable[Finding], generation: int, previous: Iterable[Mapping[str, Any]], now: datetime
+    judged: Mapping[ConditionType, Judgement],
+    generation: int,
+    previous: Iterable[Mapping[str, Any]],
+    now: datetime,
+    *,
+    fixes: bool = True,
 ) -> list[Condition]:
-    """The conditions of a status, in one order. What is not among the findings is gone.
+    """The conditions of a status, in one order. What is not judged is gone.
 
-    `lastTransitionTime` stays as in `previous` while the status does, and never goes back.
+    `lastTransitionTime` stays as in `previous` while the status does, and never goes back. Without `fixes` the words
+    are complete as they are.
     """
     known = {condition["type"]: condition for condition in previous}
     stamp = timestamp(now)
     return [
         Condition(
-            type=str(finding.type),
-            status=finding.status,
-            reason=str(finding.reason),
-            message=finding.message,
-            lastTransitionTime=_since(finding, known.get(finding.type), stamp),
+            type=str(kind),
+            status=status,
+            reason=str(reason),
+            message=with_fix(reason, detail) if fixes else detail,
+            lastTransitionTime=_since(status, known.get(kind), stamp),
             observedGeneration=generation,
         )
-        for finding in sorted(findings, key=lambda finding: _ORDER[finding.type])
+        for kind, (status, reason, detail) in sorted(judged.items(), key=lambda item: _ORDER[item[0]])
     ]
 
 
@@ -91,8 +80,8 @@ def _essence(status: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "conditions": reported}
 
 
-def _since(finding: Finding, before: Mapping[str, Any] | None, stamp: str) -> str:
+def _since(status: Status, before: Mapping[str, Any] | None, stamp: str) -> str:
     if before is None:
         return stamp
     since = str(before.get("lastTransitionTime") or stamp)
-    return since if before.get("status") == finding.status else max(stamp, since)
+    return since if before.get("status") == status else max(stamp, since)

@@ -1,11 +1,15 @@
-"""Which Events tell how a status changed: one for each thing that somebody would want to hear of."""
+"""Which Events tell how a status changed: one for each thing that somebody would want to hear of. What also passes by
+itself in a normal start is told only if it lasts longer than that."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Any, Final, Literal, NamedTuple
 
 from treeline_operator.api.conditions import ConditionType, Reason
+from treeline_operator.world import Ref
 
 _WORTH_TELLING: Final = frozenset(
     (
@@ -35,7 +39,7 @@ class EventNote(NamedTuple):
 def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNote]:
     """The Events for the step from one status to the next, each reason once; none for a status that says the same.
 
-    What is bad is always told, unless it also passes by itself (see `alarms`); that all is well, only of what was not
+    What is bad is always told, unless it also passes by itself (see `Alarms`); that all is well, only of what was not
     so before, and of `Ready` itself.
     """
     before = {condition["type"]: condition for condition in old.get("conditions", ())}
@@ -68,3 +72,74 @@ def _matters(condition: Mapping[str, Any], was: Mapping[str, Any] | None, reason
     if kind in (ConditionType.READY, ConditionType.ACCEPTED):
         return True
     return was is not None and (reason in _MILESTONES or Reason(was["reason"]).info.good is False)
+
+
+class Due(NamedTuple):
+    """Warnings to be told now, and when to look again for those that are not due yet."""
+
+    notes: tuple[EventNote, ...] = ()
+    again_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Alarm:
+    since: datetime
+    reported: bool = False
+
+
+@dataclass(slots=True)
+class Alarms:
+    """Since when each object has been in a state that needs somebody, for reasons with a patience. In memory only: an
+    operator that starts takes the time from the condition that its predecessor wrote."""
+
+    _known: dict[Ref, dict[Reason, _Alarm]] = field(default_factory=dict)
+
+    def due(self, ref: Ref, before: Mapping[str, Any], status: Mapping[str, Any], now: datetime) -> Due:
+        """The Warnings of an object whose status was `before` and is to be `status`. Each is told once for as long
+        as it lasts, and a reason that goes in between begins anew."""
+        reported, known = dict(_patient(status)), self._known.get(ref, {})
+        found = {reason: known.get(reason) or _noticed(reason, before, now) for reason in reported}
+        notes, again = [], []
+        for reason, alarm in found.items():
+            left_s = reason.info.patience_s - (now - alarm.since).total_seconds()
+            if alarm.reported:
+                continue
+            if left_s > 0:
+                again.append(left_s)
+                continue
+            alarm.reported = True
+            notes.append(EventNote("Warning", reason, reported[reason]))
+        if found:
+            self._known[ref] = found
+        else:
+            self._known.pop(ref, None)
+        return Due(tuple(notes), min(again, default=None))
+
+    def forget(self, ref: Ref) -> None:
+        """The object is gone."""
+        self._known.pop(ref, None)
+
+    def retain(self, kind: str, namespace: str, names: Container[str]) -> None:
+        """Forget the objects of a kind and namespace that have none of these names: they are gone."""
+        gone = [r for r in self._known if (r.kind, r.namespace) == (kind, namespace) and r.name not in names]
+        for ref in gone:
+            del self._known[ref]
+
+
+def _patient(status: Mapping[str, Any]) -> Iterator[tuple[Reason, str]]:
+    """Reasons with a patience and their messages; in the words of the condition that has them first."""
+    conditions: Iterable[Mapping[str, Any]] = status.get("conditions", ())
+    # Ready comes first here and is overwritten: it repeats the reason of another condition.
+    for condition in sorted(conditions, key=lambda one: one["type"] != ConditionType.READY):
+        reason = Reason(condition["reason"])
+        if reason.info.good is False and reason.info.patience_s:
+            yield reason, condition["message"]
+
+
+def _noticed(reason: Reason, before: Mapping[str, Any], now: datetime) -> _Alarm:
+    """A reason that this process sees for the first time: since now, or since the former operator told of it."""
+    for condition in before.get("conditions", ()):
+        if condition["reason"] == reason and condition.get("lastTransitionTime"):
+            since = min(now, datetime.fromisoformat(condition["lastTransitionTime"]))
+            return _Alarm(since, reported=now - since >= timedelta(seconds=reason.info.patience_s))
+    return _Alarm(now)

@@ -10,13 +10,12 @@ from typing import Any, Final
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
-from treeline_operator.plan import edge
+from treeline_operator.plan import edge, epp
 from treeline_operator.plan import revision as revisions
-from treeline_operator.plan.facts import annotation, condition_of, find, is_overdue, label, since
+from treeline_operator.plan.facts import annotation, condition_of, find, is_available, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
 from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.model_names import lost_names, names_of
-from treeline_operator.plan.pod_state import is_available
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.shared_gateway import SharedGateway
@@ -44,8 +43,6 @@ def picker(world: PoolWorld, ready: Collection[str]) -> Judgement:
     trouble = _component(world, deployment, "epp", Reason.PICKER_NOT_READY)
     if trouble is not None:
         return trouble
-    if not world.platform.picker_probe:
-        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is not checked"
     if world.picker is None and _was_well(world):
         return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is asked for anew"
     if world.picker is None:
@@ -80,6 +77,9 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
+    if former := _former_settings(world, shared):
+        text = f"Deployment {former} gets new settings; pods with former settings serve meanwhile"
+        return "False", Reason.PENDING, text
     otherwise: list[tuple[Reason, str]] = []
     if shared.retained:
         text = f"it keeps what a pool that is gone stated: {', '.join(shared.retained)}; gateway.unprotected drops it"
@@ -189,11 +189,11 @@ def _component(
         serves = bool((deployment.get("status") or {}).get("readyReplicas"))
     if serves and _is_of_now(deployment, pods):
         return None
-    causes = diagnose(pods, [deployment], _objects(world.events))
+    causes = diagnose(pods, [deployment], world.events)
     if serves:
         name = f"{name} (pods with former settings serve meanwhile)"
     if not causes:
-        return "False", Reason.PODS_STARTING, f"Deployment {name} has no pods yet"
+        return "False", Reason.PODS_STARTING, f"Deployment {name} {'gets new ones' if serves else 'has no pods yet'}"
     reason = causes[0].reason
     if reason is Reason.PROBE_FAILING:
         lasts = any(_unready_s(pod, world.now) >= NORMAL_START_S for pod in pods if not is_available(pod))
@@ -234,21 +234,24 @@ def _configuration(deployment: Mapping[str, Any]) -> str | None:
 
 def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> bool:
     """Whether what serves is what is asked for. Pods carry the hash of the configuration, where they have one that
-    clients see (Envoy's: TLS, API keys); of other changes it is enough that they come to their end."""
+    clients see (Envoy's: TLS, API keys), and any of those that are ready may be asked; of other changes it is enough
+    that they come to their end."""
     wanted = _configuration(deployment)
     ready = {label(pod, names.REVISION) for pod in pods if is_available(pod)}
-    return not is_overdue(deployment) and (wanted is None or wanted in ready)
+    return not is_overdue(deployment) and (wanted is None or ready == {wanted})
 
 
-def _has_former_settings(world: PoolWorld, shared: SharedGateway) -> bool:
-    """Whether Envoy's Deployment is made from what the pools asked for before: the gateway is planned by itself, and
-    may not have got to it yet."""
-    found = find(world.gateway.children, "Deployment", names.edge(shared.name))
-    made_from = annotation(found.object, names.INPUTS) if found is not None else ""
-    return made_from not in (
-        "",
-        edge.inputs(GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")),
-    )
+def _former_settings(world: PoolWorld, shared: SharedGateway) -> str:
+    """The Deployment that is made from what the pools asked for before: the gateway is planned by itself, and may not
+    have got to it yet. Empty if there is none."""
+    context = GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")
+    made_from = [(names.edge(shared.name), edge.inputs), (names.epp(shared.name), epp.inputs)]
+    for name, inputs in made_from[shared.mode == "gateway-api" :]:
+        found = find(world.gateway.children, "Deployment", name)
+        there = annotation(found.object, names.INPUTS) if found is not None else ""
+        if there and there != inputs(context):
+            return name
+    return ""
 
 
 def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
@@ -260,9 +263,6 @@ def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY, serves=answers or ready)
     if trouble is not None:
         return trouble
-    if _has_former_settings(world, shared):
-        text = f"Deployment {names.edge(shared.name)} gets new settings; pods with former settings serve meanwhile"
-        return "False", Reason.PODS_STARTING, text
     if service is None:
         return "False", Reason.PENDING, f"Service {service_name} is not there yet"
     if not any(port.get("port") == shared.edge.port for port in service.object["spec"].get("ports") or ()):

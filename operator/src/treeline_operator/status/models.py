@@ -11,7 +11,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.model import InferenceModel, ModelStatus
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.model_names import names_of
-from treeline_operator.status.conditions import Finding, build
+from treeline_operator.status.conditions import Judgement, build
 
 
 def model_statuses(
@@ -28,16 +28,11 @@ def model_statuses(
 
 def _status(model: InferenceModel, verdict: ModelAcceptance, now: datetime) -> ModelStatus:
     generation = model.metadata.generation
-    finding = Finding(
-        ConditionType.ACCEPTED,
-        "True" if verdict.accepted else "False",
-        Reason(verdict.reason),
-        verdict.message,
-        complete=True,
-    )
+    judged: Judgement = "True" if verdict.accepted else "False", Reason(verdict.reason), verdict.message
+    before = model.status.get("conditions", ())
     status = ModelStatus(
         observedGeneration=generation,
-        conditions=build([finding], generation, model.status.get("conditions", ()), now),
+        conditions=build({ConditionType.ACCEPTED: judged}, generation, before, now, fixes=False),
     )
     if verdict.winner is not None:
         status["conflictingModel"] = verdict.winner

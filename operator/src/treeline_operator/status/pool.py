@@ -13,11 +13,10 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, PresetStatus, RoutingStatus
-from treeline_operator.plan import claims, commits, pod_state, runtime
+from treeline_operator.plan import claims, commits, facts, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
-from treeline_operator.plan.engines.base import overridden, untold
-from treeline_operator.plan.engines.registry import adapter_of
+from treeline_operator.plan.engines import engine_of, overridden, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.keys import has_keys
@@ -27,7 +26,7 @@ from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
 from treeline_operator.status.autoscaling import last_scaled
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
-from treeline_operator.status.conditions import Finding, Judgement, build, few, timestamp
+from treeline_operator.status.conditions import Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
 
 MAX_ENDPOINTS: Final = 50
@@ -53,12 +52,11 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         refused = Cause(Reason.TEMPLATE_INVALID, problem)
     view = _PoolView(world, progress or {}, refused)
     pool, generation = world.pool, world.pool.metadata.generation
-    found = _findings(view)
     status = PoolStatus(
         observedGeneration=generation,
-        conditions=build(found, generation, pool.status.get("conditions", ()), world.now),
+        conditions=build(_judged(view), generation, pool.status.get("conditions", ()), world.now),
         replicas=len(view.active),
-        readyReplicas=(ready := sum(pod_state.is_ready(pod) for pod in view.active)),
+        readyReplicas=(ready := sum(facts.is_ready(pod) for pod in view.active)),
         replicaSummary=f"{ready}/{view.desired}",
         selector=selector(pool.name),
         modelName=pool.spec.model.served_name,
@@ -106,8 +104,8 @@ def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
 def seen(now: datetime) -> PoolStatus:
     """The first status of a pool, before anything is planned for it: it judges no generation of the spec yet."""
     text = "the operator has seen the pool and will plan it in its turn"
-    found = [Finding(ConditionType.READY, "Unknown", Reason.PENDING, text)]
-    return PoolStatus(conditions=build(found, 0, (), now))
+    judged: Judgement = "Unknown", Reason.PENDING, text
+    return PoolStatus(conditions=build({ConditionType.READY: judged}, 0, (), now))
 
 
 def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType) -> dict[str, Any]:
@@ -118,8 +116,8 @@ def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType
     """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
-    finding = Finding(kind, "False", problem.reason, problem.detail)
-    conditions = build([finding], generation, before.get("conditions", ()), now)
+    judged: Judgement = "False", problem.reason, problem.detail
+    conditions = build({kind: judged}, generation, before.get("conditions", ()), now)
     return {**before, "observedGeneration": generation, "conditions": conditions}
 
 
@@ -169,7 +167,7 @@ class _PoolView:
     def live(self) -> list[dict[str, Any]]:
         """All pods that are not on their way out."""
         decoded = sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
-        return [pod for pod in decoded if not pod_state.is_leaving(pod)]
+        return [pod for pod in decoded if not facts.is_leaving(pod)]
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
@@ -183,7 +181,7 @@ class _PoolView:
 
     @cached_property
     def ready(self) -> list[dict[str, Any]]:
-        return [pod for pod in self.current if pod_state.is_ready(pod)]
+        return [pod for pod in self.current if facts.is_ready(pod)]
 
     @cached_property
     def old(self) -> list[dict[str, Any]]:
@@ -191,7 +189,7 @@ class _PoolView:
 
     @cached_property
     def old_ready(self) -> int:
-        return sum(pod_state.is_ready(pod) for pod in self.old)
+        return sum(facts.is_ready(pod) for pod in self.old)
 
     @cached_property
     def serving(self) -> list[dict[str, Any]]:
@@ -206,7 +204,7 @@ class _PoolView:
         return [
             pod
             for pod in self.active
-            if pod_state.is_ready(pod)
+            if facts.is_ready(pod)
             and label(pod, names.REVISION) in able
             and (listed is None or pod["metadata"]["name"] in listed)
         ]
@@ -238,10 +236,10 @@ class _PoolView:
     def causes(self) -> list[Cause]:
         """Why the current revision's pods are not all ready."""
         deployments = [self.target.existing.object] if self.target.existing is not None else []
-        return diagnose(self.current, deployments, (event.object for event in self.world.events), self.progress)
+        return diagnose(self.current, deployments, self.world.events, self.progress)
 
 
-def _findings(view: _PoolView) -> list[Finding]:
+def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
     world, shared = view.world, view.shared
     ready = [str(pod["metadata"]["name"]) for pod in view.ready]
     picker = gateway_status.picker(world, ready)
@@ -261,7 +259,7 @@ def _findings(view: _PoolView) -> list[Finding]:
         ConditionType.SECURITY_EXCEPTIONS: _security(view),
         ConditionType.WARNINGS: _warnings(view),
     }
-    return [*needed, *_told(others)]
+    return needed | _told(others)
 
 
 def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
@@ -270,37 +268,37 @@ def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
     return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
 
 
-def _told(judged: Mapping[ConditionType, Judgement | None]) -> list[Finding]:
-    return [Finding(kind, *found) for kind, found in judged.items() if found is not None]
+def _told(judged: Mapping[ConditionType, Judgement | None]) -> dict[ConditionType, Judgement]:
+    return {kind: found for kind, found in judged.items() if found is not None}
 
 
-def _ready(view: _PoolView, needed: list[Finding]) -> Judgement:
+def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgement:
     pool = view.world.pool
     if pool.deleting:
         return "False", Reason.DELETING, "the pool is being deleted"
-    failing = [finding for finding in needed if finding.status != "True"]
+    lacking = {kind: judged for kind, judged in needed.items() if judged[0] != "True"}
     # What needs somebody comes before what passes, and both before what is not known.
-    failing.sort(key=lambda finding: (finding.status == "Unknown", finding.reason.info.good is not False))
-    broken = bool(failing) and failing[0].reason.info.good is False
+    failing = sorted(lacking.values(), key=lambda judged: (judged[0] == "Unknown", judged[1].info.good is not False))
+    broken = bool(failing) and failing[0][1].info.good is False
     if view.desired == 0 and not broken:
         text = "replicas is 0: requests for the model are answered 503"
         text += ", and wake it" * (pool.spec.autoscaling.type == "Picker")
         return "False", Reason.SCALED_TO_ZERO, text
-    if failing and not (view.serving and all(map(_lets_serve, failing))):
-        status: Status = "False" if any(finding.status == "False" for finding in failing) else "Unknown"
-        return status, failing[0].reason, failing[0].detail
+    # Requests succeed all the same, by the pods that serve, where others are missing or not listed yet.
+    lets_serve = all(
+        kind is ConditionType.WORKLOADS_READY or judged[1] is Reason.ENDPOINTS_MISSING
+        for kind, judged in lacking.items()
+    )
+    if failing and not (view.serving and lets_serve):
+        status: Status = "False" if any(judged[0] == "False" for judged in failing) else "Unknown"
+        return status, *failing[0][1:]
     url = gateway_status.url(view.world, view.shared)
     where = f" at {url}" if url else ""
-    notes = [finding.detail for finding in needed if not finding.reason.info.good]
+    notes = [detail for _, reason, detail in needed.values() if not reason.info.good]
     text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes])
     # A pool that serves otherwise than its spec says shows why in the column REASON, too.
-    told = [*failing[:broken], *(finding for finding in needed if finding.reason.info.good is False)]
-    return "True", told[0].reason if told else Reason.SERVING, text
-
-
-def _lets_serve(finding: Finding) -> bool:
-    """Whether requests succeed all the same, by the pods that serve: others are missing, or not listed yet."""
-    return finding.type is ConditionType.WORKLOADS_READY or finding.reason is Reason.ENDPOINTS_MISSING
+    told = [*failing[:broken], *(judged for judged in needed.values() if judged[1].info.good is False)]
+    return "True", told[0][1] if told else Reason.SERVING, text
 
 
 def _workloads(view: _PoolView) -> Judgement:
@@ -434,9 +432,9 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.DEVICES_UNUSED, text))
     if why := _history(view):
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
-    if what := untold(adapter_of(pool).untold, pool.spec.engine.args):
+    if what := untold(engine_of(pool).untold, pool.spec.engine.args):
         found.append((Reason.ARGS_UNTOLD, what))
-    if what := overridden(pool, adapter_of(pool).flags):
+    if what := overridden(pool):
         found.append((Reason.ARGS_OVERRIDE, what))
     if paths := runtime.template_overruled(pool):
         found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
@@ -453,7 +451,7 @@ def _history(view: _PoolView) -> str:
     pool, told = view.world.pool, view.routing
     if why := by_history(pool):
         return why
-    heeded = pool.spec.endpoint_picker.heeds_caches and adapter_of(pool).publishes
+    heeded = pool.spec.endpoint_picker.heeds_caches and engine_of(pool).publishes
     if not heeded or told is None or told.way != "history":
         return ""
     return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
@@ -467,7 +465,7 @@ def _endpoints(view: _PoolView) -> list[EndpointStatus]:
         host = (pod.get("status") or {}).get("podIP")
         if not host:
             continue
-        name, ready = str(pod["metadata"]["name"]), pod_state.is_ready(pod)
+        name, ready = str(pod["metadata"]["name"]), facts.is_ready(pod)
         serving = ready and label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         found.append(EndpointStatus(name=name, address=address, ready=ready, serving=serving))

@@ -1,0 +1,383 @@
+"""How each engine is started: its image, command line, probes and ports, apart from what the containers of all engines
+have in common. A new one is an entry of `ENGINES`, its place in `api.engine.EngineType`, and its column in
+`api.engine.FLAGS`.
+
+Flags, health pages and levels of keys are those of vLLM 0.33 and SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic.alias_generators import to_camel
+from treeline_wire import labels
+from treeline_wire import ports as wire
+
+from treeline_operator.api.engine import FLAGS, EngineType
+from treeline_operator.api.engine import Engine as EngineSpec
+from treeline_operator.api.parts import Resources
+from treeline_operator.api.pool import InferencePool
+from treeline_operator.plan.download import Files
+from treeline_operator.plan.objects import TEMPLATE_FILE, Object, http_get, probe
+from treeline_operator.plan.provision import gib
+from treeline_operator.quantity import quantity
+from treeline_operator.world import Images
+
+VLLM_IMAGE: Final = "vllm/vllm-openai:v0.33.0"
+SGLANG_IMAGE: Final = "lmsysorg/sglang:v0.5.23"
+SGLANG_PAGE_SIZE: Final = 16
+"""Its own default may be one token a page: an event for every token."""
+_SGLANG_ADMIN_KEY: Final = "SGLANG_ADMIN_API_KEY"
+_SGLANG_HEALTH_TIMEOUT_S: Final = 20
+"""For so long its health check waits for a token (SGLANG_HEALTH_CHECK_TIMEOUT)."""
+KEYS_DIR: Final = "/var/run/treeline/keys"
+"""Where our own runtime has the keys of its KV sockets."""
+BUILTIN_START_S: Final = 120
+DEFAULT_START_S: Final = 1800
+"""Loading, and on GPUs compiling kernels and capturing graphs, which takes minutes whatever the model's size."""
+START_S_PER_GIB: Final = 20
+"""A network disk at 50 MiB/s; the download has its own container and does not count."""
+TEMPLATE_DIR: Final = "/etc/treeline/chat-template"
+HUNG_GRACE_S: Final = 15
+"""What hangs is killed soon: it has no streams left to finish, and its restart is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an engine's container is, apart from what all have in common.
+
+    `drains` tells whether the engine finishes its requests when it is asked to stop.
+    """
+
+    image: str
+    command: tuple[str, ...]
+    args: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+    ports: tuple[tuple[str, int], ...]
+    probes: dict[str, dict[str, Any]]
+    drains: bool = True
+    caches: tuple[tuple[str, str], ...] = ()
+    """Environment → folder in the cache volume, beside those that every engine has."""
+    keys: bool = False
+    """Whether it reads the key pair that its KV sockets are secured with."""
+    admin_key: str = ""
+    """Environment in which it is handed the key to its administration; empty where it takes none."""
+    annotations: tuple[tuple[str, str], ...] = ()
+    """What the picker must know of the pod and cannot ask the engine."""
+    shared_memory: bool = True
+    fixed_user: bool = True
+    """Whether the image runs as any user that we name."""
+    downloads: bool = False
+    """Whether the image can download models, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One type of engine. `launch` says how a pool's is started, with images that are used where the pool names none.
+
+    `hits_by_flag`: its command line says whether answers tell how much of a prompt was cached; otherwise the edge says
+    it, request by request, or nobody. `serves_tokenizer`: the picker gets its tokenizer from the engine itself.
+    `publishes`: it is started so that it publishes what its cache holds. `metrics`: it serves metrics, and nothing
+    else, on a port of its own; others serve them on their API's. `untold` are flags of which the picker would have to
+    know, but is not told where they stand in `engine.args`, each with what to write instead.
+    """
+
+    launch: Callable[[InferencePool, Files, Images], Launch]
+    hits_by_flag: bool = False
+    serves_tokenizer: bool = False
+    publishes: bool = True
+    metrics: bool = False
+    untold: Mapping[str, str] = field(default_factory=dict)
+
+
+def engine_of(pool: InferencePool) -> Engine:
+    """That of the pool."""
+    return ENGINES[pool.spec.engine.type]
+
+
+def metrics_port(pool: InferencePool) -> int | None:
+    """The port that serves metrics and nothing else; None for engines that serve them on their API's."""
+    return _beside(pool, wire.RUNTIME_METRICS) if engine_of(pool).metrics else None
+
+
+def hides_hits(pool: InferencePool) -> bool:
+    """Whether the pods are told by their command line to keep to themselves how much of a prompt was cached."""
+    return engine_of(pool).hits_by_flag and not tells_hits(pool)
+
+
+def start_seconds(pool: InferencePool) -> int:
+    """How long a start may take once the weights are on disk. A size that is known can only make it longer."""
+    model = pool.spec.model
+    least = BUILTIN_START_S if model.source.scheme == "builtin" else DEFAULT_START_S
+    return max(least, math.ceil(gib(model.size) * START_S_PER_GIB))
+
+
+def tells_hits(pool: InferencePool) -> bool:
+    """Whether answers may say how much of the prompt was cached: not to strangers who share a cache."""
+    gateway = pool.spec.gateway
+    strangers = gateway.has_clients and not gateway.kept_apart and not gateway.edge.expose_routing
+    return not strangers
+
+
+def overridden(pool: InferencePool) -> str:
+    """The settings that `engine.args` say again: they come last, and hold. Empty if there are none."""
+    engine = pool.spec.engine
+    given = {arg.partition("=")[0].replace("_", "-") for arg in engine.args}
+    found = [
+        f"{flag} (engine.{to_camel(setting)})"
+        for setting, flag in _flags(engine.type)
+        if flag in given and getattr(engine, setting) != EngineSpec.model_fields[setting].default
+    ]
+    return f"engine.args say {', '.join(found)}: the fields have no effect" if found else ""
+
+
+def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
+    """What the picker is not told of a pool's own arguments, and what to write instead; empty if there is nothing."""
+    given = {arg.partition("=")[0] for arg in args}
+    found = [f"{flag} ({instead})" for flag, instead in flags.items() if flag in given]
+    return f"the picker is not told of what engine.args says by {', '.join(found)}" if found else ""
+
+
+# ---- the engines ----------------------------------------------------------------------------------------------------
+
+
+def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
+    spec, metrics = pool.spec, _beside(pool, wire.RUNTIME_METRICS)
+    gpu = spec.accelerator.is_gpu
+    args = [f"--model={files.model}", f"--served-model-name={spec.model.served_name}"]
+    args += ["--host", "0.0.0.0", "--port", str(spec.engine.port), "--device", "cuda" if gpu else "cpu"]
+    # Administration stays on loopback: who may forward a port to the pod, or run a command in it, may administer.
+    args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(metrics)]
+    args += ["--admin-host", "127.0.0.1", "--admin-port", str(_beside(pool, wire.RUNTIME_ADMIN))]
+    args += _settings(pool)
+    threads = None if gpu or spec.engine.threads else _cpu_limit(pool)
+    if threads is not None:
+        args += ["--threads", str(threads)]
+    args += ["--curve-dir", KEYS_DIR, "--start-timeout", str(start_seconds(pool))]
+    # The kubelet's preStop sleep is the time in which the picker learns that the pod goes.
+    args += ["--pre-stop", "0", "--drain-timeout", str(spec.drain.timeout_seconds)]
+    args += ["--tracing"] if spec.tracing else []
+    return Launch(
+        image=spec.engine.image or (images.runtime_cuda if gpu else images.runtime),
+        command=spec.engine.command or ("python", "-m", "treeline_runtime"),
+        args=(*args, *spec.engine.args),
+        env=(("HF_HUB_OFFLINE", "1"), *_traces(pool)),
+        ports=(*_kv_ports(pool, ("load", wire.LOAD)), ("metrics", metrics)),
+        probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
+        keys=True,
+        shared_memory=False,
+        downloads=True,
+    )
+
+
+def _sglang(pool: InferencePool, files: Files, images: Images) -> Launch:
+    spec = pool.spec
+    args = [f"--model-path={files.model}", f"--served-model-name={spec.model.served_name}"]
+    args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
+    args += [f"--tokenizer-path={files.tokenizer}"] if files.tokenizer else []
+    args += _chat_template(pool)
+    args += [] if spec.accelerator.is_gpu else ["--device", "cpu"]
+    args += _settings(pool)
+    if spec.engine.page_size is None:
+        args += ["--page-size", str(SGLANG_PAGE_SIZE)]
+    if files.adapters:
+        args += ["--lora-paths", *(f"{name}={path}" for name, path in files.adapters.items())]
+    args += ["--enable-metrics", *(["--enable-cache-report"] if tells_hits(pool) else [])]
+    args += ["--kv-events-config", _compact(_kv_events())]
+    args += ["--load-publish-endpoint", f"tcp://*:{wire.LOAD}"]
+    # The kubelet replaces it as it starts the container: neither the Deployment nor the Pod has the key itself.
+    args += ["--admin-api-key", f"$({_SGLANG_ADMIN_KEY})"]
+    return Launch(
+        image=spec.engine.image or SGLANG_IMAGE,
+        command=spec.engine.command or ("python3", "-m", "sglang.launch_server"),
+        args=(*args, *spec.engine.args),
+        # /health says then whether it has started and does not end, at once; /health_generate is a token that comes
+        # back from the devices, or any other that did: asked often it would be load, asked never a hung scheduler
+        # would go on as healthy.
+        env=(("HF_HUB_OFFLINE", "1"), ("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "false")),
+        ports=tuple(_kv_ports(pool, ("load", wire.LOAD))),
+        probes=_probes(
+            pool,
+            _http("/health"),
+            _http("/health_generate"),
+            period=5,
+            live_period=30,
+            live_timeout=_SGLANG_HEALTH_TIMEOUT_S,
+        ),
+        caches=(("SGLANG_CACHE_DIR", "sglang"), ("SGLANG_DG_CACHE_DIR", "deep-gemm")),
+        admin_key=_SGLANG_ADMIN_KEY,
+        annotations=_kv_annotations(pool),
+    )
+
+
+def _vllm(pool: InferencePool, files: Files, images: Images) -> Launch:
+    spec = pool.spec
+    args = [files.model, f"--served-model-name={spec.model.served_name}"]
+    args += ["--host", "0.0.0.0", "--port", str(spec.engine.port)]
+    args += [f"--tokenizer={files.tokenizer}"] if files.tokenizer else []
+    args += _chat_template(pool)
+    args += _settings(pool)
+    if files.adapters:
+        args += ["--enable-lora", "--lora-modules"]
+        args += [f"{name}={path}" for name, path in files.adapters.items()]
+    args += ["--enable-prompt-tokens-details"] if tells_hits(pool) else []
+    args += ["--kv-events-config", _compact({"enable_kv_cache_events": True, **_kv_events()})]
+    args += ["--shutdown-timeout", str(spec.drain.timeout_seconds)]
+    args += ["--otlp-traces-endpoint", spec.tracing.endpoint] if spec.tracing else []
+    return Launch(
+        image=spec.engine.image or VLLM_IMAGE,
+        command=spec.engine.command or ("vllm", "serve"),
+        args=(*args, *spec.engine.args),
+        # Block hashes start from this seed: the same in every pod, so that equal prefixes have equal hashes.
+        env=(
+            ("HF_HUB_OFFLINE", "1"),
+            ("PYTHONHASHSEED", "0"),
+            ("VLLM_NO_USAGE_STATS", "1"),
+            *_traces(pool, ("OTEL_SERVICE_NAME", "vllm")),
+        ),
+        ports=tuple(_kv_ports(pool)),
+        # Its health page asks whether the engine's process lives, which costs nothing; it answers 503 where not.
+        probes=_probes(pool, _http("/health"), _http("/health"), period=5),
+        caches=(("VLLM_CACHE_ROOT", "vllm"),),
+        annotations=_kv_annotations(pool),
+    )
+
+
+def _custom(pool: InferencePool, files: Files, images: Images) -> Launch:
+    spec = pool.spec
+    tcp = {"tcpSocket": {"port": "http"}}
+    return Launch(
+        image=spec.engine.image or "",
+        command=spec.engine.command,
+        args=spec.engine.args,
+        env=(
+            ("TREELINE_MODEL", files.model),
+            ("TREELINE_MODEL_NAME", spec.model.served_name),
+            ("TREELINE_PORT", str(spec.engine.port)),
+        ),
+        ports=(("http", spec.engine.port),),
+        probes=_probes(pool, tcp, tcp, period=5),
+        drains=False,
+        shared_memory=spec.accelerator.is_gpu,
+        fixed_user=False,
+    )
+
+
+_API_KEY: Final = "the picker has none; the gateway takes gateway.standalone.apiKeysSecretRef"
+_TEMPLATE: Final = "model.chatTemplateRef is told to both"
+_TOKENIZER: Final = "model.tokenizer is told to both"
+
+ENGINES: Final[Mapping[EngineType, Engine]] = {
+    "treeline": Engine(_treeline, serves_tokenizer=True, metrics=True),
+    "sglang": Engine(
+        _sglang,
+        hits_by_flag=True,
+        untold={"--chat-template": _TEMPLATE, "--tokenizer-path": _TOKENIZER, "--api-key": _API_KEY},
+    ),
+    "vllm": Engine(
+        _vllm,
+        hits_by_flag=True,
+        untold={"--chat-template": _TEMPLATE, "--tokenizer": _TOKENIZER, "--api-key": _API_KEY},
+    ),
+    # Any other server with an OpenAI-compatible API, started as its user says. Its flags are not known; it is told the
+    # model's place and name by its environment.
+    "custom": Engine(_custom, publishes=False),
+}
+
+
+# ---- what they share ------------------------------------------------------------------------------------------------
+
+
+def _flags(engine: EngineType) -> Iterator[tuple[str, str]]:
+    """Settings and their flags of an engine."""
+    return ((setting, flags[engine]) for setting, flags in FLAGS.items() if engine in flags)
+
+
+def _settings(pool: InferencePool) -> list[str]:
+    """The flags of all settings that differ from the engine's own defaults."""
+    engine = pool.spec.engine
+    args = []
+    for setting, flag in _flags(engine.type):
+        value = pool.spec.tensor_parallel if setting == "tensor_parallel" else getattr(engine, setting)
+        parallel = setting in ("tensor_parallel", "data_parallel")
+        if value is not None and not (parallel and value == 1):
+            args.append(f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}")
+    return args
+
+
+def _traces(pool: InferencePool, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """The environment of an engine that goes by OpenTelemetry's variables; empty where nothing is traced."""
+    return () if pool.spec.tracing is None else (*pool.spec.tracing.environment, *more)
+
+
+def _chat_template(pool: InferencePool) -> list[str]:
+    """The flag of SGLang and vLLM for a template that is not the model's own."""
+    return ["--chat-template", f"{TEMPLATE_DIR}/{TEMPLATE_FILE}"] if pool.spec.model.chat_template_ref else []
+
+
+def _kv_events() -> dict[str, object]:
+    """`--kv-events-config` of SGLang and vLLM. Their ranks count up from these ports, and publish under no topic: a
+    socket belongs to one engine."""
+    return {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{wire.EVENTS}",
+        "replay_endpoint": f"tcp://*:{wire.REPLAY}",
+        "topic": "",
+    }
+
+
+def _kv_annotations(pool: InferencePool) -> tuple[tuple[str, str], ...]:
+    """The same for a picker that the engine does not tell."""
+    return (
+        (labels.KV_EVENTS_PORT, str(wire.EVENTS)),
+        (labels.KV_REPLAY_PORT, str(wire.REPLAY)),
+        (labels.DATA_PARALLEL_SIZE, str(pool.spec.engine.data_parallel)),
+    )
+
+
+def _kv_ports(pool: InferencePool, *more: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """The API's port, and those of events and replay (and `more`) of every data-parallel rank: `kv-events`, then
+    `kv-events-1` and so on."""
+    yield "http", pool.spec.engine.port
+    for name, first in (("kv-events", wire.EVENTS), ("kv-replay", wire.REPLAY), *more):
+        for rank in range(pool.spec.engine.data_parallel):
+            yield f"{name}-{rank}" if rank else name, first + rank
+
+
+def _http(path: str) -> Object:
+    """A probe's question on the API's port."""
+    return http_get(path, "http")
+
+
+def _probes(
+    pool: InferencePool, ready: Object, live: Object, *, period: int, live_period: int = 10, live_timeout: int = 10
+) -> dict[str, Object]:
+    """The three probes of an engine's container: `period` is that of the first two."""
+    tries = math.ceil(start_seconds(pool) / period)
+    hung = {"terminationGracePeriodSeconds": HUNG_GRACE_S}
+    return {
+        "startupProbe": probe(ready, period, tries, timeout_s=5) | hung,
+        "readinessProbe": probe(ready, period, 2, timeout_s=5),
+        "livenessProbe": probe(live, live_period, 6, timeout_s=live_timeout) | hung,
+    }
+
+
+def _compact(value: object) -> str:
+    """JSON as one word of a command line."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _beside(pool: InferencePool, port: int) -> int:
+    """A port of ours, or the next one where the pool has its API there."""
+    return port + (pool.spec.engine.port == port)
+
+
+def _cpu_limit(pool: InferencePool) -> int | None:
+    """Whole cores that the pool limits a pod to: more threads than that only wait for each other."""
+    asked = pool.spec.engine.resources or Resources()
+    cores = quantity(asked.limits.get("cpu"))
+    return max(1, int(cores)) if cores is not None else None
