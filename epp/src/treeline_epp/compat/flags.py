@@ -72,6 +72,20 @@ FOREIGN: dict[str, Foreign] = {
     "--enable-grpc-stream-metrics": Foreign(
         "open streams are always counted (treeline_epp_extproc_streams)", boolean=True, as_here=_ON
     ),
+    "--disable-endpoint-subset-filter": Foreign(
+        "endpoints that the proxy does not allow are never chosen", boolean=True, as_here=_OFF
+    ),
+    "--emit-endpoint-scores": Foreign(
+        "the proxy is told no scores; /debug/decisions has the costs of each choice", boolean=True, as_here=_OFF
+    ),
+    "--tls-min-version": Foreign(
+        "TLS 1.2 and 1.3 are spoken; leave the flag out, and have proxies refuse 1.2",
+        as_here=frozenset({"VersionTLS10", "VersionTLS11", "VersionTLS12"}),
+        refused=True,
+    ),
+    "--tls-cipher-suites": Foreign(
+        "TLS is spoken with OpenSSL's own suites; leave the flag out", as_here=frozenset({""}), refused=True
+    ),
     "--allow-experimental-plugins": Foreign("no plugins are loaded", True),
 }
 

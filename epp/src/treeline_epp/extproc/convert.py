@@ -77,7 +77,7 @@ def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = Fals
         return _decided(reply)
     if reply.served is not None or reply.headers:
         return _telling(reply, strip_response_headers=strip_response_headers)
-    if reply.destination is not None and not reply.added and not reply.scores:
+    if reply.destination is not None and not reply.added:
         return _with_destination(reply.kind, reply.destination)
     if reply.destination is not None:
         return _decided(reply)
@@ -148,8 +148,6 @@ def _decided(reply: Reply) -> bytes:
     options = b""
     if reply.destination is not None:
         options, metadata = _chosen(reply.destination)
-        if reply.scores:
-            metadata = _metadata(reply.destination, reply.scores)
     if reply.kind in _TRAILERS:  # trailers cannot change headers; metadata must do
         return _PLAIN[reply.kind] + metadata
     if reply.content_length is not None:
@@ -187,16 +185,9 @@ def _length_option(length: int) -> bytes:
 def _chosen(destination: str) -> tuple[bytes, bytes]:
     """The destination as an entry of `set_headers`, and as dynamic metadata of the response."""
     option = field(_SET_HEADERS, _serialize(_header(names.DESTINATION, destination.encode())))
-    return option, _metadata(destination)
-
-
-def _metadata(destination: str, scores: tuple[tuple[str, float], ...] = ()) -> bytes:
     response = pb.ProcessingResponse()
-    fields = response.dynamic_metadata.fields[names.LB].struct_value.fields
-    fields[names.DESTINATION].string_value = destination
-    if scores:
-        fields[names.SCORES].struct_value.update(dict(scores))
-    return _serialize(response)
+    response.dynamic_metadata.fields[names.LB].struct_value.fields[names.DESTINATION].string_value = destination
+    return option, _serialize(response)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,7 +26,6 @@ from treeline_epp.extproc.state import (
 )
 from treeline_epp.flow.ticket import Ticket
 from treeline_epp.metrics import Sample
-from treeline_epp.picking.decision import Decision
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
@@ -46,8 +45,6 @@ _FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 _UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
 _NOT_TOLD = "fail: missing destination endpoint served metadata"
 """As the reference picker words it for the conformance tests."""
-MOST_SCORES = 64
-"""Endpoints whose scores the proxy is told, where it wants them: metadata of a few kilobytes."""
 _NO_METADATA: Mapping[str, str] = {}
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 _SLICE_PIECES = 4
@@ -62,14 +59,12 @@ class BadMessage(ValueError):
 class SessionLimits:
     """What all streams of a port share. `body_bytes` bounds one request's body, `waiting` all of them together,
     `clients` what each client has here. `strip_response_headers` keeps from clients what runtimes tell us in headers,
-    `tell_served` gives them the endpoint that answered (for conformance tests). `tell_scores` gives the proxy what
-    speaks for each endpoint.
+    `tell_served` gives them the endpoint that answered (for conformance tests).
     """
 
     body_bytes: int
     strip_response_headers: bool = False
     tell_served: bool = False
-    tell_scores: bool = False
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
 
@@ -272,9 +267,6 @@ class ExtProcSession:
             if result.exchange is not None and result.exchange.added:
                 added = tuple(result.exchange.added)
                 outputs = [_adding(output, added) for output in outputs]
-            if self._limits.tell_scores:
-                scores = _scores(result.lease.decision)
-                outputs = [_scoring(output, scores) for output in outputs]
             return outputs
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
 
@@ -313,18 +305,6 @@ def _adding(output: Output, added: tuple[tuple[str, str], ...]) -> Output:
     if not isinstance(output, Reply) or output.destination is None:
         return output
     return msgspec.structs.replace(output, added=added)
-
-
-def _scores(decision: Decision) -> tuple[tuple[str, float], ...]:
-    """Of each endpoint that was ranked: more is better, as other endpoint pickers have it, and at most 1."""
-    ranked = decision.ranked[:MOST_SCORES]
-    return tuple((scored.candidate.spec.address, 1.0 / (1.0 + scored.cost_s)) for scored in ranked)
-
-
-def _scoring(output: Output, scores: tuple[tuple[str, float], ...]) -> Output:
-    if not isinstance(output, Reply) or output.destination is None:
-        return output
-    return msgspec.structs.replace(output, scores=scores)
 
 
 def most_message_bytes(body_limit: int) -> int:

@@ -192,7 +192,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     duplex (`None`: the body is left as it is), `end_of_stream` belongs to it. `body` replaces a buffered body.
     `content_length` is set where the proxy dropped the header, or it has changed, and the length is known. `served` is
     told to the client in a header of conformance tests, `headers` are besides, on response headers. `added` are request
-    headers that go on beside the destination. `scores` are told to the proxy beside it, of each address.
+    headers that go on beside the destination.
     """
 
     kind: Kind
@@ -204,7 +204,6 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     served: str | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
     added: tuple[tuple[str, str], ...] = ()
-    scores: tuple[tuple[str, float], ...] = ()
 
 
 Output = Reply | Immediate | RouteRequest

@@ -85,8 +85,7 @@ class FlowSettings:
         group=GROUP,
         metavar="BYTES",
         at_least=1,
-        help="bytes of their bodies, counted alike; --max-waiting-body-bytes bounds all of them together (default "
-        "%(default)s)",
+        help="bytes of their bodies, counted alike; 512 MiB bound all of them together (default %(default)s)",
     )
     flow_ttl_seconds: float = setting(
         60.0,

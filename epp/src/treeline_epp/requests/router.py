@@ -82,8 +82,8 @@ class Router:
     """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
     failed one, `on_unknown_model()` when one names a model that nobody serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to,
-    whatever the proxy allows. `heed_subsets`: what the proxy allows is heeded. `decisions` notes them, where they are
-    looked at. `flow` lets requests wait; `quotas` are those of clients.
+    whatever the proxy allows. `decisions` notes them, where they are looked at. `flow` lets requests wait; `quotas` are
+    those of clients.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
     match of a pool's routes. Who asks again with the destination that it was just given gets that one again, and the
@@ -101,7 +101,6 @@ class Router:
     clients_select: bool = False
     demand: Demand = field(default_factory=Demand)
     decisions: DecisionLog | None = None
-    heed_subsets: bool = True
     observers: Observers = NO_OBSERVERS
     flow: FlowControl[Routed] | None = None
     quotas: Quotas | None = None
@@ -340,8 +339,6 @@ class Router:
     def _parsed(
         self, request: RouteRequest, outline: Outline | None, ready: Callable[[str, str], bool]
     ) -> ParsedRequest | Refusal | Immediate:
-        if not self.heed_subsets:
-            request = msgspec.structs.replace(request, subset=None)
         if self.clients_select and (selection := request.headers.get(names.SELECTION)):
             request = msgspec.structs.replace(request, subset=parse_subset(selection))
         return parse(
