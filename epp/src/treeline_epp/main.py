@@ -26,10 +26,10 @@ from treeline_epp.admin import PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endpoints
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
+from treeline_epp.extproc.convert import Reader
 from treeline_epp.extproc.http2_server import Http2Server, Methods
 from treeline_epp.extproc.session import SERVICE, ExtProcSession, SessionLimits, most_message_bytes
 from treeline_epp.extproc.tls import Certificate, TlsError, client_checking
-from treeline_epp.extproc.wire_reader import use_headers
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
 from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
@@ -157,8 +157,6 @@ def _picker(options: Options) -> Picker:
         scored=3 if options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
-    if options.fairness_header is not None:
-        use_headers([options.fairness_header])
     log.info("policy %s", options.policy)
     return picker
 
@@ -324,6 +322,7 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
         if options.max_client_requests is None
         else Clients(options.max_client_requests, options.max_body_bytes),
         waiting=BodyBudget(options.max_waiting_body_bytes),
+        reader=Reader([] if options.fairness_header is None else [options.fairness_header]),
     )
     router.metrics.observe(limits.samples)
     control = grpc.aio.server(options=_CONTROL)
