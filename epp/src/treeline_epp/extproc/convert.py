@@ -43,7 +43,7 @@ class Reader:
         self._wire = WireReader(wanted)
 
     def read(self, data: bytes) -> Message:
-        """What the proxy says; a large body is a view of `data`. Raises protobuf's `DecodeError`, and `UnknownMessage`."""
+        """What the proxy says; a large body is a view of `data`. Raises protobuf's `DecodeError`, `UnknownMessage`."""
         message = self._wire.read(data)
         return self.read_by_protobuf(data) if message is None else message
 
