@@ -32,7 +32,7 @@ from treeline_epp.extproc.session import SERVICE, ExtProcSession, SessionLimits,
 from treeline_epp.extproc.tls import Certificate, TlsError, client_checking
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
-from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
+from treeline_epp.flow.quotas import QuotaFile, QuotaFileError
 from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.observing import Observing, ObservingError

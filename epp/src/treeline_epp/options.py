@@ -16,16 +16,48 @@ from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
 from treeline_epp.compat.flags import add_foreign
+from treeline_epp.compat.metric_names import GIE, LLMD
 from treeline_epp.compat.values import flag_bool, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.flow import settings as flow
-from treeline_epp.observing_settings import GROUP as OBSERVING
-from treeline_epp.observing_settings import ObservingSettings
 from treeline_epp.peers.driver import peer_names
-from treeline_epp.picking.policy_flag import policy_flag, policy_help
+from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
+
+OBSERVING = "accounts of requests"
+OURS = "treeline"
+METRICS_FAMILIES = (OURS, GIE, LLMD)
+
+
+def _families(text: str) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(text.split(",")))
+    if unknown := set(words) - set(METRICS_FAMILIES):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {', '.join(METRICS_FAMILIES)}")
+    return words
+
+
+@dataclass(frozen=True)
+class ObservingSettings:
+    """Each is a flag of the same name."""
+
+    metrics_families: tuple[str, ...] = setting(
+        ("treeline",),
+        group=OBSERVING,
+        metavar="NAME,…",
+        parse=_families,
+        help="whose names /metrics has: treeline, gie (inference_objective_…, as GIE 1.5) and llm-d (llm_d_epp_…); "
+        "what each has is in docs/migrating.md (default treeline)",
+    )
+    tracing: bool = setting(
+        False,
+        group=OBSERVING,
+        metavar="BOOL",
+        parse=flag_bool,
+        help="OpenTelemetry traces, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
+    )
+
 
 GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"

@@ -20,13 +20,12 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.audit import AuditResult
-from treeline_epp.picking.candidates import candidates_of
-from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickError, Saturated
+from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoints, Outcome, PickError, Saturated
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import rows_left
-from treeline_epp.picking.lease import Elsewhere, Lease
 from treeline_epp.picking.policies import Policy
+from treeline_epp.picking.policies.base import candidates_of
 from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest

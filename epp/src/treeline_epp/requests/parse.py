@@ -23,8 +23,7 @@ from treeline_wire.prompt import PromptError, TooDeep
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
-from treeline_epp.requests.chats import chat
-from treeline_epp.requests.doors import Door, door_of
+from treeline_epp.requests.chats import Door, chat, door_of
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest

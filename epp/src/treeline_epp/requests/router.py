@@ -19,9 +19,8 @@ from treeline_epp.flow.quotas import Quotas, Spend
 from treeline_epp.flow.ticket import Served, Ticket
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.metrics import Metrics
-from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickError
+from treeline_epp.picking.decision import Decision, Lease, NoEndpoints, Outcome, PickError
 from treeline_epp.picking.explanation import Explanation
-from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS

@@ -12,8 +12,7 @@ from random import Random
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Factor, Policy
+from treeline_epp.picking.policies.base import Candidates, Factor, Policy
 from treeline_epp.picking.policies.hashing import heaviest, key_of, weights
 from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
 from treeline_epp.picking.request import PickRequest
