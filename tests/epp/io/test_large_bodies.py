@@ -21,7 +21,7 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests import outline, summary
+from treeline_epp.requests import outline
 from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
@@ -157,7 +157,7 @@ def test_few_numbers_that_take_long_are_read(shape: str, monkeypatch: pytest.Mon
         read.append(slow_numbers(outside_strings(data.encode() if isinstance(data, str) else data)))
         return msgspec.json.decode(data, **how)
 
-    for module in (outline, sys.modules[parse.__module__], summary):
+    for module in (outline, sys.modules[parse.__module__]):
         monkeypatch.setattr(module, "_decode", decode)
     body = HOSTILE[shape]()
     path = "/v1/completions" if b'"prompt"' in body[:20] else "/v1/chat/completions"

@@ -8,7 +8,7 @@ from textwrap import indent
 
 import msgspec
 import pytest
-from treeline_epp.compat.config import ConfigError, check_config
+from treeline_epp.compat.flags import ConfigError, check_config
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_file, read_endpoints
 from treeline_epp.endpoints.engine_http import EngineKey
 from treeline_epp.flow.quotas import Limits, QuotaFile, QuotaFileError

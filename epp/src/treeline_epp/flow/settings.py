@@ -11,7 +11,7 @@ from pathlib import Path
 from treeline_wire.headers import CREDENTIALS
 from treeline_wire.settings import setting
 
-from treeline_epp.picking.saturation import POLICIES, Saturation, saturation_of
+from treeline_epp.picking.filters import POLICIES, Saturation, saturation_of
 
 GROUP = "flow control"
 LONGEST_WAIT_S = 3600.0

@@ -31,8 +31,7 @@ from treeline_epp.index.limits import SLICE, IndexLimits, weight
 from treeline_epp.index.matching import Level, Walk, match, walk
 from treeline_epp.index.node import Node
 from treeline_epp.index.orphans import Orphan, Orphans
-from treeline_epp.index.pod_bits import PodBits
-from treeline_epp.index.pods import Hit, Match, Pod
+from treeline_epp.index.pods import Hit, Match, Pod, PodBits
 from treeline_epp.index.predictions import Predictions, foreseen
 from treeline_epp.index.radix_tree import RadixTree
 

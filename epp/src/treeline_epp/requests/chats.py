@@ -25,8 +25,8 @@ from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_complet
 from treeline_epp.keyers.base import Keyer, Renderer
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.requests.isolation import Cache
+from treeline_epp.requests.outline import Summary
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, keyed, shortened
-from treeline_epp.requests.summary import Summary
 
 Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
 

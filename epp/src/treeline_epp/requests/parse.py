@@ -27,12 +27,10 @@ from treeline_epp.requests.chats import Door, chat, door_of
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
-from treeline_epp.requests.outline import NotReadable, Outline
+from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry, ModelTarget
+from treeline_epp.requests.outline import MAX_VALUES, NotReadable, Outline, Summary, summary_of
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, completion
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
-from treeline_epp.requests.summary import MAX_VALUES, Summary, summary_of
 
 _decode = msgspec.json.Decoder().decode
 _ANY_CACHE = Cache(None)
