@@ -277,6 +277,7 @@ class ModelRegistry:
 
     def isolates_clients(self, pool: str | None = None) -> bool:
         """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""
+        self._refresh()
         return not self._salted_pools if pool is None else pool not in self._salted_pools
 
     @property
