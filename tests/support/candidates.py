@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from treeline_epp.picking.candidates import Candidates
 from treeline_epp.picking.endpoint import identity_of
+from treeline_epp.picking.policies.base import Candidates
 
 
 def candidates(

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.decision import Outcome
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
 from treeline_wire.load import TreelineLoad

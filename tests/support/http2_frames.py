@@ -13,10 +13,9 @@ from collections import OrderedDict
 
 from treeline_epp.http2 import frames, grpc
 from treeline_epp.http2.connection import Connection
-from treeline_epp.http2.events import Came, Ended, Requested
+from treeline_epp.http2.events import Came, Ended, Limits, Requested
 from treeline_epp.http2.fields import Fields
 from treeline_epp.http2.grpc import CallError, MessageReader
-from treeline_epp.http2.limits import Limits
 
 REQUEST = [
     (":method", "POST"),

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.peers.gossip import Address, Gossip, Outgoing
 from treeline_epp.peers.seal import Seal, peer_key
-from treeline_epp.picking.decision import Outcome
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import create_policy
 from treeline_epp.picking.request import PickRequest

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from treeline_epp import counters
+from treeline_epp import metrics
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.extproc import session, state
+from treeline_epp.extproc import convert, session, state
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking import picker as picking
@@ -39,7 +39,7 @@ BUFFERED, STREAMED, DUPLEX = 2, 1, 4
 LIMITS = SessionLimits(1 << 26)
 
 PARTS: list[tuple[str, Any, str]] = [
-    ("read messages", session, "read"),
+    ("read messages", convert.Reader, "read"),
     ("state machine", state.ExtProcState, "receive"),
     ("JSON", parse, "_read"),
     ("prompt and key", parse, "chat"),
@@ -49,8 +49,8 @@ PARTS: list[tuple[str, Any, str]] = [
     ("score", picking, "score"),
     ("pick, the rest", picking.Picker, "pick"),
     ("reserve and predict", picking.Picker, "reserve"),
-    ("metrics: counters", counters.Count, "inc"),
-    ("metrics: histograms", counters.Histogram, "observe"),
+    ("metrics: counters", metrics.Count, "inc"),
+    ("metrics: histograms", metrics.Histogram, "observe"),
     ("route, the rest", routing.Router, "route"),
     ("complete", routing.Router, "complete"),
     ("release", routing.Router, "release"),

@@ -15,7 +15,7 @@ import msgspec
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
 
-from treeline_epp.debug_pages import DECISIONS, EXPLAIN, Asked, encode
+from treeline_epp.pages import DECISIONS, EXPLAIN, Asked, encode
 from treeline_epp.picking.explanation import Verdict
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from treeline_wire.load import TreelineLoad
 from treeline_wire.security import CurveKeys
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadReports
-from treeline_epp.endpoints.engine_key import EngineKey
+from treeline_epp.endpoints.engine_http import EngineKey
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.rank_loads import RankLoads

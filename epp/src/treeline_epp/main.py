@@ -26,13 +26,13 @@ from treeline_epp.admin import PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endpoints
 from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
+from treeline_epp.extproc.convert import Reader
 from treeline_epp.extproc.http2_server import Http2Server, Methods
-from treeline_epp.extproc.session import MOST_SCORES, SERVICE, ExtProcSession, SessionLimits, most_message_bytes
-from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, client_checking
-from treeline_epp.extproc.wire_reader import use_headers
+from treeline_epp.extproc.session import SERVICE, ExtProcSession, SessionLimits, most_message_bytes
+from treeline_epp.extproc.tls import Certificate, TlsError, client_checking
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
-from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
+from treeline_epp.flow.quotas import QuotaFile, QuotaFileError
 from treeline_epp.health import Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.observing import Observing, ObservingError
@@ -154,11 +154,9 @@ def _picker(options: Options) -> Picker:
         options.fallback_endpoints,
         seed,
         options.saturation,
-        scored=MOST_SCORES if options.emit_endpoint_scores else 3 if options.enable_debug_endpoints else 1,
+        scored=3 if options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
-    if options.fairness_header is not None:
-        use_headers([options.fairness_header])
     log.info("policy %s", options.policy)
     return picker
 
@@ -255,7 +253,6 @@ def _router(
         isolation=Isolation.of(options.trust_edge, curve),
         rules=rules,
         clients_select=options.conformance_headers,
-        heed_subsets=not options.disable_endpoint_subset_filter,
         observers=observing.observers,
         quotas=None if quotas is None else quotas.quotas,
     )
@@ -321,11 +318,11 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
         options.max_body_bytes,
         strip_response_headers=not options.expose_routing,
         tell_served=options.conformance_headers,
-        tell_scores=options.emit_endpoint_scores,
         clients=None
         if options.max_client_requests is None
         else Clients(options.max_client_requests, options.max_body_bytes),
         waiting=BodyBudget(options.max_waiting_body_bytes),
+        reader=Reader([] if options.fairness_header is None else [options.fairness_header]),
     )
     router.metrics.observe(limits.samples)
     control = grpc.aio.server(options=_CONTROL)
@@ -342,8 +339,7 @@ def _certificate(options: Options) -> Certificate | None:
     """Of the ext_proc port."""
     if not options.secure_serving:
         return None
-    terms = TlsTerms(options.tls_min_version, options.tls_1_2_suites)
-    return Certificate(options.cert_path, clients=options.require_client_certificates, terms=terms)
+    return Certificate(options.cert_path, clients=options.require_client_certificates)
 
 
 async def _listen(

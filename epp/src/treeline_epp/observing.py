@@ -10,8 +10,7 @@ from treeline_wire.tracing_env import TracingError
 from treeline_epp.compat.families import Families
 from treeline_epp.compat.metric_names import GIE, LLMD
 from treeline_epp.metrics import Metrics
-from treeline_epp.observing_settings import OURS
-from treeline_epp.options import Options
+from treeline_epp.options import OURS, Options
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.exchange import Observer, Observers
 

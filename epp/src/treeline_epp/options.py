@@ -15,19 +15,49 @@ from treeline_wire.command_line import Parser
 from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
-from treeline_epp.compat import settings as compat
 from treeline_epp.compat.flags import add_foreign
-from treeline_epp.compat.settings import CompatSettings
+from treeline_epp.compat.metric_names import GIE, LLMD
 from treeline_epp.compat.values import flag_bool, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.flow import settings as flow
-from treeline_epp.observing_settings import GROUP as OBSERVING
-from treeline_epp.observing_settings import ObservingSettings
 from treeline_epp.peers.driver import peer_names
-from treeline_epp.picking.policy_flag import policy_flag, policy_help
+from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
+
+OBSERVING = "accounts of requests"
+OURS = "treeline"
+METRICS_FAMILIES = (OURS, GIE, LLMD)
+
+
+def _families(text: str) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(text.split(",")))
+    if unknown := set(words) - set(METRICS_FAMILIES):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {', '.join(METRICS_FAMILIES)}")
+    return words
+
+
+@dataclass(frozen=True)
+class ObservingSettings:
+    """Each is a flag of the same name."""
+
+    metrics_families: tuple[str, ...] = setting(
+        ("treeline",),
+        group=OBSERVING,
+        metavar="NAME,…",
+        parse=_families,
+        help="whose names /metrics has: treeline, gie (inference_objective_…, as GIE 1.5) and llm-d (llm_d_epp_…); "
+        "what each has is in docs/migrating.md (default treeline)",
+    )
+    tracing: bool = setting(
+        False,
+        group=OBSERVING,
+        metavar="BOOL",
+        parse=flag_bool,
+        help="OpenTelemetry traces, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
+    )
+
 
 GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
@@ -68,12 +98,13 @@ def _path(text: str) -> str:
     return text
 
 
+_WAITING_BODY_BYTES = 512 * 1024 * 1024
 _KUBERNETES = "endpoints from Kubernetes"
 _METRICS = "metrics of engines that push no load"
 
 
 @dataclass(frozen=True)
-class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
+class Options(flow.FlowSettings, ObservingSettings):
     """The picker's settings; each is a flag of the same name, explained in `--help`."""
 
     host: str = setting(None, help="address of all ports of this process (default 127.0.0.1; inside a pod 0.0.0.0)")
@@ -229,12 +260,6 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
         "behind a proxy that sets x-treeline-client or x-forwarded-for itself, as our own Envoy does (default: any "
         "number)",
     )
-    max_waiting_body_bytes: int = setting(
-        512 * 1024 * 1024,
-        metavar="BYTES",
-        help="request bodies that are kept at one time until they are decided, the first 64 KiB of each not counted; "
-        "what comes beyond is answered 503 (default %(default)s)",
-    )
     drain_timeout: float = setting(
         5.0,
         metavar="SECONDS",
@@ -311,6 +336,11 @@ class Options(flow.FlowSettings, ObservingSettings, CompatSettings):
     """A sentence for each flag of other pickers that has no effect: what is done here instead."""
 
     @property
+    def max_waiting_body_bytes(self) -> int:
+        """Request bodies that are kept at one time until they are decided, the first 64 KiB of each not counted."""
+        return max(_WAITING_BODY_BYTES, self.max_body_bytes)
+
+    @property
     def metric_names(self) -> MetricNames | None:
         """What the flags call an engine's metrics; None where they say nothing."""
         names = MetricNames(
@@ -353,9 +383,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(p.add_argument_group(OBSERVING), Options, OBSERVING)
     words = "Requests that find no room wait in the picker, in an order of its own: docs/flow-control.md."
     add_flags(p.add_argument_group(flow.GROUP, words), Options, flow.GROUP)
-    others = p.add_argument_group(compat.GROUP, "docs/migrating.md says what becomes of the other flags of each.")
-    add_flags(others, Options, compat.GROUP)
-    add_foreign(others)
+    add_foreign(p)
     return p
 
 
@@ -413,16 +441,12 @@ def _fill(found: dict[str, Any]) -> None:
 
 def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
     """Settings that need one another, or exclude it."""
-    if found["max_waiting_body_bytes"] < found["max_body_bytes"]:
-        p.error("--max-waiting-body-bytes must be at least --max-body-bytes, or no body of that size could come")
     if found["rules_group"] and (found["endpoint_selector"] or not found["kubernetes"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
     if found["peers"] and found["curve_dir"] is None:
         p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
     if found["show_prompts"] and not found["enable_debug_endpoints"]:
         p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
-    for why in compat.tls_faults(found):
-        p.error(why)
     if found["cert_path"] is not None and not found["secure_serving"]:
         p.error("--cert-path needs --secure-serving")
     if found["require_client_certificates"] and found["cert_path"] is None:

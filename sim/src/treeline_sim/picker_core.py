@@ -16,8 +16,7 @@ from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.peers.gossip import Gossip, Outgoing
 from treeline_epp.peers.seal import peer_key
-from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import POLICIES, create_policy
 from treeline_epp.picking.request import PickRequest

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.compat.config import TABLE, UNFOLLOWED, UNNEEDED, ConfigError, check_config
+from treeline_epp.compat.flags import TABLE, UNFOLLOWED, UNNEEDED, ConfigError, check_config
 from treeline_epp.options import options_of
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrating.md"

@@ -14,9 +14,8 @@ from support.epp_kube import asked
 from support.http import client
 from support.proxy import NONE, Proxy
 from treeline_epp.compat import families
-from treeline_epp.compat.families import Families
+from treeline_epp.compat.families import Bounded, Families, Histogram, head, label_text, samples
 from treeline_epp.compat.metric_names import CHOICES, GIE, LLMD, PREFIXES, REQUESTS, TTFT_LLMD
-from treeline_epp.compat.series import Bounded, Histogram, head, label_text, samples
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.options import options_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 
 import pytest
@@ -58,11 +57,11 @@ def test_every_flag_of_the_reference_picker_is_taken() -> None:
 
 def test_every_flag_of_gie_1_5_is_taken_and_what_has_no_effect_is_told() -> None:
     options = options_of(GIE_1_5.split())
-    assert options.disable_endpoint_subset_filter
     assert (options.cert_path, options.secure_serving) == (Path("/certs"), True)
     assert options.metric_names is not None
     assert told(options) == [
         "--ha-enable-leader-election",
+        "--disable-endpoint-subset-filter",
         "--model-server-metrics-https-insecure-skip-verify",
         "--refresh-metrics-interval",
         "--refresh-prometheus-metrics-interval",
@@ -80,8 +79,8 @@ def test_what_the_others_charts_pass_by_default_has_nothing_to_tell_but_who_lead
 
 def test_durations_are_understood_as_go_writes_them() -> None:
     options = options_of(["--gateway", "g", *LLMD.split()])
-    assert (options.drain_timeout, options.emit_endpoint_scores) == (90.0, True)
-    assert told(options) == ["--grpc-max-recv-msg-size", "--grpc-max-send-msg-size"]
+    assert options.drain_timeout == 90.0
+    assert told(options) == ["--grpc-max-recv-msg-size", "--grpc-max-send-msg-size", "--emit-endpoint-scores"]
 
 
 @pytest.mark.parametrize(
@@ -112,45 +111,6 @@ def test_what_would_matter_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("words", ["--enable-pprof=perhaps", "--zap-log-level=loud", "-v=-1"])
 def test_a_value_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert "neither" in refused(capsys, "--gateway", "g", words)
-
-
-AES_128, RSA = "TLS_ECDHE_ECDSA_WITH_AES_128_GCM_SHA256", "TLS_ECDHE_RSA_WITH_CHACHA20_POLY1305"
-OF_1_3 = "TLS_AES_128_GCM_SHA256,TLS_CHACHA20_POLY1305_SHA256"
-
-
-@pytest.mark.parametrize(
-    ("words", "minimum", "suites"),
-    [
-        ("", ssl.TLSVersion.TLSv1_2, ()),
-        ("--tls-min-version=VersionTLS10", ssl.TLSVersion.TLSv1_2, ()),
-        ("--tls-min-version=VersionTLS12 --secure-serving=false", ssl.TLSVersion.TLSv1_2, ()),
-        (f"--tls-min-version=VersionTLS13 --tls-cipher-suites={OF_1_3}", ssl.TLSVersion.TLSv1_3, ()),
-        (
-            f"--tls-cipher-suites={AES_128},{OF_1_3},{RSA},{RSA}_SHA256",
-            ssl.TLSVersion.TLSv1_2,
-            ("ECDHE-ECDSA-AES128-GCM-SHA256", "ECDHE-RSA-CHACHA20-POLY1305"),
-        ),
-    ],
-)
-def test_tls_is_spoken_as_gos_flags_have_it(words: str, minimum: ssl.TLSVersion, suites: tuple[str, ...]) -> None:
-    options = options_of(["--pool-name", "p", *words.split()])
-    assert (options.tls_min_version, options.tls_1_2_suites) == (minimum, suites)
-    assert options.ignored == ()
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--tls-min-version TLS13", "'TLS13' is none of VersionTLS10, VersionTLS11, VersionTLS12, VersionTLS13"),
-        ("--tls-cipher-suites TLS_RSA_WITH_AES_128_CBC_SHA", "HTTP/2 is not spoken with TLS_RSA_WITH_AES_128_CBC_SHA"),
-        (f"--tls-cipher-suites {OF_1_3}", "names none of TLS 1.2: for 1.3 alone give --tls-min-version VersionTLS13"),
-        ("--tls-min-version VersionTLS13 --secure-serving=false", "VersionTLS13 needs --secure-serving"),
-        (f"--tls-cipher-suites {AES_128} --secure-serving=false", "--tls-cipher-suites needs --secure-serving"),
-        ("--tls-min-version VersionTLS13 --cert-path d --require-client-certificates", "does not go with"),
-    ],
-)
-def test_what_tls_cannot_do_is_refused(capsys: pytest.CaptureFixture[str], words: str, why: str) -> None:
-    assert why in refused(capsys, "--pool-name", "p", *words.split())
 
 
 def test_no_flag_of_others_hides_one_of_ours() -> None:

@@ -1,6 +1,6 @@
 """The audit: one error caps a hit, errors on unrelated prefixes rebuild the index, and not too often."""
 
-from treeline_epp.picking.audit import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, AuditResult
+from treeline_epp.picking.endpoint import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, AuditResult
 
 SLACK = TOLERANCE_BLOCKS * 16
 

@@ -1,9 +1,8 @@
 """An endpoint that answers nothing but errors, or has fallen silent: left out, tried again, taken back."""
 
-from treeline_epp.endpoints.breaker import ERRORS, MAX_OPEN_S, Breaker
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.decision import Outcome
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, Outcome
+from treeline_epp.picking.endpoint import ERRORS, MAX_OPEN_S, Breaker
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
 from treeline_wire.load import LoadStat, TreelineLoad

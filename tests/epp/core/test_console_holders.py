@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 from support.epp_core import KEYS, SCOPE, Prompt, make_index
-from treeline_epp.console.prefixes import MOST_HOLDERS, Holders
+from treeline_epp.console.view import MOST_HOLDERS, Holders
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT
 

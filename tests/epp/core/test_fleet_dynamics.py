@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from support.engine_model import Answered, Asked, Engine, Fleet
 from support.epp_core import WIDTH, Prompt
-from treeline_epp.endpoints.breaker import ERRORS
 from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.endpoint import ERRORS
 
 RATE = 1000.0
 """Tokens per second of every engine."""

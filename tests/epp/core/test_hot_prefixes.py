@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.console.prefixes import Prefix, hot_prefixes, shared_bytes
+from treeline_epp.console.view import Prefix, hot_prefixes, shared_bytes
 
 KEYS = st.lists(st.text("ab", max_size=6).map(str.encode), max_size=12)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.model_rules import POOLS, rule, rule_sets
-from treeline_epp.requests.model_table import ModelNotFound, ModelTable, ModelTarget
+from treeline_epp.requests.model_registry import ModelNotFound, ModelTable, ModelTarget
 from treeline_wire.models import ModelRule, PoolClaim
 
 

@@ -18,11 +18,10 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.pods import NO_HIT
-from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.filters import RequestsSaturation, WaitSaturation
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.picking.saturation import RequestsSaturation, WaitSaturation
 from treeline_wire.events import AllBlocksCleared, BlockRemoved
 from treeline_wire.load import LoadStat, TreelineLoad
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.index.index import Index
-from treeline_epp.index.weights import SLICE, weight
-from treeline_epp.kvevents import pieces as module
-from treeline_epp.kvevents.pieces import in_pieces, pieces
+from treeline_epp.index.limits import SLICE, weight
+from treeline_epp.kvevents import reading as module
+from treeline_epp.kvevents.reading import in_pieces, pieces
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from support.epp_core import KEYS, WIDTH, Prompt
 from support.peers import Clock, Network, Node, picker_of
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.decision import Outcome
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.sessions import LIFE_S, Sessions, stays

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from support.epp_core import KEYS, WIDTH, Bench, Prompt, batch, item
 from treeline_epp.index.index import Index
+from treeline_epp.index.limits import SLICE, weight
 from treeline_epp.index.radix_tree import RadixTree
-from treeline_epp.index.weights import SLICE, weight
+from treeline_epp.kvevents.intake import SLICE_S, Turns
 from treeline_epp.kvevents.reading import answer_of, read_live
 from treeline_epp.kvevents.subscription import KvSubscription
-from treeline_epp.kvevents.turns import SLICE_S, Turns
 from treeline_wire import frames
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, encode_batch
 from treeline_wire.frames import Hello, ReplayEnd, ReplayRequest, SnapshotChunk, SnapshotEnd, SnapshotHeader

@@ -12,10 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_world import MODES, Caller, FlowWorld
-from treeline_epp.flow import quota_file
+from treeline_epp.flow import quotas as quotas_module
 from treeline_epp.flow.assembly import quota_samples
-from treeline_epp.flow.quota_file import MOST_BYTES, QuotaFile, QuotaFileError
-from treeline_epp.flow.quotas import MOST_CLIENTS, Limits, QuotaExceeded, Quotas, QuotaTable
+from treeline_epp.flow.quotas import (
+    MOST_BYTES,
+    MOST_CLIENTS,
+    Limits,
+    QuotaExceeded,
+    QuotaFile,
+    QuotaFileError,
+    Quotas,
+    QuotaTable,
+)
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.watched_file import read_file
 from treeline_wire import headers as names
@@ -191,13 +199,13 @@ async def test_a_file_that_comes_back_as_it_was_is_usable_and_keeps_what_was_cou
 async def test_a_file_that_is_written_as_it_was_is_not_parsed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, parsed, decode = tmp_path / "quotas.yaml", list[bytes](), quota_file.decode_yaml
+    path, parsed, decode = tmp_path / "quotas.yaml", list[bytes](), quotas_module.decode_yaml
 
     def counting(text: bytes, into: type[Any]) -> Any:
         parsed.append(text)
         return decode(text, into)
 
-    monkeypatch.setattr(quota_file, "decode_yaml", counting)
+    monkeypatch.setattr(quotas_module, "decode_yaml", counting)
     path.write_text("default: {requests_per_day: 1}")
     file = QuotaFile(path)
     for text in ("default: {requests_per_day: 1}", "default: [", "default: {requests_per_day: 2}"):

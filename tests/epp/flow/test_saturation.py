@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from support.epp_core import KEYS, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.decision import NoEndpoints, Outcome, Saturated
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
+from treeline_epp.picking.filters import Saturation, saturation_of
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.picking.saturation import Saturation, saturation_of
 from treeline_wire.load import LoadStat, TreelineLoad
 
 

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from support.http2_frames import HELLO, REQUEST, SETTINGS, attack, block, data, headers, ours
 from treeline_epp.http2 import frames, grpc
 from treeline_epp.http2.connection import Connection
-from treeline_epp.http2.events import Came, Ended, Event, Requested, Roomy
+from treeline_epp.http2.events import Came, Ended, Event, Limits, Requested, Roomy
 from treeline_epp.http2.fields import Fields
 from treeline_epp.http2.frames import Code
-from treeline_epp.http2.limits import Limits
 from treeline_epp.http2.sending import Answer, Sending
 
 

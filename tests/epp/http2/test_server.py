@@ -16,8 +16,8 @@ from treeline_epp.extproc import http2_server
 from treeline_epp.extproc.http2_server import Http2Server, Push
 from treeline_epp.extproc.tls import Certificate, self_signed
 from treeline_epp.http2 import frames
+from treeline_epp.http2.events import Limits
 from treeline_epp.http2.fields import Fields
-from treeline_epp.http2.limits import Limits
 
 MOST = 4 << 20
 METHOD = "/test.Echo/Process"

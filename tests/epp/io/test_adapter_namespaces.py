@@ -17,7 +17,7 @@ from treeline_epp.requests import model_registry
 from treeline_epp.requests.adapters import Adapters, Alike, union
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire.events import BlockStored
 from treeline_wire.models import ModelRule, PoolClaim
@@ -41,21 +41,19 @@ def registry(adapters: Adapters, rules: tuple[ModelRule, ...] = ()) -> ModelRegi
     return made
 
 
-def parsed(
-    served: ModelRegistry, model: str | None, path: str = "/v1/completions", **body: Any
-) -> ParsedRequest | Refusal:
+def parsed(served: ModelRegistry, model: str | None, path: str = "/v1/completions", **body: Any) -> Request | Refusal:
     named = {} if model is None else {"model": model}
     data = json.dumps({"prompt": "hello", "text": "hello"} | named | body).encode()
     result = parse(RouteRequest({":path": path, ":method": "POST"}, data, None), served)
-    assert isinstance(result, ParsedRequest | Refusal)
+    assert isinstance(result, Request | Refusal)
     return result
 
 
 def namespace(*args: Any, **body: Any) -> str | None:
     result = parsed(*args, **body)
-    assert isinstance(result, ParsedRequest), result
-    assert result.pick.key
-    return result.pick.namespace
+    assert isinstance(result, Request), result
+    assert result.key
+    return result.namespace
 
 
 @pytest.mark.parametrize("adapters", [VLLM, SGLANG], ids=["vllm", "sglang"])
@@ -99,9 +97,9 @@ def test_a_public_name_stands_for_the_adapter_that_the_engine_is_asked_for() -> 
     rule = ModelRule(name="r", pool="pool", model_name="analyst", targets=(("sql", None),))
     served = registry(VLLM, (rule,))
     result = parsed(served, "analyst")
-    assert isinstance(result, ParsedRequest)
+    assert isinstance(result, Request)
     assert result.rewrite == "sql"
-    assert result.pick.namespace == join_namespace("sql", None)
+    assert result.namespace == join_namespace("sql", None)
 
 
 def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name() -> None:

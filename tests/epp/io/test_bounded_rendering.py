@@ -16,7 +16,7 @@ from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_epp.requests.router import Router
 from treeline_wire.chat import ChatTemplate
 from treeline_wire.dialects import TREELINE
@@ -63,8 +63,8 @@ def registry(source: str) -> ModelRegistry:
 def key_of(body: dict[str, Any], served: ModelRegistry) -> bytes | None:
     request = RouteRequest({":path": "/v1/chat/completions", ":method": "POST"}, json.dumps(body).encode(), None)
     found = parse(request, served)
-    assert isinstance(found, ParsedRequest)
-    return found.pick.key
+    assert isinstance(found, Request)
+    return found.key
 
 
 def whole(body: dict[str, Any], source: str) -> bytes:

@@ -18,9 +18,9 @@ from support.epp_io import FakePublisher, stored, until
 from treeline_epp.endpoints.adapters.base import KvSource
 from treeline_epp.index.index import Index
 from treeline_epp.kvevents.connection import MOST_BYTES, KvCallbacks, KvConnection, KvStats, Load, Ticker, _Sockets
+from treeline_epp.kvevents.intake import SLICE_S, Turns
 from treeline_epp.kvevents.reading import Answer
 from treeline_epp.kvevents.subscription import KvSubscription
-from treeline_epp.kvevents.turns import SLICE_S, Turns
 from treeline_wire import frames
 from treeline_wire.events import BlockRemoved, BlockStored, EventBatch, encode_batch
 from treeline_wire.frames import HelloRequest, ReplayRequest, Request, SnapshotRequest

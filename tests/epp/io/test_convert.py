@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_epp.extproc import wire_reader
-from treeline_epp.extproc.convert import UnknownMessage, read, read_by_protobuf, to_response
+from treeline_epp.extproc.convert import Reader, UnknownMessage, to_response
 from treeline_epp.extproc.state import Kind, Message, Reply
-from treeline_epp.extproc.wire_reader import USED_HEADERS, read_quickly
+from treeline_epp.extproc.wire_reader import USED_HEADERS
 from treeline_epp.protowire import field
 from treeline_epp.requests.body import Body
 from treeline_wire import headers as names
@@ -41,10 +41,14 @@ def header_list(request: pb.ProcessingRequest, part: str, pairs: list[tuple[str,
     return request
 
 
+READER = Reader()
+WIRE = READER._wire
+
+
 def as_read(data: bytes) -> Message | str:
     """Read twice, since what was read once may be remembered."""
     try:
-        first, again = comparable(read(data)), comparable(read(data))
+        first, again = comparable(READER.read(data)), comparable(READER.read(data))
         assert again == first
         return first
     except (DecodeError, UnknownMessage) as error:
@@ -53,7 +57,7 @@ def as_read(data: bytes) -> Message | str:
 
 def as_protobuf_reads(data: bytes) -> Message | str:
     try:
-        return comparable(read_by_protobuf(data))
+        return comparable(READER.read_by_protobuf(data))
     except (DecodeError, UnknownMessage) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -92,13 +96,13 @@ def envoys_messages() -> dict[str, pb.ProcessingRequest]:
 @pytest.mark.parametrize("name", envoys_messages())
 def test_what_envoy_writes_is_read_without_protobuf_and_alike(name: str) -> None:
     data = envoys_messages()[name].SerializeToString()
-    quick = read_quickly(data)
+    quick = WIRE.read(data)
     assert quick is not None
     assert comparable(quick) == as_protobuf_reads(data)
 
 
 def test_values_are_those_that_were_sent() -> None:
-    messages = {name: read(request.SerializeToString()) for name, request in envoys_messages().items()}
+    messages = {name: READER.read(request.SerializeToString()) for name, request in envoys_messages().items()}
     head = messages["request headers"]
     assert head.headers[":path"] == "/v1/chat/completions"
     assert (head.headers["x-treeline-client"], head.headers["content-length"]) == ("é", "")
@@ -113,10 +117,10 @@ def test_values_are_those_that_were_sent() -> None:
 def test_what_is_remembered_of_header_lists_is_bounded_and_holds_no_keys() -> None:
     for number in range(wire_reader._REMEMBERED_ENTRIES + 10):
         pairs = [("authorization", f"Bearer {number}"), ("x-forwarded-for", f"10.0.0.{number}"), ("x" * 99, "y" * 99)]
-        message = read(header_list(pb.ProcessingRequest(), "request_headers", pairs).SerializeToString())
+        message = READER.read(header_list(pb.ProcessingRequest(), "request_headers", pairs).SerializeToString())
         assert message.headers == {"x-forwarded-for": f"10.0.0.{number}"}
-    assert 0 < len(wire_reader._known_entries) <= wire_reader._REMEMBERED_ENTRIES
-    assert not any(b"Bearer" in entry or b"yyy" in entry for entry in wire_reader._known_entries)
+    assert 0 < len(WIRE._known) <= wire_reader._REMEMBERED_ENTRIES
+    assert not any(b"Bearer" in entry or b"yyy" in entry for entry in WIRE._known)
 
 
 HEADER_VALUES = st.builds(

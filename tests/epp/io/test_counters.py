@@ -5,7 +5,7 @@ from __future__ import annotations
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from treeline_epp.counters import Counter, Histogram, Level
+from treeline_epp.metrics import Counter, Histogram, Level
 
 LABELS = [("a", "x"), ("a", 'quo"te\n'), ("b", "x"), ("a", "x")]
 

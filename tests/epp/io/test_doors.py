@@ -19,7 +19,7 @@ from treeline_epp.requests.body import Body
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.jobs import Caller
@@ -71,8 +71,8 @@ def routed(path: str, body: Any, served: ModelRegistry) -> Any:
 def text(path: str, body: dict[str, Any], served: ModelRegistry | str = "vllm") -> str | None:
     served = BY_ENGINE[served] if isinstance(served, str) else served
     found = routed(path, {"model": "tiny", **body}, served)
-    assert isinstance(found, ParsedRequest), found
-    return None if found.pick.key is None else found.pick.key.decode()
+    assert isinstance(found, Request), found
+    return None if found.key is None else found.key.decode()
 
 
 def responses(engine: str = "vllm", served: ModelRegistry | None = None, **body: Any) -> str | None:
@@ -114,10 +114,10 @@ def test_token_ids_become_the_text_that_events_have() -> None:
     key = keyer.keys.block_key(ids)
     for body in ({"input_ids": ids}, {"input_ids": [ids, [9]]}):
         found = routed("/generate", {"model": "tiny", **body}, served)
-        assert found.pick.key == key
+        assert found.key == key
     chat = {"model": "tiny", "messages": [user("x")], "input_ids": ids}
-    assert routed("/v1/chat/completions", chat, served).pick.key == key, "SGLang asks no template then"
-    assert routed("/v1/chat/completions", chat, BY_ENGINE["vllm"]).pick.key == b"user:x;assistant:"
+    assert routed("/v1/chat/completions", chat, served).key == key, "SGLang asks no template then"
+    assert routed("/v1/chat/completions", chat, BY_ENGINE["vllm"]).key == b"user:x;assistant:"
 
 
 def test_instructions_tools_and_turns_of_responses() -> None:
@@ -212,7 +212,7 @@ def test_system_tools_and_results_of_messages() -> None:
     expected = f"tool f;system:{billed};user:q;assistant:a!{sglang};user:b;tool:1 2;user:c;assistant:-"
     assert messages("sglang", **body) == expected
     found = routed("/v1/messages", {"model": "tiny", **body}, BY_ENGINE["vllm"])
-    assert found.pick.max_output_tokens == 9
+    assert found.max_output_tokens == 9
 
 
 def test_a_system_message_among_the_others() -> None:
@@ -254,7 +254,7 @@ def test_runtime_and_picker_make_the_same_prompt_of_a_chat() -> None:
                     ids = prompts.of_chat({"messages": chat, **more})
                     found = routed("/v1/chat/completions", {"model": "tiny", "messages": chat, **more}, served)
                     assert keyer.keys is not None
-                    assert found.pick.key == keyer.keys.block_key(ids)
+                    assert found.key == keyer.keys.block_key(ids)
 
 
 LATE = {"role": "system", "content": "late"}
@@ -328,7 +328,7 @@ def test_runtime_and_picker_make_the_same_prompt_of_other_apis(path: str, body: 
             reader = ApiReader(Reader("tiny", prompts, SamplingDefaults()), body, Limits(4096, 4096), Caller())
             ids = prompts.of_chat(reader.converted(convert.to_chat, name))
             found = routed(path, {"model": "tiny", **body}, served)
-            assert found.pick.key == keyer.keys.block_key(ids)
+            assert found.key == keyer.keys.block_key(ids)
 
 
 TEXT = st.text(alphabet="ab \n", min_size=1, max_size=8)
@@ -421,7 +421,7 @@ def test_hostile_bodies_are_refused_or_routed_quickly(shape: str, path: str) -> 
             began = time.thread_time()
             found = routed(path, {"model": "tiny", **HOSTILE[shape]}, served)
             times.append(time.thread_time() - began)
-            assert isinstance(found, ParsedRequest | Refusal)
+            assert isinstance(found, Request | Refusal)
             if isinstance(found, Refusal):
                 assert found.status == 400
             if times[-1] < most_s:
@@ -460,7 +460,7 @@ MEMBERS = ("messages", "input", "system", "instructions", "tools", "tool_choice"
 def test_whatever_is_said_at_a_door_is_routed_or_refused(body: dict[str, Any]) -> None:
     for engine in ENGINES:
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
-            assert isinstance(routed(path, {"model": "tiny", **body}, BY_ENGINE[engine]), ParsedRequest | Refusal)
+            assert isinstance(routed(path, {"model": "tiny", **body}, BY_ENGINE[engine]), Request | Refusal)
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
@@ -479,7 +479,7 @@ def test_the_key_of_a_large_body_is_the_beginning_of_its_whole_key(path: str) ->
         outline.finish(whole)
         request = RouteRequest({":path": path, ":method": "POST"}, whole, None)
         found = parse(request, BY_ENGINE["vllm"], outline=outline)
-        assert isinstance(found, ParsedRequest)
-        assert found.pick.key is not None
-        assert f"user:q;user:{long}".encode().startswith(found.pick.key)
-        assert len(found.pick.key) > 100_000
+        assert isinstance(found, Request)
+        assert found.key is not None
+        assert f"user:q;user:{long}".encode().startswith(found.key)
+        assert len(found.key) > 100_000

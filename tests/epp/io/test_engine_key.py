@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.epp_io import FakeEngine, running_picker, until
-from treeline_epp.endpoints import engine_key
-from treeline_epp.endpoints.engine_key import EngineKey
+from treeline_epp.endpoints import engine_http
+from treeline_epp.endpoints.engine_http import EngineKey
 
 
 class Keyed(FakeEngine):
@@ -54,7 +54,7 @@ async def test_the_models_of_an_engine_with_a_key_are_listed(tmp_path: Path, cap
 async def test_a_key_that_is_none_is_not_shown_and_a_better_one_is_taken_up(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_key, "_REREAD_S", 0.0)
+    monkeypatch.setattr(engine_http, "_REREAD_S", 0.0)
     file, seen = tmp_path / "key", list[str]()
     key = EngineKey(file)
     seen.append(key())

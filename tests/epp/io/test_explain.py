@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from support.http import client
-from treeline_epp import debug_pages, explain_command
+from treeline_epp import explain_command
 from treeline_epp.admin import Handler, Page, PageServer
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.metrics import Metrics
+from treeline_epp.pages import DECISIONS, decisions_page, explain_page
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.requests.decision_log import DecisionLog
 from treeline_epp.requests.messages import RouteRequest
@@ -37,9 +38,9 @@ async def router() -> Router:
 async def url(router: Router) -> AsyncIterator[str]:
     pages: dict[str, Handler] = {"/ready": lambda _query: Page({"ready": True})}
     router.decisions = DecisionLog()
-    pages |= debug_pages.decisions(router.decisions, prompts=True)
-    questions = debug_pages.questions(router)
-    private = [debug_pages.DECISIONS, *questions]
+    pages |= decisions_page(router.decisions, prompts=True)
+    questions = explain_page(router)
+    private = [DECISIONS, *questions]
     admin = PageServer(pages, private, questions=questions, question_bytes=10_000)
     port = await admin.start("127.0.0.1", 0)
     yield f"http://127.0.0.1:{port}"
@@ -112,7 +113,7 @@ async def test_the_last_decisions_are_shown_without_their_prompts_unless_asked(
 
 
 def test_prompts_are_shown_by_a_picker_that_may_alone() -> None:
-    (page,) = debug_pages.decisions(DecisionLog(), prompts=False).values()
+    (page,) = decisions_page(DecisionLog(), prompts=False).values()
     assert (page({"prompts": "1"}).status, page({}).status) == (403, 200)
 
 

@@ -13,7 +13,7 @@ from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire import headers as names
 from treeline_wire.gateway_rules import ModelRewrite, Objective, RewriteRule
@@ -49,8 +49,8 @@ def ask(given: GatewayRules, model: str = "base", **headers: str) -> Any:
 
 def pick(*args: Any, **more: Any) -> PickRequest:
     parsed = ask(*args, **more)
-    assert isinstance(parsed, ParsedRequest), parsed
-    return parsed.pick
+    assert isinstance(parsed, Request), parsed
+    return parsed
 
 
 @pytest.mark.parametrize("header", [names.OBJECTIVE, names.OBJECTIVE_LLMD])
@@ -76,9 +76,9 @@ def test_headers_count_only_where_they_are_trusted() -> None:
 def test_a_rule_goes_before_the_header_and_the_header_before_the_body() -> None:
     header = {names.MODEL_REWRITE: "base-v2"}
     parsed = ask(rules(), **header)
-    assert (parsed.pick.model, parsed.rewrite) == ("base-v2", "base-v2")
+    assert (parsed.model, parsed.rewrite) == ("base-v2", "base-v2")
     ruled = ask(rules(rewrite("r", ("alias", "base"))), "alias", **header)
-    assert (ruled.pick.model, ruled.rewrite) == ("base", "base")
+    assert (ruled.model, ruled.rewrite) == ("base", "base")
     both = {names.MODEL_REWRITE: "base", names.MODEL_REWRITE_LLMD: "base-v2"}
     assert pick(rules(), **both).model == "base-v2"
 
@@ -120,8 +120,8 @@ def test_a_rule_of_one_pool_leaves_the_models_of_others_alone() -> None:
     for model in ("base", "other"):
         body = json.dumps({"model": model, "prompt": "x"}).encode()
         parsed = parse(RouteRequest({":path": "/v1/completions", ":method": "POST"}, body, None), served, rules=given)
-        assert isinstance(parsed, ParsedRequest)
-        found[model] = parsed.pick.pool, parsed.pick.model
+        assert isinstance(parsed, Request)
+        found[model] = parsed.pool, parsed.model
     assert found == {"base": ("p", "base-v2"), "other": ("q", "other")}
 
 
@@ -138,8 +138,8 @@ def test_a_rewrite_takes_no_name_that_another_pool_serves() -> None:
         data = json.dumps({"model": model, "prompt": "x"}).encode()
         fields = {":path": "/v1/completions", ":method": "POST"}
         parsed = parse(RouteRequest(fields, data, None), both, rules=given)
-        assert isinstance(parsed, ParsedRequest)
-        assert parsed.pick.pool == pool
+        assert isinstance(parsed, Request)
+        assert parsed.pool == pool
 
 
 def test_objects_are_read_as_their_crds_have_them() -> None:

@@ -18,7 +18,7 @@ from treeline_epp.requests.body import Body
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_wire.dialects import TREELINE
 from treeline_wire.keys import escape
 from treeline_wire.prompt import TooDeep
@@ -50,8 +50,8 @@ def served(pool: str = "p") -> ModelRegistry:
 def key_of(body: dict[str, Any], registry: ModelRegistry, path: str = "/v1/chat/completions") -> PickRequest:
     headers = {":path": path, ":method": "POST"}
     parsed = parse(RouteRequest(headers, json.dumps({"model": "m", **body}).encode(), None), registry)
-    assert isinstance(parsed, ParsedRequest), parsed
-    return parsed.pick
+    assert isinstance(parsed, Request), parsed
+    return parsed
 
 
 @settings(max_examples=300, deadline=None)
@@ -132,11 +132,11 @@ def test_the_key_of_a_long_conversation_begins_with_the_key_of_its_beginning() -
     outline.finish(body)
     headers = {":path": "/v1/chat/completions", ":method": "POST"}
     parsed = parse(RouteRequest(headers, body, None), registry, outline=outline)
-    assert isinstance(parsed, ParsedRequest)
-    assert parsed.pick.key is not None
+    assert isinstance(parsed, Request)
+    assert parsed.key is not None
     first = key_of({"messages": chat[:5]}, registry).key
     assert first is not None
-    assert parsed.pick.key.startswith(first)
+    assert parsed.key.startswith(first)
 
 
 def test_what_cannot_be_a_prompt_has_no_key_and_what_is_too_deep_is_refused() -> None:

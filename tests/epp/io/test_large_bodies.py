@@ -21,12 +21,12 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests import outline, summary
+from treeline_epp.requests import outline
 from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import MAX_MEMBERS, Outline
-from treeline_epp.requests.parse import ParsedRequest, is_large, parse
+from treeline_epp.requests.parse import Request, is_large, parse
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate
@@ -157,7 +157,7 @@ def test_few_numbers_that_take_long_are_read(shape: str, monkeypatch: pytest.Mon
         read.append(slow_numbers(outside_strings(data.encode() if isinstance(data, str) else data)))
         return msgspec.json.decode(data, **how)
 
-    for module in (outline, sys.modules[parse.__module__], summary):
+    for module in (outline, sys.modules[parse.__module__]):
         monkeypatch.setattr(module, "_decode", decode)
     body = HOSTILE[shape]()
     path = "/v1/completions" if b'"prompt"' in body[:20] else "/v1/chat/completions"
@@ -198,16 +198,16 @@ def parsed(body: bytes, path: str = "/v1/chat/completions", pieces: int = CHUNK_
 
 def key_of(body: bytes, path: str = "/v1/chat/completions") -> bytes:
     found = parsed(body, path)
-    assert isinstance(found, ParsedRequest), found
-    assert found.pick.key is not None
-    return found.pick.key
+    assert isinstance(found, Request), found
+    assert found.key is not None
+    return found.key
 
 
 def whole_key(body: bytes, path: str = "/v1/chat/completions") -> bytes:
     found = parse(RouteRequest({":path": path, ":method": "POST"}, body, None), CATALOG)
-    assert isinstance(found, ParsedRequest), found
-    assert found.pick.key is not None
-    return found.pick.key
+    assert isinstance(found, Request), found
+    assert found.key is not None
+    return found.key
 
 
 WORDS = 'The quick brown fox said "no" to the lazy dog \\ and went home.\n'
@@ -259,21 +259,21 @@ def test_the_key_of_a_large_completion_is_the_beginning_of_its_whole_key(prompt:
     keys = keyer.keys
     first = prompt if isinstance(prompt, str) else prompt[0]
     full = keys.prompt_key(first, True) if isinstance(first, str) else keys.block_key(prompt)
-    assert full.startswith(found.pick.key)
-    assert len(found.pick.key) > (40_000 if isinstance(first, int) else 100_000)
-    assert found.pick.max_output_tokens == 3
-    estimate = found.pick.prompt_tokens_estimate
+    assert full.startswith(found.key)
+    assert len(found.key) > (40_000 if isinstance(first, int) else 100_000)
+    assert found.max_output_tokens == 3
+    estimate = found.prompt_tokens_estimate
     truth = len(prompt) if isinstance(first, int) else len(body) / keyer.bytes_per_token
     assert 0.8 * truth < estimate < 1.2 * truth
-    assert found.pick.key_tokens_estimate < estimate
+    assert found.key_tokens_estimate < estimate
 
 
 def test_members_behind_a_large_prompt_count() -> None:
     body = chat(WORDS * 20_000, max_tokens=7, cache_salt="s", lora_path="l")
     assert body.index(b'"model"') > MB
     found = parsed(body)
-    assert (found.pick.model, found.pick.max_output_tokens) == ("tiny", 7)
-    assert found.pick.namespace == parsed(chat("x", cache_salt="s", lora_path="l")).pick.namespace
+    assert (found.model, found.max_output_tokens) == ("tiny", 7)
+    assert found.namespace == parsed(chat("x", cache_salt="s", lora_path="l")).namespace
     refused = parsed(chat(WORDS * 20_000, model="nobody"))
     assert (refused.status, refused.code) == (404, "model_not_found")
 
@@ -281,10 +281,10 @@ def test_members_behind_a_large_prompt_count() -> None:
 def test_many_messages_or_tools_of_a_small_body_are_bounded_too() -> None:
     many = chat("x", messages=wide(1_000))
     found = parse(RouteRequest({":path": "/v1/chat/completions"}, many, None), CATALOG)
-    assert isinstance(found, ParsedRequest)
-    assert found.pick.key_tokens_estimate is not None
+    assert isinstance(found, Request)
+    assert found.key_tokens_estimate is not None
     few = chat("x", messages=wide(200))
-    assert whole_key(few).startswith(found.pick.key[:1_000] if found.pick.key else b"?")
+    assert whole_key(few).startswith(found.key[:1_000] if found.key else b"?")
 
 
 @pytest.mark.parametrize(

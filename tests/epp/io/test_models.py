@@ -16,8 +16,7 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.requests.messages import RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.model_table import ModelNotFound
+from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.router import RoutedRequest, Router
 from treeline_wire import headers as names

@@ -135,10 +135,6 @@ def test_the_flags_by_which_other_pickers_name_metrics_are_understood() -> None:
         ("--gateway g --max-ttft-seconds nan", "--max-ttft-seconds: must be above 0, got nan"),
         ("--gateway g --max-body-bytes 1023", "--max-body-bytes: must be at least 1024, got 1023"),
         (
-            "--gateway g --max-waiting-body-bytes 4096",
-            "--max-waiting-body-bytes must be at least --max-body-bytes",
-        ),
-        (
             "--gateway g --fallback-endpoints 4",
             "--fallback-endpoints: must be at least 0 and at most 3, got 4",
         ),

@@ -14,7 +14,7 @@ from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_epp.requests.refusals import DROPPED_REASON, Refusal, of_pick
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -39,8 +39,8 @@ def ask(path: str, body: Any = None, *, served: ModelRegistry = ONE, method: str
 
 def pick(path: str, body: Any = None, **settings: Any) -> PickRequest:
     parsed = ask(path, body, **settings)
-    assert isinstance(parsed, ParsedRequest), parsed
-    return parsed.pick
+    assert isinstance(parsed, Request), parsed
+    return parsed
 
 
 def test_a_completion_gets_the_key_of_its_prompt() -> None:
@@ -159,8 +159,8 @@ def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
 
 
 def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
-    assert pick("/health", b"", method="GET") == PickRequest("r1")
-    assert pick("/v1/completions", None) == PickRequest("r1")  # the proxy does not show the body
+    assert pick("/health", b"", method="GET") == Request("r1")
+    assert pick("/v1/completions", None) == Request("r1")  # the proxy does not show the body
     assert pick("/v1/audio/speech", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
     assert pick("/v1/audio/speech", {"model": "nobody", "input": "x"}, served=TWO).pool is None
     assert pick("/upload", b"\x00\x01", served=TWO).model is None
@@ -173,9 +173,9 @@ def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
 @pytest.mark.parametrize("kind", ["application/grpc", "application/grpc+proto"])
 def test_grpc_of_engines_goes_by_load_whatever_its_calls_are_named(path: str, body: bytes | None, kind: str) -> None:
     parsed = parse(RouteRequest({":path": path, ":method": "POST", "content-type": kind}, body, None, "big"), TWO)
-    assert isinstance(parsed, ParsedRequest), parsed
-    assert (parsed.pick.key, parsed.pick.pool, parsed.rewrite, parsed.members) == (None, "big", None, None)
-    assert parsed.pick.prompt_tokens_estimate == len(body or b"") // 4
+    assert isinstance(parsed, Request), parsed
+    assert (parsed.key, parsed.pool, parsed.rewrite, parsed.members) == (None, "big", None, None)
+    assert parsed.prompt_tokens_estimate == len(body or b"") // 4
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/v1/score", "/rerank", "/v2/rerank"])
@@ -231,7 +231,7 @@ BODIES = st.fixed_dictionaries(
 )
 def test_no_request_raises(path: str, method: str, body: Any) -> None:
     result = ask(path, body, method=method)
-    assert isinstance(result, ParsedRequest | Refusal | Immediate)
+    assert isinstance(result, Request | Refusal | Immediate)
 
 
 def test_the_pickers_ways_to_say_no() -> None:
@@ -300,5 +300,5 @@ def test_how_many_requests_will_follow_is_taken_from_a_header(said: str, fork: i
     headers = {":path": "/generate", ":method": "POST", "x-treeline-fork": said}
     body = json.dumps({"text": "hello there", "sampling_params": {"max_new_tokens": 0}}).encode()
     parsed = parse(RouteRequest(headers, body, None), ONE)
-    assert isinstance(parsed, ParsedRequest)
-    assert parsed.pick.fork == fork
+    assert isinstance(parsed, Request)
+    assert parsed.fork == fork

@@ -11,7 +11,7 @@ from google.protobuf import struct_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_epp.endpoints.spec import EndpointSpec, normal_ip
-from treeline_epp.extproc.convert import read
+from treeline_epp.extproc.convert import Reader
 from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import PickRequest
@@ -58,7 +58,7 @@ def test_of_two_hints_the_choice_is_within_both() -> None:
 def message_of(value: struct_pb2.Value) -> frozenset[str] | None:
     request = pb.ProcessingRequest(request_headers=pb.HttpHeaders(end_of_stream=True))
     request.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].CopyFrom(value)
-    return read(request.SerializeToString()).subset
+    return Reader().read(request.SerializeToString()).subset
 
 
 @pytest.mark.parametrize(

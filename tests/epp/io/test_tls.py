@@ -14,7 +14,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from support.epp_io import engines, running_picker, until
 from support.epp_kube import asked
 from treeline_epp.extproc.session import SERVICE
-from treeline_epp.extproc.tls import Certificate, TlsError, TlsTerms, self_signed
+from treeline_epp.extproc.tls import Certificate, TlsError, self_signed
 from treeline_epp.main import main
 
 
@@ -158,55 +158,3 @@ def test_files_that_are_gone_are_told_once_and_used_when_they_are_back(
     write(tmp_path, self_signed(), 2)
     assert certificate.changed() is not None
     assert certificate.changed() is None, "until they change again"
-
-
-async def spoken(port: int, version: ssl.TLSVersion, ciphers: str = "DEFAULT") -> tuple[str, str] | None:
-    """TLS of exactly this version: what is agreed on, or None where the server refuses."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.minimum_version = context.maximum_version = version
-    context.set_ciphers(ciphers)
-    context.set_alpn_protocols(["h2"])
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    except (ssl.SSLError, ConnectionError):
-        return None
-    name, protocol, _ = writer.get_extra_info("cipher")
-    writer.close()
-    return protocol, name
-
-
-@pytest.mark.parametrize("made", [True, False], ids=["made at start", "from files"])
-async def test_tls_1_2_is_refused_where_1_3_is_the_least(tmp_path: Path, made: bool) -> None:
-    write(tmp_path, self_signed(), 1)
-    flags = ("--endpoint", "a=127.0.0.1:1", "--secure-serving", *(() if made else ("--cert-path", str(tmp_path))))
-    async with running_picker(*flags) as picker:
-        assert await spoken(picker.options.grpc_port, ssl.TLSVersion.TLSv1_2) is not None
-    async with running_picker(*flags, "--tls-min-version", "VersionTLS13") as picker:
-        port = picker.options.grpc_port
-        assert await spoken(port, ssl.TLSVersion.TLSv1_2) is None
-        agreed = await spoken(port, ssl.TLSVersion.TLSv1_3)
-        assert agreed is not None
-        assert agreed[0] == "TLSv1.3"
-
-
-async def test_tls_1_2_is_spoken_with_the_suites_that_are_named_alone() -> None:
-    suites = "TLS_ECDHE_ECDSA_WITH_AES_256_GCM_SHA384,TLS_ECDHE_RSA_WITH_AES_256_GCM_SHA384,TLS_AES_128_GCM_SHA256"
-    flags = ("--endpoint", "a=127.0.0.1:1", "--secure-serving", "--tls-cipher-suites", suites)
-    async with running_picker(*flags) as picker:
-        port = picker.options.grpc_port
-        agreed = await spoken(port, ssl.TLSVersion.TLSv1_2)
-        assert agreed is not None
-        assert agreed[1] == "ECDHE-ECDSA-AES256-GCM-SHA384"
-        assert await spoken(port, ssl.TLSVersion.TLSv1_2, "ECDHE-ECDSA-AES128-GCM-SHA256") is None
-        assert await spoken(port, ssl.TLSVersion.TLSv1_3) is not None
-
-
-def test_a_new_certificate_keeps_the_terms(tmp_path: Path) -> None:
-    write(tmp_path, self_signed(), 1)
-    certificate = Certificate(tmp_path, terms=TlsTerms(ssl.TLSVersion.TLSv1_3))
-    assert certificate.context().minimum_version is ssl.TLSVersion.TLSv1_3
-    write(tmp_path, self_signed(), 2)
-    changed = certificate.changed()
-    assert changed is not None
-    assert changed.minimum_version is ssl.TLSVersion.TLSv1_3

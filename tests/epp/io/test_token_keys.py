@@ -20,7 +20,7 @@ from treeline_epp.keyers.token_keys import LONGEST_CHARS, NEW_CHARS, STRETCH_CHA
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_wire.events import BlockStored
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt
@@ -210,8 +210,8 @@ def test_a_pool_with_such_a_tokenizer_is_routed_by_tokens() -> None:
     def asked(body: object, path: str) -> PickRequest:
         request = RouteRequest({":path": path, ":method": "POST"}, json.dumps(body).encode(), None)
         parsed = parse(request, registry)
-        assert isinstance(parsed, ParsedRequest), parsed
-        return parsed.pick
+        assert isinstance(parsed, Request), parsed
+        return parsed
 
     for _ in range(2):
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "the cat"}]

@@ -8,11 +8,10 @@ from textwrap import indent
 
 import msgspec
 import pytest
-from treeline_epp.compat.config import ConfigError, check_config
+from treeline_epp.compat.flags import ConfigError, check_config
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_file, read_endpoints
-from treeline_epp.endpoints.engine_key import EngineKey
-from treeline_epp.flow.quota_file import QuotaFile, QuotaFileError
-from treeline_epp.flow.quotas import Limits
+from treeline_epp.endpoints.engine_http import EngineKey
+from treeline_epp.flow.quotas import Limits, QuotaFile, QuotaFileError
 from treeline_epp.watched_file import read_file
 from treeline_epp.yaml_text import decode_yaml
 

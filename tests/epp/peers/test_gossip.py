@@ -13,8 +13,7 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.peers.gossip import BEAT_S, DEAD_S, MOST_PEERS, Gossip
 from treeline_epp.peers.ledger import MOST_OPEN, MOST_TOKENS
 from treeline_epp.peers.seal import Seal, peer_key
-from treeline_epp.picking.decision import Outcome
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import PickRequest
 from treeline_wire.peers import Ask, Closed, Delta, How, Leave, Opened, Snapshot, decode, encode, endpoint_ref

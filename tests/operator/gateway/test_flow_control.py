@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.control_plane import ControlPlane
 from support.gateway_cluster import Cluster, container, converged, pool
-from treeline_epp.flow.quota_file import QuotaFile
+from treeline_epp.flow.quotas import QuotaFile
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.options import Options, options_of
 from treeline_kube.client import Client

@@ -4,7 +4,6 @@
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 SERVED = "x-gateway-destination-endpoint-served"
-SCORES = "x-gateway-destination-endpoint-scores"
 OBJECTIVE = "x-gateway-inference-objective"
 OBJECTIVE_LLMD = "x-llm-d-inference-objective"
 FAIRNESS_ID = "x-gateway-inference-fairness-id"

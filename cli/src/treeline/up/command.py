@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from treeline_epp.picking.policy_flag import policy_flag, policy_help
+from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_operator.envoy import EnvoyConfig, Tracing, bootstrap_json
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_operator.envoy.keys import KEY_FORM, read_secret

@@ -8,6 +8,7 @@ protobuf would have written around it: it is never decoded and copied once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from datetime import timedelta
 
 from envoy.config.core.v3 import base_pb2
@@ -16,7 +17,7 @@ from envoy.type.v3 import http_status_pb2
 from treeline_wire import headers as names
 
 from treeline_epp.extproc.state import Kind, Message, Reply
-from treeline_epp.extproc.wire_reader import NO_METADATA, is_used, metadata_of, modes_of, read_quickly
+from treeline_epp.extproc.wire_reader import NO_METADATA, WireReader, metadata_of, modes_of
 from treeline_epp.flow.settings import LONGEST_WAIT_S
 from treeline_epp.protowire import field, field_head, field_numbers
 from treeline_epp.requests.body import Body, Buffer
@@ -35,32 +36,38 @@ class UnknownMessage(ValueError):
         self.observed = observed
 
 
-def read(data: bytes) -> Message:
-    """What the proxy says. A large body is a view of `data`. Raises `DecodeError` of protobuf, and `UnknownMessage`."""
-    message = read_quickly(data)
-    return read_by_protobuf(data) if message is None else message
+class Reader:
+    """Reads the proxy's messages; `wanted` are headers (lower-case names) beside those that every picker looks at."""
 
+    def __init__(self, wanted: Iterable[str] = ()) -> None:
+        self._wire = WireReader(wanted)
 
-def read_by_protobuf(data: bytes) -> Message:
-    """As `read`, for any message: what `read` must agree with."""
-    request = pb.ProcessingRequest.FromString(data)
-    name = request.WhichOneof("request")
-    kind = _KINDS.get(name or "")
-    if kind is None:
-        raise UnknownMessage(f"ext_proc message of unknown kind {name!r}", request.observability_mode)
-    observed, modes = request.observability_mode, None
-    if request.HasField("protocol_config"):
-        modes = modes_of(request.protocol_config.SerializeToString())
-    subset, pool, served = NO_METADATA
-    if request.HasField("metadata_context"):
-        subset, pool, served = metadata_of(request.metadata_context.SerializeToString())
-    part = getattr(request, kind.value)
-    if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
-        return Message(kind, part.end_of_stream, {}, part.body, subset, pool, None, modes, observed)
-    if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
-        headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in part.headers.headers if is_used(h.key)}
-        return Message(kind, part.end_of_stream, headers, b"", subset, pool, served, modes, observed)
-    return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed)
+    def read(self, data: bytes) -> Message:
+        """What the proxy says; a large body is a view of `data`. Raises protobuf's `DecodeError`, `UnknownMessage`."""
+        message = self._wire.read(data)
+        return self.read_by_protobuf(data) if message is None else message
+
+    def read_by_protobuf(self, data: bytes) -> Message:
+        """As `read`, for any message: what `read` must agree with."""
+        request = pb.ProcessingRequest.FromString(data)
+        name = request.WhichOneof("request")
+        kind = _KINDS.get(name or "")
+        if kind is None:
+            raise UnknownMessage(f"ext_proc message of unknown kind {name!r}", request.observability_mode)
+        observed, modes = request.observability_mode, None
+        if request.HasField("protocol_config"):
+            modes = modes_of(request.protocol_config.SerializeToString())
+        subset, pool, served = NO_METADATA
+        if request.HasField("metadata_context"):
+            subset, pool, served = metadata_of(request.metadata_context.SerializeToString())
+        part = getattr(request, kind.value)
+        if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
+            return Message(kind, part.end_of_stream, {}, part.body, subset, pool, None, modes, observed)
+        if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
+            used = (h for h in part.headers.headers if self._wire.uses(h.key))
+            headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in used}
+            return Message(kind, part.end_of_stream, headers, b"", subset, pool, served, modes, observed)
+        return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed)
 
 
 def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = False) -> bytes:
@@ -77,7 +84,7 @@ def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = Fals
         return _decided(reply)
     if reply.served is not None or reply.headers:
         return _telling(reply, strip_response_headers=strip_response_headers)
-    if reply.destination is not None and not reply.added and not reply.scores:
+    if reply.destination is not None and not reply.added:
         return _with_destination(reply.kind, reply.destination)
     if reply.destination is not None:
         return _decided(reply)
@@ -148,8 +155,6 @@ def _decided(reply: Reply) -> bytes:
     options = b""
     if reply.destination is not None:
         options, metadata = _chosen(reply.destination)
-        if reply.scores:
-            metadata = _metadata(reply.destination, reply.scores)
     if reply.kind in _TRAILERS:  # trailers cannot change headers; metadata must do
         return _PLAIN[reply.kind] + metadata
     if reply.content_length is not None:
@@ -187,16 +192,9 @@ def _length_option(length: int) -> bytes:
 def _chosen(destination: str) -> tuple[bytes, bytes]:
     """The destination as an entry of `set_headers`, and as dynamic metadata of the response."""
     option = field(_SET_HEADERS, _serialize(_header(names.DESTINATION, destination.encode())))
-    return option, _metadata(destination)
-
-
-def _metadata(destination: str, scores: tuple[tuple[str, float], ...] = ()) -> bytes:
     response = pb.ProcessingResponse()
-    fields = response.dynamic_metadata.fields[names.LB].struct_value.fields
-    fields[names.DESTINATION].string_value = destination
-    if scores:
-        fields[names.SCORES].struct_value.update(dict(scores))
-    return _serialize(response)
+    response.dynamic_metadata.fields[names.LB].struct_value.fields[names.DESTINATION].string_value = destination
+    return option, _serialize(response)
 
 
 @functools.lru_cache(maxsize=4096)

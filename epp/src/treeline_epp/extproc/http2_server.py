@@ -20,10 +20,9 @@ from typing import Protocol, cast
 
 from treeline_epp.http2 import grpc
 from treeline_epp.http2.connection import Connection
-from treeline_epp.http2.events import Came, Ended, Event, Requested, Roomy
+from treeline_epp.http2.events import Came, Ended, Event, Limits, Requested, Roomy
 from treeline_epp.http2.fields import Fields
 from treeline_epp.http2.grpc import CallError, MessageReader, Status
-from treeline_epp.http2.limits import Limits
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from treeline_wire import headers as names
 
 from treeline_epp.extproc.clients import Clients, Present, TooMuch
-from treeline_epp.extproc.convert import UnknownMessage, override_timeout, read, to_response
+from treeline_epp.extproc.convert import Reader, UnknownMessage, override_timeout, to_response
 from treeline_epp.extproc.state import (
     BodyMode,
     ExtProcError,
@@ -26,7 +26,6 @@ from treeline_epp.extproc.state import (
 )
 from treeline_epp.flow.ticket import Ticket
 from treeline_epp.metrics import Sample
-from treeline_epp.picking.decision import Decision
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget
 from treeline_epp.requests.messages import RouteRequest
@@ -34,7 +33,6 @@ from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.router import Routed, RoutedRequest, Router
-from treeline_epp.requests.usage import NOTHING, UsageReader
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +44,6 @@ _FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 _UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
 _NOT_TOLD = "fail: missing destination endpoint served metadata"
 """As the reference picker words it for the conformance tests."""
-MOST_SCORES = 64
-"""Endpoints whose scores the proxy is told, where it wants them: metadata of a few kilobytes."""
 _NO_METADATA: Mapping[str, str] = {}
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 _SLICE_PIECES = 4
@@ -62,16 +58,16 @@ class BadMessage(ValueError):
 class SessionLimits:
     """What all streams of a port share. `body_bytes` bounds one request's body, `waiting` all of them together,
     `clients` what each client has here. `strip_response_headers` keeps from clients what runtimes tell us in headers,
-    `tell_served` gives them the endpoint that answered (for conformance tests). `tell_scores` gives the proxy what
-    speaks for each endpoint.
+    `tell_served` gives them the endpoint that answered (for conformance tests).
     """
 
     body_bytes: int
     strip_response_headers: bool = False
     tell_served: bool = False
-    tell_scores: bool = False
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
+    reader: Reader = field(default_factory=Reader)
+    """Of their messages."""
 
     def samples(self) -> Iterator[Sample]:
         """For the metrics page."""
@@ -92,7 +88,6 @@ class ExtProcSession:
         self._state: ExtProcState | None = None
         self._routed: RoutedRequest | None = None
         self._ticket: Ticket[Routed] | None = None
-        self._usage: UsageReader | None = None
         self._share = limits.waiting.open()
         self._observed = False
         router.metrics.streams.inc()
@@ -133,7 +128,7 @@ class ExtProcSession:
                 yield from self._serialized(state.refuse(refusals.body_too_large(self._limits.body_bytes)))
             return
         try:
-            message = read(data)
+            message = self._limits.reader.read(data)
         except DecodeError as error:
             self._router.metrics.protocol_errors.inc()
             raise BadMessage(f"not a ProcessingRequest: {error}") from None
@@ -149,12 +144,11 @@ class ExtProcSession:
         except ExtProcError as error:
             outputs = self._broken(state, error)
         else:
-            if waiting and state.response_phase is not ResponsePhase.WAITING and self._routed is not None:
-                outputs = self._begin_response(self._routed, message, outputs)
             if self._routed is not None:
-                self._keep_account(self._routed, state, message)
+                begins = waiting and state.response_phase is not ResponsePhase.WAITING
+                outputs = self._account(self._routed, state, message, outputs, begins=begins)
             if self._limits.tell_served and message.kind is Kind.RESPONSE_HEADERS:
-                outputs = [_telling(output, message.served) for output in outputs]
+                outputs = _with(outputs, served=message.served or _NOT_TOLD)
             if outputs and isinstance(asked := outputs[-1], RouteRequest):
                 outputs = yield from self._route(state, asked)
         yield from self._serialized(outputs)
@@ -163,27 +157,15 @@ class ExtProcSession:
             if self._present is not None:
                 self._present.arrived()
 
-    def _begin_response(self, routed: RoutedRequest, message: Message, outputs: list[Output]) -> list[Output]:
-        """Its client is told what is left of its quota."""
-        router = self._router
-        router.complete(routed, message.headers, message.served)
-        if not routed.wants_usage:
-            return outputs
-        streams = message.headers.get("content-type", "").startswith("text/event-stream")
-        self._usage = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
-        told = router.told(routed)
-        return [_with_headers(output, told) for output in outputs] if told else outputs
-
-    def _keep_account(self, routed: RoutedRequest, state: ExtProcState, message: Message) -> None:
-        """Of the response, as far as it is shown."""
-        if (exchange := routed.exchange) is not None:
-            now = self._router.clock()
-            if message.kind is Kind.RESPONSE_BODY:
-                exchange.chunk(message.data, now)
-            if state.response_phase is ResponsePhase.DONE:
-                exchange.finish(now)
-        elif self._usage is not None and message.kind is Kind.RESPONSE_BODY:
-            self._usage.feed(message.data)
+    def _account(
+        self, routed: RoutedRequest, state: ExtProcState, message: Message, outputs: list[Output], *, begins: bool
+    ) -> list[Output]:
+        """Of the response, as far as it is shown. Its client is told what is left of its quota."""
+        told = self._router.complete(routed, message.headers, message.served) if begins else ()
+        ended = state.response_phase is ResponsePhase.DONE
+        if message.kind is Kind.RESPONSE_BODY or ended:
+            self._router.shown(routed, message.data if message.kind is Kind.RESPONSE_BODY else b"", ended=ended)
+        return _with(outputs, headers=told) if told else outputs
 
     def _begun(self, modes: tuple[BodyMode, BodyMode] | None) -> ExtProcState:
         """The state for the first message. A proxy that tells no body modes follows the endpoint picker protocol, which
@@ -218,9 +200,6 @@ class ExtProcSession:
             self._router.abandon(self._ticket)
             self._ticket = None
         if self._routed is not None:
-            if self._usage is not None and (usage := self._usage.estimate()) != NOTHING:
-                self._router.used(self._routed, usage)
-            self._usage = None
             self._router.release(self._routed)
         if self._present is not None:
             if lost and self._routed is not None:
@@ -268,14 +247,8 @@ class ExtProcSession:
                 self._router.release(result)
             else:
                 self._routed = result
-            outputs = state.answer(result.destination, result.body)
-            if result.exchange is not None and result.exchange.added:
-                added = tuple(result.exchange.added)
-                outputs = [_adding(output, added) for output in outputs]
-            if self._limits.tell_scores:
-                scores = _scores(result.lease.decision)
-                outputs = [_scoring(output, scores) for output in outputs]
-            return outputs
+            added = () if result.exchange is None else tuple(result.exchange.added)
+            return state.answer(result.destination, result.body, added)
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
 
     def _wait(self, state: ExtProcState, ticket: Ticket[Routed]) -> Generator[bytes | Ticket[Routed], None, Routed]:
@@ -296,35 +269,14 @@ class ExtProcSession:
         return why
 
 
-def _with_headers(output: Output, told: tuple[tuple[str, bytes], ...]) -> Output:
-    if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_HEADERS:
-        return output
-    return msgspec.structs.replace(output, headers=told)
-
-
-def _telling(output: Output, served: str | None) -> Output:
-    if not isinstance(output, Reply) or output.kind is not Kind.RESPONSE_HEADERS:
-        return output
-    return msgspec.structs.replace(output, served=served or _NOT_TOLD)
-
-
-def _adding(output: Output, added: tuple[tuple[str, str], ...]) -> Output:
-    """Request headers go on with the destination."""
-    if not isinstance(output, Reply) or output.destination is None:
-        return output
-    return msgspec.structs.replace(output, added=added)
-
-
-def _scores(decision: Decision) -> tuple[tuple[str, float], ...]:
-    """Of each endpoint that was ranked: more is better, as other endpoint pickers have it, and at most 1."""
-    ranked = decision.ranked[:MOST_SCORES]
-    return tuple((scored.candidate.spec.address, 1.0 / (1.0 + scored.cost_s)) for scored in ranked)
-
-
-def _scoring(output: Output, scores: tuple[tuple[str, float], ...]) -> Output:
-    if not isinstance(output, Reply) or output.destination is None:
-        return output
-    return msgspec.structs.replace(output, scores=scores)
+def _with(outputs: list[Output], **more: object) -> list[Output]:
+    """The same, and more on the reply to response headers."""
+    return [
+        msgspec.structs.replace(output, **more)
+        if isinstance(output, Reply) and output.kind is Kind.RESPONSE_HEADERS
+        else output
+        for output in outputs
+    ]
 
 
 def most_message_bytes(body_limit: int) -> int:

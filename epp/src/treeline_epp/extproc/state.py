@@ -192,7 +192,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     duplex (`None`: the body is left as it is), `end_of_stream` belongs to it. `body` replaces a buffered body.
     `content_length` is set where the proxy dropped the header, or it has changed, and the length is known. `served` is
     told to the client in a header of conformance tests, `headers` are besides, on response headers. `added` are request
-    headers that go on beside the destination. `scores` are told to the proxy beside it, of each address.
+    headers that go on beside the destination.
     """
 
     kind: Kind
@@ -204,7 +204,6 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     served: str | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
     added: tuple[tuple[str, str], ...] = ()
-    scores: tuple[tuple[str, float], ...] = ()
 
 
 Output = Reply | Immediate | RouteRequest
@@ -284,10 +283,13 @@ class ExtProcState:
                 given_back = self._give_back() if self.request_phase is _ABANDONED and request is _COLLECTING else []
                 return given_back + self._on_response(response, message)
 
-    def answer(self, destination: str, body: bytes | Body | None = None) -> list[Output]:
+    def answer(
+        self, destination: str, body: bytes | Body | None = None, added: tuple[tuple[str, str], ...] = ()
+    ) -> list[Output]:
         """The endpoint list (`ip:port,ip:port`) was chosen: the replies that the proxy has been waiting for.
 
-        `body` replaces the request's, which the `RouteRequest` must have shown.
+        `body` replaces the request's, which the `RouteRequest` must have shown; `added` are request headers that go on
+        with it.
         """
         if self.request_phase is not _DECIDING:
             raise RuntimeError(f"answer() without a RouteRequest: the stream is {self.request_phase.value}")
@@ -305,7 +307,13 @@ class ExtProcState:
             replies = [Reply(self._waiting, destination=destination)]
         if self._trailers_pending and self._waiting is not Kind.REQUEST_TRAILERS:
             replies.append(Reply(Kind.REQUEST_TRAILERS))
-        return replies
+        if not added:
+            return replies
+        chosen = (isinstance(reply, Reply) and reply.destination is not None for reply in replies)
+        return [
+            msgspec.structs.replace(reply, added=added) if goes_on else reply
+            for reply, goes_on in zip(replies, chosen, strict=True)
+        ]
 
     def _duplex_answer(self, destination: str, body: bytes | Body) -> list[Output]:
         """The headers with the destination, then the body; without headers the first chunk has it."""

@@ -6,7 +6,6 @@ import datetime
 import logging
 import ssl
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -23,14 +22,6 @@ log = logging.getLogger(__name__)
 _MOST_BYTES = 1024 * 1024
 """Of a file: as much as a Secret holds."""
 _LIFETIME = datetime.timedelta(days=3650)
-
-
-@dataclass(frozen=True, slots=True)
-class TlsTerms:
-    """What TLS is spoken: from which version on, and 1.2 with which suites (OpenSSL's names; empty: its default)."""
-
-    minimum: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2
-    suites: tuple[str, ...] = ()
 
 
 class TlsError(Exception):
@@ -84,9 +75,8 @@ def self_signed() -> tuple[bytes, bytes]:
 class Certificate:
     """The same for a server that speaks TLS by Python's `ssl`, with ALPN `h2`."""
 
-    def __init__(self, folder: Path | None, *, clients: bool = False, terms: TlsTerms | None = None) -> None:
+    def __init__(self, folder: Path | None, *, clients: bool = False) -> None:
         self._folder = folder
-        self._terms = terms or TlsTerms()
         self._files = None if folder is None else _Files(folder, clients=clients)
 
     def context(self) -> ssl.SSLContext:
@@ -96,10 +86,10 @@ class Certificate:
                 folder = Path(name)
                 for file, content in zip(("tls.key", "tls.crt"), self_signed(), strict=True):
                     (folder / file).write_bytes(content)
-                return _Files(folder, clients=False).context(self._terms)
+                return _Files(folder, clients=False).context()
         try:
             self._files.read()
-            return self._files.context(self._terms)
+            return self._files.context()
         except (OSError, ValueError) as error:
             raise _told(self._folder, error) from error
 
@@ -108,7 +98,7 @@ class Certificate:
         if self._files is None or self._files.changed() is None:
             return None
         try:
-            return self._files.context(self._terms)
+            return self._files.context()
         except (OSError, ValueError) as error:  # changed again meanwhile
             log.error("the new certificate cannot be used, the old one stays: %s", error)
             return None
@@ -138,13 +128,11 @@ class _Files:
             raise ValueError(str(error)) from error
         return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
 
-    def context(self, terms: TlsTerms) -> ssl.SSLContext:
+    def context(self) -> ssl.SSLContext:
         """Raises OSError (`ssl.SSLError` is one)."""
         key, chain, *authorities = self._paths
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = terms.minimum
-        if terms.suites:
-            context.set_ciphers(":".join(terms.suites))
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["h2"])
         context.load_cert_chain(chain, key)
         for path in authorities:

@@ -57,10 +57,7 @@ USED_HEADERS: Final = frozenset(
         ROUTING_KEY,
     }
 )
-"""The headers that the picker looks at; the others of a message are not converted. Who reads another one adds it, or
-says so with `use_headers`."""
-
-_USED = {name.encode(): name for name in USED_HEADERS}
+"""The headers that every picker looks at; the others of a message are not converted."""
 
 _KINDS = {
     field.number << 3 | 2: Kind(field.name)
@@ -92,23 +89,6 @@ _NOT_REMEMBERED: Final = {
     b"tracestate",
 }
 """Headers that differ from request to request, and secrets, which are not to lie about."""
-_known_entries: dict[bytes, tuple[str, str]] = {}
-"""Entries of header lists by their bytes, with tag and length: a proxy sends nearly the same list with each request."""
-
-
-def use_headers(wanted: Iterable[str]) -> None:
-    """Convert these headers (lower-case names), too, from now on: what flags say to look at."""
-    new = {name.encode(): name for name in wanted if name.encode() not in _USED}
-    if new:
-        _USED.update(new)
-        _NOT_REMEMBERED.update(new)
-        _known_entries.clear()  # they were remembered as unused
-
-
-def is_used(name: str) -> bool:
-    """Is this a header that is converted?"""
-    return name.encode("utf-8", "surrogatepass") in _USED
-
 
 Metadata = tuple[frozenset[str] | None, str | None, str | None]
 NO_METADATA: Metadata = (None, None, None)
@@ -119,56 +99,143 @@ class _Unexpected(Exception):
     """Not what Envoy writes: protobuf is to read it."""
 
 
-def read_quickly(data: bytes) -> Message | None:
-    """The message, or `None` where protobuf must read it. A large body is a view of `data`. O(headers + small body)."""
-    try:
-        return _read(data)
-    except (_Unexpected, IndexError, DecodeError):
-        return None
+class WireReader:
+    """Reads messages from their bytes; of header lists `USED_HEADERS` and `wanted` (lower-case names)."""
 
+    def __init__(self, wanted: Iterable[str] = ()) -> None:
+        more = {name.encode(): name for name in wanted if name not in USED_HEADERS}
+        self._used = {name.encode(): name for name in USED_HEADERS} | more
+        self._not_remembered = _NOT_REMEMBERED | more.keys()
+        self._known: dict[bytes, tuple[str, str]] = {}
+        """Entries of header lists by their bytes, with tag and length: a proxy sends nearly the same list each time."""
 
-def _read(data: bytes) -> Message:
-    at, size = 0, len(data)
-    kind: Kind | None = None
-    begin = end = 0
-    metadata: Metadata | None = None
-    modes: Modes | None = None
-    observed: bool | None = None
-    while at < size:
-        tag = data[at]
-        if tag == _OBSERVABILITY:
-            if observed is not None:
+    def uses(self, name: str) -> bool:
+        """Is this a header that is converted?"""
+        return name.encode("utf-8", "surrogatepass") in self._used
+
+    def read(self, data: bytes) -> Message | None:
+        """The message, or `None` where protobuf must read it. A large body is a view of `data`. O(bytes of headers)."""
+        try:
+            return self._read(data)
+        except (_Unexpected, IndexError, DecodeError):
+            return None
+
+    def _read(self, data: bytes) -> Message:
+        at, size = 0, len(data)
+        kind: Kind | None = None
+        begin = end = 0
+        metadata: Metadata | None = None
+        modes: Modes | None = None
+        observed: bool | None = None
+        while at < size:
+            tag = data[at]
+            if tag == _OBSERVABILITY:
+                if observed is not None:
+                    raise _Unexpected
+                observed, at = _flag(data, at + 1), at + 2
+                continue
+            length = data[at + 1]
+            at += 2
+            if length > 0x7F:
+                length, at = _long(data, at - 1)
+            stop = at + length
+            if stop > size:
                 raise _Unexpected
-            observed, at = _flag(data, at + 1), at + 2
-            continue
-        length = data[at + 1]
-        at += 2
+            if tag in _KINDS and kind is None:
+                kind, begin, end = _KINDS[tag], at, stop
+            elif tag == _METADATA and metadata is None:
+                metadata = (_known_metadata if length <= _REMEMBERED_BYTES else metadata_of)(data[at:stop])
+            elif tag == _PROTOCOL and modes is None:
+                modes = (_known_modes if length <= _REMEMBERED_BYTES else modes_of)(data[at:stop])
+            else:
+                raise _Unexpected
+            at = stop
+        if kind is None:
+            raise _Unexpected
+        subset, pool, served = metadata or NO_METADATA
+        if kind in _BODIES:
+            body, ends = _body(data, begin, end)
+            return Message(kind, ends, data=body, subset=subset, pool=pool, modes=modes, observed=observed or False)
+        headers, ends = self._header_list(data, begin, end)
+        if kind in _HEADERS:
+            return Message(kind, ends, headers, b"", subset, pool, served, modes, observed or False)
+        if ends:
+            raise _Unexpected  # trailers have no such field
+        return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed or False)
+
+    def _header_list(self, data: bytes, at: int, end: int) -> tuple[dict[str, str], bool]:
+        """`HttpHeaders` or `HttpTrailers` between `at` and `end`."""
+        headers: dict[str, str] | None = None
+        ends: bool | None = None
+        while at < end:
+            tag = data[at]
+            if tag == _HEADERS_END and ends is None:
+                ends, at = _flag(data, at + 1), at + 2
+            elif tag == _FIRST and headers is None:
+                length = data[at + 1]
+                at += 2
+                if length > 0x7F:
+                    length, at = _long(data, at - 1)
+                if at + length > end:
+                    raise _Unexpected
+                headers = self._headers(data, at, at + length)
+                at += length
+            else:
+                raise _Unexpected
+        if at != end:
+            raise _Unexpected
+        return headers or {}, ends or False
+
+    def _headers(self, data: bytes, at: int, end: int) -> dict[str, str]:
+        """`HeaderMap` between `at` and `end`, a list of `HeaderValue`s. Of those with one name the last counts."""
+        found: dict[str, str] = {}
+        known = self._known
+        while at < end:
+            length = data[at + 1]
+            # What is known was a whole entry, with its tag and length: an entry of the same bytes is one, too.
+            stop = at + 2 + length
+            entry = known.get(data[at:stop])
+            if entry is None:
+                entry, stop = self._entry(data, at, end)
+            if entry is not _UNUSED:
+                found[entry[0]] = entry[1]
+            at = stop
+        if at != end:
+            raise _Unexpected
+        return found
+
+    def _entry(self, data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
+        """One entry (a `HeaderValue` of a key and a raw value, with tag and length) at `at`, and where it ends."""
+        if data[at] != _FIRST:
+            raise _Unexpected
+        length, key_at = data[at + 1], at + 2
         if length > 0x7F:
-            length, at = _long(data, at - 1)
-        stop = at + length
-        if stop > size:
+            length, key_at = _long(data, at + 1)
+        stop = key_at + length
+        if stop > end or data[key_at] != _FIRST:
             raise _Unexpected
-        if tag in _KINDS and kind is None:
-            kind, begin, end = _KINDS[tag], at, stop
-        elif tag == _METADATA and metadata is None:
-            metadata = (_known_metadata if length <= _REMEMBERED_BYTES else metadata_of)(data[at:stop])
-        elif tag == _PROTOCOL and modes is None:
-            modes = (_known_modes if length <= _REMEMBERED_BYTES else modes_of)(data[at:stop])
-        else:
+        length, name_at = data[key_at + 1], key_at + 2
+        if length > 0x7F:
+            length, name_at = _long(data, key_at + 1)
+        name_end = value_at = name_at + length
+        if name_end > stop:
             raise _Unexpected
-        at = stop
-    if kind is None:
-        raise _Unexpected
-    subset, pool, served = metadata or NO_METADATA
-    if kind in _BODIES:
-        body, ends = _body(data, begin, end)
-        return Message(kind, ends, data=body, subset=subset, pool=pool, modes=modes, observed=observed or False)
-    headers, ends = _header_list(data, begin, end)
-    if kind in _HEADERS:
-        return Message(kind, ends, headers, b"", subset, pool, served, modes, observed or False)
-    if ends:
-        raise _Unexpected  # trailers have no such field
-    return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed or False)
+        if name_end < stop:
+            length, value_at = data[name_end + 1], name_end + 2
+            if length > 0x7F:
+                length, value_at = _long(data, name_end + 1)
+            if data[name_end] != _THIRD or value_at + length != stop:
+                raise _Unexpected
+        raw_name = data[name_at:name_end]
+        name = self._used.get(raw_name)
+        if name is None and not raw_name.isascii():
+            raise _Unexpected
+        entry = _UNUSED if name is None else (name, data[value_at:stop].decode("latin-1"))
+        if raw_name not in self._not_remembered and stop - at <= _LONGEST_ENTRY:
+            if len(self._known) >= _REMEMBERED_ENTRIES:
+                self._known.clear()
+            self._known[data[at:stop]] = entry
+        return entry, stop
 
 
 def _body(data: bytes, at: int, end: int) -> tuple[Buffer, bool]:
@@ -194,83 +261,6 @@ def _body(data: bytes, at: int, end: int) -> tuple[Buffer, bool]:
     if at != end:
         raise _Unexpected
     return b"" if body is None else body, ends or False
-
-
-def _header_list(data: bytes, at: int, end: int) -> tuple[dict[str, str], bool]:
-    """`HttpHeaders` or `HttpTrailers` between `at` and `end`."""
-    headers: dict[str, str] | None = None
-    ends: bool | None = None
-    while at < end:
-        tag = data[at]
-        if tag == _HEADERS_END and ends is None:
-            ends, at = _flag(data, at + 1), at + 2
-        elif tag == _FIRST and headers is None:
-            length = data[at + 1]
-            at += 2
-            if length > 0x7F:
-                length, at = _long(data, at - 1)
-            if at + length > end:
-                raise _Unexpected
-            headers = _headers(data, at, at + length)
-            at += length
-        else:
-            raise _Unexpected
-    if at != end:
-        raise _Unexpected
-    return headers or {}, ends or False
-
-
-def _headers(data: bytes, at: int, end: int) -> dict[str, str]:
-    """`HeaderMap` between `at` and `end`, a list of `HeaderValue`s. Of those with one name the last counts."""
-    found: dict[str, str] = {}
-    known = _known_entries
-    while at < end:
-        length = data[at + 1]
-        # What is known was a whole entry, with its tag and length: an entry of the same bytes is one, too.
-        stop = at + 2 + length
-        entry = known.get(data[at:stop])
-        if entry is None:
-            entry, stop = _entry(data, at, end)
-        if entry is not _UNUSED:
-            found[entry[0]] = entry[1]
-        at = stop
-    if at != end:
-        raise _Unexpected
-    return found
-
-
-def _entry(data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
-    """One entry (a `HeaderValue` of a key and a raw value, with tag and length) at `at`, and where it ends."""
-    if data[at] != _FIRST:
-        raise _Unexpected
-    length, key_at = data[at + 1], at + 2
-    if length > 0x7F:
-        length, key_at = _long(data, at + 1)
-    stop = key_at + length
-    if stop > end or data[key_at] != _FIRST:
-        raise _Unexpected
-    length, name_at = data[key_at + 1], key_at + 2
-    if length > 0x7F:
-        length, name_at = _long(data, key_at + 1)
-    name_end = value_at = name_at + length
-    if name_end > stop:
-        raise _Unexpected
-    if name_end < stop:
-        length, value_at = data[name_end + 1], name_end + 2
-        if length > 0x7F:
-            length, value_at = _long(data, name_end + 1)
-        if data[name_end] != _THIRD or value_at + length != stop:
-            raise _Unexpected
-    raw_name = data[name_at:name_end]
-    name = _USED.get(raw_name)
-    if name is None and not raw_name.isascii():
-        raise _Unexpected
-    entry = _UNUSED if name is None else (name, data[value_at:stop].decode("latin-1"))
-    if raw_name not in _NOT_REMEMBERED and stop - at <= _LONGEST_ENTRY:
-        if len(_known_entries) >= _REMEMBERED_ENTRIES:
-            _known_entries.clear()
-        _known_entries[data[at:stop]] = entry
-    return entry, stop
 
 
 def _flag(data: bytes, at: int) -> bool:

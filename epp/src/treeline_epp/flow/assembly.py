@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import Histogram
 
 from treeline_epp.flow.control import OUTCOMES, FlowControl, Room
-from treeline_epp.flow.quota_file import QuotaFile
+from treeline_epp.flow.quotas import QuotaFile
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R
 from treeline_epp.metrics import Metrics, Sample

@@ -11,7 +11,7 @@ from pathlib import Path
 from treeline_wire.headers import CREDENTIALS
 from treeline_wire.settings import setting
 
-from treeline_epp.picking.saturation import POLICIES, Saturation, saturation_of
+from treeline_epp.picking.filters import POLICIES, Saturation, saturation_of
 
 GROUP = "flow control"
 LONGEST_WAIT_S = 3600.0
@@ -85,8 +85,7 @@ class FlowSettings:
         group=GROUP,
         metavar="BYTES",
         at_least=1,
-        help="bytes of their bodies, counted alike; --max-waiting-body-bytes bounds all of them together (default "
-        "%(default)s)",
+        help="bytes of their bodies, counted alike; 512 MiB bound all of them together (default %(default)s)",
     )
     flow_ttl_seconds: float = setting(
         60.0,

@@ -20,13 +20,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from treeline_epp.http2 import frames
-from treeline_epp.http2.events import Came, Ended, Event, Requested, Roomy
-from treeline_epp.http2.faults import ConnectionFault, unpadded
+from treeline_epp.http2.events import Came, ConnectionFault, Ended, Event, Limits, Requested, Roomy, unpadded
 from treeline_epp.http2.fields import BadBlock, FieldReader, Fields, Malformed, TooLong, length_of
 from treeline_epp.http2.frames import FIRST_WINDOW, HEAD_BYTES, MOST_WINDOW, NUMBER, PREFACE, Code, Setting
-from treeline_epp.http2.limits import Limits
-from treeline_epp.http2.sending import Sending, WindowTooLarge
-from treeline_epp.http2.stream import Stream
+from treeline_epp.http2.sending import Sending, Stream, WindowTooLarge
 
 _REMEMBERED = 256
 """Closed streams."""

@@ -27,15 +27,13 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.event_filter import Skip, block_texts, namespace_of, skip_reason
-from treeline_epp.index.limits import IndexLimits
+from treeline_epp.index.limits import SLICE, IndexLimits, weight
 from treeline_epp.index.matching import Level, Walk, match, walk
 from treeline_epp.index.node import Node
 from treeline_epp.index.orphans import Orphan, Orphans
-from treeline_epp.index.pod_bits import PodBits
-from treeline_epp.index.pods import Hit, Match, Pod
+from treeline_epp.index.pods import Hit, Match, Pod, PodBits
 from treeline_epp.index.predictions import Predictions, foreseen
 from treeline_epp.index.radix_tree import RadixTree
-from treeline_epp.index.weights import SLICE, weight
 
 
 @dataclass(eq=False, slots=True)

@@ -15,8 +15,8 @@ from treeline_wire.events import Event, EventBatch
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.index import Index
+from treeline_epp.index.limits import SLICE, weight
 from treeline_epp.index.pods import Pod
-from treeline_epp.index.weights import SLICE, weight
 
 _REMEMBERED = 256
 """Remembered time stamps, to tell a batch that came twice from one of a new process."""

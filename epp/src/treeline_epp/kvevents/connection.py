@@ -37,10 +37,9 @@ from treeline_wire.security import CurveKeys
 from zmq.utils.monitor import parse_monitor_message
 
 from treeline_epp.endpoints.adapters.base import KvSource
-from treeline_epp.kvevents.intake import Intake, IntakeError, receive
+from treeline_epp.kvevents.intake import Intake, IntakeError, Turns, receive
 from treeline_epp.kvevents.reading import Answer, Numbered, is_large, read_live, read_reply
 from treeline_epp.kvevents.subscription import KvSubscription
-from treeline_epp.kvevents.turns import Turns
 
 log = logging.getLogger(__name__)
 

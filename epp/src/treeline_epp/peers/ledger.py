@@ -18,9 +18,8 @@ from treeline_wire.peers import Closed, How, Opened, Record, endpoint_ref
 from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.index.pods import Match
 from treeline_epp.peers.landmarks import Foresight, Landmarks
-from treeline_epp.picking.decision import Outcome
+from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker
 
 MOST_OPEN = 16_384

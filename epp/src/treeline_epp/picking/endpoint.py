@@ -1,15 +1,133 @@
-"""All that the picker knows of one endpoint."""
+"""All that the picker knows of one endpoint.
+
+The breaker: an endpoint that answers nothing but errors is left out for a while, however ready it says it is.
+
+Such an endpoint would otherwise draw everybody: it is idle, and quick. Errors in a row open the breaker; when its time
+is up one request tries the endpoint, and its answer closes the breaker or opens it again, for longer each time.
+
+The audit: every answered request says how much of its prompt was cached; compare that with what the index said.
+
+One error means little: between pick and prefill a pod may have evicted the blocks. It is believed for that prefix only
+(`AuditResult.CAP_HIT`: see `Index.cap_hit`). Errors across unrelated prefixes mean that the index is wrong about the
+pod as a whole, after lost removals for instance: it is built anew (`AuditResult.REBUILD`), not more often than a
+back-off allows.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 
-from treeline_epp.endpoints.breaker import Breaker
 from treeline_epp.endpoints.load import EndpointLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import NO_HIT, Hit, Match, Pod
-from treeline_epp.picking.audit import Audit
+
+TOLERANCE_BLOCKS = 2
+"""Blocks by which a report may differ from the prediction before it counts as an error."""
+UNRELATED_ERRORS = 3
+"""Errors on so many different prefixes within WINDOW_S, and for at least half of the requests, are one too many."""
+WINDOW_S = 30.0
+BACKOFF_S = 10.0
+MAX_BACKOFF_S = 300.0
+
+
+class AuditResult(Enum):
+    """What an observation leads to."""
+
+    AGREED = "agreed"
+    CAP_HIT = "cap_hit"
+    REBUILD = "rebuild"
+
+
+@dataclass(slots=True)
+class Audit:
+    """The audit of one endpoint. Readable: `checked`, `over` and `under` count requests, by kind of error."""
+
+    checked: int = 0
+    over: int = 0
+    under: int = 0
+    _seen: deque[tuple[float, int | None]] = field(default_factory=deque)
+    _backoff: float = BACKOFF_S
+    _quiet_until: float = float("-inf")
+
+    def observe(
+        self, confirmed: int, predicted: int, reported: int, block_size: int, prefix: int, now: float
+    ) -> AuditResult:
+        """Compare tokens: events said `confirmed`, with routing history `predicted` ≥ that; the engine `reported`.
+
+        `prefix` identifies the prompt's beginning: equal for related prompts. O(requests in the window).
+        """
+        self.checked += 1
+        tolerance = TOLERANCE_BLOCKS * max(1, block_size)
+        over = reported < confirmed - tolerance
+        under = reported > predicted + tolerance
+        self.over += over
+        self.under += under
+        seen = self._seen
+        seen.append((now, prefix if over or under else None))
+        while seen[0][0] < now - WINDOW_S:
+            seen.popleft()
+        if not (over or under):
+            return AuditResult.AGREED
+        errors = [at for _, at in seen if at is not None]
+        if len(set(errors)) >= UNRELATED_ERRORS and 2 * len(errors) >= len(seen) and self.allow(now):
+            return AuditResult.REBUILD
+        return AuditResult.CAP_HIT if over else AuditResult.AGREED
+
+    def allow(self, now: float) -> bool:
+        """May a rebuild begin now? If so it is counted as begun: the next one must wait, longer each time."""
+        if now < self._quiet_until:
+            return False
+        if now > self._quiet_until + MAX_BACKOFF_S:
+            self._backoff = BACKOFF_S
+        self._quiet_until = now + self._backoff
+        self._backoff = min(2 * self._backoff, MAX_BACKOFF_S)
+        self._seen.clear()
+        return True
+
+
+ERRORS = 3
+"""Errors in a row, with no other answer between them. One or two may be the requests' own fault."""
+OPEN_S = 1.0
+MAX_OPEN_S = 30.0
+
+
+@dataclass(slots=True)
+class Breaker:
+    """The breaker of one endpoint. Readable: `errors`, those in a row."""
+
+    errors: int = 0
+    _pause: float = OPEN_S
+    _until: float = float("-inf")
+
+    @property
+    def tripped(self) -> bool:
+        """Is the endpoint known to fail? It stays so until it answers."""
+        return self.errors >= ERRORS
+
+    @property
+    def closed_until(self) -> float:
+        """Until when no request may go there; in the past if any may."""
+        return self._until if self.tripped else float("-inf")
+
+    def on_pick(self, now: float) -> None:
+        """A request goes there. If it is the one that tries, others wait for what comes of it."""
+        if self.tripped:
+            self._until = now + self._pause
+
+    def on_error(self, now: float) -> None:
+        """It failed a request."""
+        self.errors += 1
+        if self.tripped:
+            self._until = now + self._pause
+            self._pause = min(2 * self._pause, MAX_OPEN_S)
+
+    def on_answer(self) -> None:
+        """It answered one."""
+        self.errors = 0
+        self._pause = OPEN_S
 
 
 def identity_of(name: str) -> float:

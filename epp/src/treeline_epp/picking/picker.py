@@ -19,19 +19,16 @@ from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
-from treeline_epp.picking.audit import AuditResult
-from treeline_epp.picking.candidates import candidates_of
-from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickError, Saturated
-from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoints, Outcome, PickError, Saturated
+from treeline_epp.picking.endpoint import AuditResult, Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
-from treeline_epp.picking.filters import rows_left
-from treeline_epp.picking.lease import Elsewhere, Lease
+from treeline_epp.picking.filters import Saturation, rows_left
 from treeline_epp.picking.policies import Policy
+from treeline_epp.picking.policies.base import candidates_of
 from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import PickRequest
-from treeline_epp.picking.saturation import Saturation
-from treeline_epp.picking.score import Candidate, Scored, follow_s, score, waits_and_costs, with_followers
+from treeline_epp.picking.score import Candidate, Scored, Work, follow_s, score, waits_and_costs, with_followers
 from treeline_epp.picking.sessions import Sessions, stays
 from treeline_epp.picking.table import (
     ARRIVALS,
@@ -47,7 +44,6 @@ from treeline_epp.picking.table import (
     Rows,
     Table,
 )
-from treeline_epp.picking.work import Work
 
 CAPACITY_SLACK = 1.1
 """An engine may announce this much more than its memory holds: blocks just stored, whose victims are not told."""

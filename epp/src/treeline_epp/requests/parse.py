@@ -23,32 +23,28 @@ from treeline_wire.prompt import PromptError, TooDeep
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.requests.body import Body
-from treeline_epp.requests.chats import chat
-from treeline_epp.requests.doors import Door, door_of
+from treeline_epp.requests.chats import Door, chat, door_of
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.model_table import ModelNotFound, ModelTarget
-from treeline_epp.requests.outline import NotReadable, Outline
+from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry, ModelTarget
+from treeline_epp.requests.outline import MAX_VALUES, NotReadable, Outline, Summary, summary_of
 from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, completion
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
-from treeline_epp.requests.summary import MAX_VALUES, Summary, summary_of
 
 _decode = msgspec.json.Decoder().decode
+_ANY_CACHE = Cache(None)
 
 
-class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
+class Request(PickRequest, frozen=True):
     """A request that can be routed. `keyer` made its key, and learns from the runtime's count of tokens.
     `rewrite` is the model's name in the pool, where it is another one than the body says; `members` are those that
-    the body must have besides, with these values alone. `outline` is the body's, if it was read by that. `asked` is the
-    model's name in the body, where a pool serves it."""
+    the body must have besides, with these values alone. `asked` is the model's name in the body, where a pool serves
+    it."""
 
-    pick: PickRequest
     keyer: Keyer | None = None
     rewrite: str | None = None
     members: Mapping[str, str | None] | None = None
-    outline: Outline | None = None
     asked: str | None = None
 
 
@@ -65,7 +61,7 @@ def parse(
     ready: Ready = lambda _pool, _model: True,
     isolation: Isolation = NO_ISOLATION,
     rules: GatewayRules = NO_RULES,
-) -> ParsedRequest | Refusal | Immediate:
+) -> Request | Refusal | Immediate:
     """Read one request. `Immediate` is an answer that needs no endpoint (the list of models).
 
     `outline`, finished, is that of a body which is large (see `is_large`) and then is a `Body`.
@@ -87,8 +83,7 @@ def parse(
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
         priority = rules.priority(request.headers, request.pool)
-        pick = PickRequest(request.id, subset=request.subset, pool=request.pool)
-        return ParsedRequest(msgspec.structs.replace(pick, priority=priority, sheddable=priority < 0))
+        return Request(request.id, subset=request.subset, pool=request.pool, priority=priority, sheddable=priority < 0)
     reading = _Reading(request, path, registry, outline, draw, ready, isolation, rules)
     if door is None or method not in (None, "POST") or (not door.salted and reading.must_salt()):
         return reading.other(request.body)
@@ -107,7 +102,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
     isolation: Isolation
     rules: GatewayRules
 
-    def with_prompt(self, body: bytes | Body, door: Door) -> ParsedRequest | Refusal:
+    def with_prompt(self, body: bytes | Body, door: Door) -> Request | Refusal:
         """A request with a prompt, at one of the doors for those."""
         read = _read(door, body, self.outline)
         if isinstance(read, Refusal):
@@ -127,7 +122,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         if isinstance(cache, Refusal):
             return cache
         if cache is None:
-            keyer, cache = None, Cache(None)
+            keyer, cache = None, _ANY_CACHE
         try:
             if door.chat:
                 engine = self.registry.engine_of(target.pool) if target is not None else ""
@@ -136,15 +131,10 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 prompt = completion(read, keyer, cache)
         except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
             return bad_request(f"`{error.param}` {error}", param=error.param)
-        most = _max_output_tokens(self.path, read.members)
-        pick = self._pick(model, target, prompt, cache.namespace, most)
-        if (outputs := _outputs(self.path, read.members)) > 1:
-            pick = msgspec.structs.replace(pick, outputs=outputs)
-        learner = keyer if prompt.key is not None else None
-        asked = None if target is None else model or target.target
-        return ParsedRequest(pick, learner, _rewrite(model, target), cache.members, self.outline, asked)
+        most, outputs = _max_output_tokens(self.path, read.members), _outputs(self.path, read.members)
+        return self._parsed(model, target, prompt, most, keyer, cache, outputs)
 
-    def other(self, body: bytes | Body) -> ParsedRequest | Refusal:
+    def other(self, body: bytes | Body) -> Request | Refusal:
         """A path that has no prompt that we know: its model still picks the pool, if it names one that is served.
 
         A request for vectors must name one, or there is only one: of several pools the others could not answer it. It
@@ -166,9 +156,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 return _unknown(error.name)
             model = None
         most = 0 if vectors else None
-        pick = self._pick(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN), max_output_tokens=most)
-        asked = None if target is None else model or target.target
-        return ParsedRequest(pick, rewrite=_rewrite(model, target), outline=self.outline, asked=asked)
+        return self._parsed(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN), most)
 
     def must_salt(self) -> bool:
         return self.isolation.must_salt(self.request.headers, self.registry)
@@ -210,26 +198,29 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 return bad_request(f"`{error.param}` {error}.", param=error.param)
             return None
 
-    def _pick(
+    def _parsed(
         self,
         model: str | None,
         target: ModelTarget | None,
         prompt: KeyedPrompt,
-        namespace: str | None = None,
-        max_output_tokens: int | None = None,
-    ) -> PickRequest:
+        max_output_tokens: int | None,
+        keyer: Keyer | None = None,
+        cache: Cache = _ANY_CACHE,
+        outputs: int = 1,
+    ) -> Request:
         pool = self.request.pool if target is None else target.pool
         priority = self.rules.priority(self.request.headers, pool)
         if not priority and target is not None:
             priority = _PRIORITY[target.criticality]
-        return PickRequest(
+        return Request(
             self.request.id,
             model=model if target is None else target.target or None,
-            namespace=namespace,
+            namespace=cache.namespace,
             key=prompt.key,
             prompt_tokens_estimate=prompt.tokens,
             key_tokens_estimate=prompt.key_tokens,
             max_output_tokens=max_output_tokens,
+            outputs=outputs,
             subset=self.request.subset,
             pool=pool,
             listed=model is None if target is None else target.listed,
@@ -238,6 +229,10 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
             session=self.isolation.session(self.request.headers, pool),
             fork=_fork(self.request.headers),
+            keyer=keyer if prompt.key is not None else None,
+            rewrite=_rewrite(model, target),
+            members=cache.members,
+            asked=None if target is None else model or target.target,
         )
 
 

@@ -15,7 +15,7 @@ from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.requests.isolation import Cache
-from treeline_epp.requests.summary import Summary
+from treeline_epp.requests.outline import Summary
 
 CHARS_PER_TOKEN: Final = 4
 """Rough, for requests of which nothing better is known."""

@@ -19,14 +19,13 @@ from treeline_epp.flow.quotas import Quotas, Spend
 from treeline_epp.flow.ticket import Served, Ticket
 from treeline_epp.keyers.base import Keyer
 from treeline_epp.metrics import Metrics
-from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, PickError
+from treeline_epp.picking.decision import Decision, Lease, NoEndpoints, Outcome, PickError
 from treeline_epp.picking.explanation import Explanation
-from treeline_epp.picking.lease import Lease
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS
 from treeline_epp.requests import refusals
-from treeline_epp.requests.body import Body
+from treeline_epp.requests.body import Body, Buffer
 from treeline_epp.requests.decision_log import DecisionLog
 from treeline_epp.requests.exchange import DEFAULT_FLOW, NO_OBSERVERS, Exchange, Observers
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
@@ -34,11 +33,11 @@ from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
 from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
-from treeline_epp.requests.parse import ParsedRequest, parse
+from treeline_epp.requests.parse import Request, parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.rewrite import edited, rewritten
 from treeline_epp.requests.subset import parse_subset
-from treeline_epp.requests.usage import NOTHING, Usage
+from treeline_epp.requests.usage import NOTHING, Usage, UsageReader
 from treeline_epp.signals import Demand
 
 log = logging.getLogger(__name__)
@@ -62,11 +61,8 @@ class RoutedRequest:
     served: Served | None = None
     spend: Spend | None = None
     usage: Usage = NOTHING
-
-    @property
-    def wants_usage(self) -> bool:
-        """Does anybody want to know what it took? (`Router.used`)"""
-        return self.served is not None or self.spend is not None
+    reader: UsageReader | None = None
+    """Of the response's body, once that has begun, where somebody wants to know what the request took."""
 
     @property
     def destination(self) -> str:
@@ -82,8 +78,8 @@ class Router:
     """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
     failed one, `on_unknown_model()` when one names a model that nobody serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to,
-    whatever the proxy allows. `heed_subsets`: what the proxy allows is heeded. `decisions` notes them, where they are
-    looked at. `flow` lets requests wait; `quotas` are those of clients.
+    whatever the proxy allows. `decisions` notes them, where they are looked at. `flow` lets requests wait; `quotas` are
+    those of clients.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
     match of a pool's routes. Who asks again with the destination that it was just given gets that one again, and the
@@ -101,7 +97,6 @@ class Router:
     clients_select: bool = False
     demand: Demand = field(default_factory=Demand)
     decisions: DecisionLog | None = None
-    heed_subsets: bool = True
     observers: Observers = NO_OBSERVERS
     flow: FlowControl[Routed] | None = None
     quotas: Quotas | None = None
@@ -176,7 +171,7 @@ class Router:
             return Explanation("", parsed.message)
         if isinstance(parsed, Immediate):
             return Explanation("", "the picker answers this itself")
-        return self.picker.explain(parsed.pick, self.clock())
+        return self.picker.explain(parsed, self.clock())
 
     def _exchange(self, request: RouteRequest) -> Exchange:
         client = self.isolation.client(request.headers)
@@ -204,8 +199,30 @@ class Router:
         if isinstance(result, Refusal):
             self.observers.ended(exchange)
 
-    def complete(self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None) -> None:
-        """The response begins: its headers (lower-case names) and, if the proxy tells, who served it."""
+    def complete(
+        self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None
+    ) -> tuple[tuple[str, bytes], ...]:
+        """The response begins: its headers (lower-case names) and, if the proxy tells, who served it. Returns response
+        headers that tell its client what is left of its quota."""
+        streams = headers.get("content-type", "").startswith("text/event-stream")
+        self._completed(routed, headers, served, streams=streams)
+        if routed.served is not None or routed.spend is not None:
+            routed.reader = UsageReader(stream=streams) if routed.exchange is None else routed.exchange.body
+        return () if routed.spend is None else routed.spend.account.told(self.clock())
+
+    def shown(self, routed: RoutedRequest, data: Buffer, *, ended: bool) -> None:
+        """A piece of the response's body, and whether the response has ended."""
+        if (exchange := routed.exchange) is not None:
+            now = self.clock()
+            exchange.chunk(data, now)
+            if ended:
+                exchange.finish(now)
+        elif routed.reader is not None:
+            routed.reader.feed(data)
+
+    def _completed(
+        self, routed: RoutedRequest, headers: Mapping[str, str], served: str | None, *, streams: bool
+    ) -> None:
         now, lease = self.clock(), routed.lease
         self._forget(lease)
         decision, metrics = lease.decision, self.metrics
@@ -217,16 +234,15 @@ class Router:
         if outcome is not Outcome.HEADERS:
             cached = prompt = None  # what was not computed teaches nothing
         # Headers of a stream come with its first token; those of a whole answer with its last.
-        streams = headers.get("content-type", "").startswith("text/event-stream")
         ttft = now - lease.opened_at if streams and prompt is not None else None
         if not self.picker.close(
             lease, now, outcome, served=served, ttft_s=ttft, cached_tokens=cached, prompt_tokens=prompt
         ):
             return
         metrics.ended(outcome)
-        if routed.wants_usage:
+        if routed.served is not None or routed.spend is not None:
             failed = headers.get(":status", "")[:1] in ("4", "5")
-            self.used(routed, Usage(0, 0, 0) if failed else Usage(prompt, cached, None))
+            self._used(routed, Usage(0, 0, 0) if failed else Usage(prompt, cached, None))
         if ttft is not None:
             metrics.ttft_seconds.observe(ttft)
         by_other = served is not None and served != decision.endpoint.address
@@ -256,6 +272,9 @@ class Router:
 
     def release(self, routed: RoutedRequest) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up."""
+        if routed.reader is not None and (usage := routed.reader.estimate()) != NOTHING:
+            self._used(routed, usage)
+        routed.reader = None
         self._forget(routed.lease)
         if self.picker.close(routed.lease, self.clock(), Outcome.CANCELLED):
             self.metrics.ended(Outcome.CANCELLED)
@@ -263,7 +282,7 @@ class Router:
             self.observers.ended(routed.exchange)
             routed.exchange = None
 
-    def used(self, routed: RoutedRequest, usage: Usage) -> None:
+    def _used(self, routed: RoutedRequest, usage: Usage) -> None:
         """What a request took, as far as it is known: what was counted for its flow and its client is put right."""
         usage = routed.usage = usage.counted().over(routed.usage)
         expected = routed.lease.decision
@@ -278,10 +297,6 @@ class Router:
             output = _allowed(asked) - asked.prompt_tokens_estimate if usage.output is None else usage.output
             routed.spend.took(prompt + output, self.clock())
 
-    def told(self, routed: RoutedRequest) -> tuple[tuple[str, bytes], ...]:
-        """Response headers that tell its client what is left of its quota."""
-        return () if routed.spend is None else routed.spend.account.told(self.clock())
-
     def _forget(self, lease: Lease) -> None:
         id = lease.decision.request.request_id
         if (known := self._routed.get(id)) is not None and known.lease is lease:
@@ -293,15 +308,15 @@ class Router:
         client = self.isolation.client(request.headers)
         self.metrics.asked(client)
         parsed = self._parsed(request, outline, partial(self._ready, request))
-        if not isinstance(parsed, ParsedRequest):
+        if not isinstance(parsed, Request):
             return parsed
         _note(exchange, parsed)
         if self.flow is None and self.quotas is None:
-            return self._decide(request, parsed, client, exchange)
+            return self._decide(request, outline, parsed, client)
         flow = client or self.rules.fairness_id(request.headers)[:_LONGEST_NAME] or DEFAULT_FLOW
         turn = _Turn(self, request, outline, client, parsed, exchange)
         if self.quotas is not None:
-            turn.spend = self.quotas.spend(flow, _allowed(parsed.pick), self.clock())
+            turn.spend = self.quotas.spend(flow, _allowed(parsed), self.clock())
         result: Routed | Ticket[Routed] | None = None
         try:
             if self.flow is None:
@@ -309,19 +324,17 @@ class Router:
             else:
                 at_once = "if-available" in request.headers.get("prefer", "").lower()
                 size = len(request.body or b"")
-                result = self.flow.admit(parsed.pick, flow, size, turn, may_wait=not at_once)
+                result = self.flow.admit(parsed, flow, size, turn, may_wait=not at_once)
         finally:
             if not isinstance(result, RoutedRequest | Ticket):
                 turn.give_back()
         return result
 
-    def _decide(
-        self, request: RouteRequest, parsed: ParsedRequest, client: str | None, exchange: Exchange | None
-    ) -> Routed:
+    def _decide(self, request: RouteRequest, outline: Outline | None, parsed: Request, client: str | None) -> Routed:
         """Raises PickError."""
         now = self.clock()
-        explained = None if self.decisions is None else self.decisions.explained(self.picker, parsed.pick, now)
-        decision = self._picked(parsed.pick, now)
+        explained = None if self.decisions is None else self.decisions.explained(self.picker, parsed, now)
+        decision = self._picked(parsed, now)
         if not _may_be_asked(request, decision.endpoint.engine):
             return refusals.path_not_served()
         lease = self.picker.reserve(decision, now)
@@ -330,18 +343,16 @@ class Router:
             log.debug("decision", extra={"fields": decision.explain()})
         if self.decisions is not None:
             self.decisions.add(decision, explained)
-        if parsed.pick.key_tokens_estimate is not None:
+        if parsed.key_tokens_estimate is not None:
             self.metrics.bounded_prompts.inc()
-        routed = RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, parsed), client)
-        if parsed.pick.request_id:
-            self._routed[parsed.pick.request_id] = routed
+        routed = RoutedRequest(lease, parsed.keyer, self._rewritten(request.body, outline, parsed), client)
+        if parsed.request_id:
+            self._routed[parsed.request_id] = routed
         return routed
 
     def _parsed(
         self, request: RouteRequest, outline: Outline | None, ready: Callable[[str, str], bool]
-    ) -> ParsedRequest | Refusal | Immediate:
-        if not self.heed_subsets:
-            request = msgspec.structs.replace(request, subset=None)
+    ) -> Request | Refusal | Immediate:
         if self.clients_select and (selection := request.headers.get(names.SELECTION)):
             request = msgspec.structs.replace(request, subset=parse_subset(selection))
         return parse(
@@ -373,7 +384,7 @@ class Router:
             self.demand.missed(request.id, pool, model, 0, self.clock())
         return ready
 
-    def _rewritten(self, body: bytes | Body | None, parsed: ParsedRequest) -> bytes | Body | None:
+    def _rewritten(self, body: bytes | Body | None, outline: Outline | None, parsed: Request) -> bytes | Body | None:
         """The body to send instead of the client's; `None` if that one may go as it is."""
         if not body or (parsed.rewrite is None and parsed.members is None):
             return None
@@ -383,8 +394,8 @@ class Router:
             self.metrics.rewritten.inc()
         members = parsed.members or {}
         if isinstance(body, Body):
-            assert parsed.outline is not None, "a large body was read by its outline"
-            return edited(body, parsed.outline, parsed.rewrite, members)
+            assert outline is not None, "a large body was read by its outline"
+            return edited(body, outline, parsed.rewrite, members)
         return rewritten(body, parsed.rewrite, members)
 
 
@@ -400,7 +411,7 @@ class _Turn:
         request: RouteRequest,
         outline: Outline | None,
         client: str | None,
-        parsed: ParsedRequest,
+        parsed: Request,
         exchange: Exchange | None,
     ) -> None:
         self._router = router
@@ -425,12 +436,12 @@ class _Turn:
         router, version = self._router, self._router.registry.version
         if version != self._version:
             parsed = router._parsed(self._request, self._outline, partial(router._ready, self._request))
-            if not isinstance(parsed, ParsedRequest):
+            if not isinstance(parsed, Request):
                 return parsed
             self._parsed, self._version = parsed, version
             _note(self.exchange, parsed)
         try:
-            routed = router._decide(self._request, self._parsed, self._client, self.exchange)
+            routed = router._decide(self._request, self._outline, self._parsed, self._client)
         except NoEndpoints:  # another pool may serve in its place when its turn comes
             self._version = -1
             raise
@@ -439,12 +450,12 @@ class _Turn:
         return routed
 
 
-def _note(exchange: Exchange | None, parsed: ParsedRequest) -> None:
+def _note(exchange: Exchange | None, parsed: Request) -> None:
     """What was read of it, for observers."""
     if exchange is not None:
-        exchange.priority = parsed.pick.priority
+        exchange.priority = parsed.priority
         if parsed.asked is not None:
-            exchange.model, exchange.target = parsed.asked, parsed.pick.model or ""
+            exchange.model, exchange.target = parsed.asked, parsed.model or ""
 
 
 def _exchange_of(ticket: Ticket[Routed]) -> Exchange | None:

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome
-from treeline_epp.picking.lease import Lease
+from treeline_epp.picking.decision import Decision, Lease, NoEndpoints, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import POLICIES
 from treeline_epp.picking.request import PickRequest

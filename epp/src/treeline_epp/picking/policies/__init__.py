@@ -6,10 +6,12 @@ one: a module with a `Policy`, and its place in `POLICIES`; `--policy` then list
 
 from __future__ import annotations
 
+import argparse
 from random import Random
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Choice, Policy, PolicyError, read_parameters
+import msgspec
+
+from treeline_epp.picking.policies.base import Candidates, Choice, Policy, PolicyError, read_parameters
 from treeline_epp.picking.policies.bucket import Bucket
 from treeline_epp.picking.policies.cache_aware import CacheAware
 from treeline_epp.picking.policies.consistent_hashing import ConsistentHashing
@@ -30,6 +32,8 @@ __all__ = [
     "PolicyError",
     "choice_of",
     "create_policy",
+    "policy_flag",
+    "policy_help",
 ]
 
 POLICIES: dict[str, type[Policy]] = {
@@ -71,3 +75,25 @@ def _policy(name: str) -> type[Policy]:
         return POLICIES[name]
     except KeyError:
         raise PolicyError(f"unknown policy {name!r}; valid: {', '.join(sorted(POLICIES))}") from None
+
+
+def policy_flag(text: str) -> str:
+    """The value of `--policy`, by the policy's own name. Raises argparse's complaint, which lists what there is."""
+    try:
+        return str(choice_of(text))
+    except PolicyError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def policy_help() -> str:
+    """All policies with their parameters and defaults."""
+    return (
+        "how endpoints are chosen, and with which parameters, for example cache_aware:cache_threshold=0.5 "
+        f"(default %(default)s). There are {', '.join(map(_described, sorted(POLICIES)))}; see docs/routing.md"
+    )
+
+
+def _described(name: str) -> str:
+    fields = msgspec.structs.fields(POLICIES[name].parameters)
+    given = ", ".join(f"{field.name}={field.default}" for field in fields)
+    return f"{name} ({given})" if given else name

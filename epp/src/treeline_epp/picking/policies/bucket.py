@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Amount, Factor, Policy
+from treeline_epp.picking.policies.base import Amount, Candidates, Factor, Policy
 from treeline_epp.picking.policies.prefix_hash import BYTES_PER_TOKEN
 from treeline_epp.picking.policies.ranking import led_by
 from treeline_epp.picking.policies.recent import Recent

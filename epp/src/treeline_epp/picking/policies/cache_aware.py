@@ -14,8 +14,7 @@ from random import Random
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Amount, Factor, Policy, Share
+from treeline_epp.picking.policies.base import Amount, Candidates, Factor, Policy, Share
 from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
 from treeline_epp.picking.request import PickRequest
 

@@ -9,10 +9,16 @@ agree.
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
+from random import Random
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from treeline_epp.picking.policies.base import Candidates, Policy
+from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
+from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.table import Floats
 
 Weights = npt.NDArray[np.uint64]
@@ -46,3 +52,27 @@ def heaviest(weight: Weights, count: int) -> list[int]:
     places = np.argpartition(weight, size - count)[-count:] if count < size else np.arange(size)
     order: list[int] = places[np.argsort(weight[places])[::-1]].tolist()
     return order
+
+
+class HashPolicy(Policy):
+    """A key of the request chooses, as far as loads allow; requests without a readable prompt go to the lightest."""
+
+    def __init__(self, parameters: Any, rng: Random) -> None:
+        self._set = parameters
+        self._rng = rng
+
+    @abstractmethod
+    def key(self, request: PickRequest, prompt: bytes) -> int:
+        """What of a request chooses, `prompt` being its prefix key."""
+
+    @abstractmethod
+    def first(self, weight: Weights, load: Floats) -> int:
+        """The place of the chosen one, by weights and requests in flight."""
+
+    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+        """O(n) at memory speed."""
+        load = candidates.in_flight
+        if not request.key:
+            return led_by(lightest(load, self._rng), lowest(load, count), count)
+        weight = weights(self.key(request, request.key), candidates.identity)
+        return led_by(self.first(weight, load), heaviest(weight, count), count)

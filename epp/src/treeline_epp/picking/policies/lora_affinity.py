@@ -13,8 +13,7 @@ import numpy as np
 from msgspec import Struct
 from treeline_wire.namespaces import adapter_of
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Amount, Policy
+from treeline_epp.picking.policies.base import Amount, Candidates, Policy
 from treeline_epp.picking.policies.predicted_ttft import cheapest_first
 from treeline_epp.picking.policies.recent import Recent
 from treeline_epp.picking.request import PickRequest

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import NoParameters, Policy
+from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
 from treeline_epp.picking.policies.ranking import led_by, lowest, one_of
 from treeline_epp.picking.request import PickRequest
 from treeline_epp.picking.table import Floats

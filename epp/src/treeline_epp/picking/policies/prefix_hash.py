@@ -8,16 +8,14 @@ of its text. Needs to know nothing of caches, and all pickers agree without spea
 
 from __future__ import annotations
 
-from random import Random
-
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import Count, Factor, Policy
-from treeline_epp.picking.policies.hashing import heaviest, key_of, weights
-from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
+from treeline_epp.picking.policies.base import Count, Factor
+from treeline_epp.picking.policies.hashing import HashPolicy, Weights, key_of
+from treeline_epp.picking.policies.ranking import lightest
 from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.table import Floats
 
 BYTES_PER_TOKEN = 4
 
@@ -29,27 +27,20 @@ class PrefixHashParameters(Struct, frozen=True, forbid_unknown_fields=True):
     load_factor: Factor = 1.25
 
 
-class PrefixHash(Policy):
-    """Requests without a prompt that can be read go to the lightest."""
+class PrefixHash(HashPolicy):
+    """See the module."""
 
     name = "prefix_hash"
     parameters = PrefixHashParameters
 
-    def __init__(self, parameters: PrefixHashParameters, rng: Random) -> None:
-        self._set = parameters
-        self._rng = rng
-
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
-        """O(n) at memory speed."""
-        load = candidates.in_flight
-        if not request.key:
-            return led_by(lightest(load, self._rng), lowest(load, count), count)
-        prefix = request.key[: self._set.prefix_token_count * BYTES_PER_TOKEN]
+    def key(self, request: PickRequest, prompt: bytes) -> int:
         whose = (request.namespace or "").encode("utf-8", "surrogatepass")
-        order = heaviest(weights(key_of(whose, prefix), candidates.identity), count)
+        return key_of(whose, prompt[: self._set.prefix_token_count * BYTES_PER_TOKEN])
+
+    def first(self, weight: Weights, load: Floats) -> int:
+        heaviest = int(weight.argmax())
         most = (float(load.sum()) + 1.0) / len(load) * self._set.load_factor
-        if load[order[0]] > most:
-            below = np.flatnonzero(load <= most)
-            if len(below):
-                return led_by(int(below[lightest(load[below], self._rng)]), order, count)
-        return order
+        below = np.flatnonzero(load <= most)
+        if load[heaviest] <= most or not len(below):
+            return heaviest
+        return int(below[lightest(load[below], self._rng)])

@@ -6,8 +6,7 @@ from random import Random
 
 import numpy as np
 
-from treeline_epp.picking.candidates import Candidates
-from treeline_epp.picking.policies.base import NoParameters, Policy
+from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
 from treeline_epp.picking.policies.ranking import lowest
 from treeline_epp.picking.policies.recent import Recent
 from treeline_epp.picking.request import PickRequest
