@@ -8,9 +8,9 @@ from typing import Any, Final
 from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.server import openai, operations
+from treeline_runtime.server import answers, openai, schema
 from treeline_runtime.server.chat_answers import Choice, message
-from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import Pacer, open_object
@@ -21,10 +21,19 @@ from treeline_runtime.tokenizer_manager import InflightRequest
 
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/chat/completions", **operations.CHAT)
+@router.post(
+    "/v1/chat/completions",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="Answer a chat",
+        body=openai.ChatBody,
+        answer=answers.ChatCompletion,
+        event=answers.ChatChunk,
+    ),
+)
 async def chat_completions(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.server import openai, operations
-from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server import answers, openai, schema
+from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
 from treeline_runtime.server.jobs import CompletionTask
@@ -16,10 +16,19 @@ from treeline_runtime.server.pacing import Pacer, open_object
 from treeline_runtime.server.service import Service, token_headers, usage
 from treeline_runtime.tokenizer_manager import InflightRequest
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/completions", **operations.COMPLETION)
+@router.post(
+    "/v1/completions",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="Go on with prompts",
+        body=openai.CompletionBody,
+        answer=answers.Completion,
+        event=answers.Completion,
+    ),
+)
 async def completions(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")

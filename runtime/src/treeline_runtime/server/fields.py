@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
 
@@ -67,12 +67,6 @@ HARMLESS: Mapping[str, str] = {
 }
 """Fields that clients send and that change nothing about an answer, and why not. Any value will do; it is ignored."""
 
-NATIVE_HARMLESS: Mapping[str, str] = {
-    **HARMLESS,
-    "stream_options": "asks for the usage, which every answer of /generate has: SGLang's kits",
-}
-"""The same for `/generate`."""
-
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 """What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
@@ -115,6 +109,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
 """Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
 is not nothing."""
+
+
+class Body(msgspec.Struct, frozen=True):
+    """What a request, or an object within one, may have: the fields that are acted on. The OpenAPI document shows these
+    structs (`schema`). A field that somebody else checks is typed `Any`, with the schema of what is taken."""
+
+    harmless: ClassVar[Mapping[str, str]] = HARMLESS
+    """Fields that are ignored, and why."""
+    shown: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    """Schemas of fields of which the types say too little."""
+    parts: ClassVar[tuple[type[Body], ...]] = ()
+    """Objects within it that no field's type names."""
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
+        """Raises ApiError 400, also for fields that are neither there nor harmless. `where`: prefix of their names."""
+        check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
+        return convert(raw, cls, where)
 
 
 def json_object(body: bytes | bytearray) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import logging
 import re
 from collections.abc import Callable, Container, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from treeline_runtime.grammar.schema_words import ignored, meant
 from treeline_runtime.messages import Grammar
@@ -37,6 +38,21 @@ _MOST_SHOWN: Final = 8
 logger = logging.getLogger(__name__)
 _decode = msgspec.json.Decoder().decode
 _ROOT: Final = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
+
+
+def _meta(description: str, *types: str, **schema: Any) -> Meta:
+    said = f"{description} What the output must be: one such field at most."
+    return Meta(description=said, extra_json_schema={"type": [*types, "null"], **schema})
+
+
+JsonSchema = Annotated[Any, _meta("A JSON Schema.", "object", "string")]
+Regex = Annotated[Any, _meta("What the whole output matches.", "string")]
+Ebnf = Annotated[Any, _meta("A grammar in xgrammar's form, with a rule `root ::= …`.", "string")]
+StructuralTag = Annotated[Any, _meta("xgrammar's, or SGLang's older form.", "object", "string")]
+Choices = Annotated[Any, _meta("Texts, one of which is the output.", "array", items={"type": "string"})]
+ResponseFormat = Annotated[Any, _meta("OpenAI's, and type `structural_tag`.", "object")]
+StructuredOutputs = Annotated[Any, _meta("vLLM's object.", "object")]
+"""Fields of bodies (`FIELDS`), which `read_constraint` checks."""
 
 
 class Constraint(NamedTuple):

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Response
 from msgspec import Struct
 
 from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decode_logprobs
-from treeline_runtime.server import openai, operations
-from treeline_runtime.server.dependencies import Controlling, Converting, Generating
+from treeline_runtime.server import answers, native_fields, openai, schema
+from treeline_runtime.server.dependencies import Controlling, Converting, Generating, ReadingRoute
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, json_answer
@@ -29,12 +29,21 @@ _BASE64_AT_ONCE = 3 << 18
 """Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 administration = APIRouter()
 """Of these paths what is for operators alone."""
 
 
-@router.post("/generate", **operations.GENERATE)
+@router.post(
+    "/generate",
+    **schema.operation(
+        tag=schema.NATIVE,
+        summary="Go on with prompts",
+        body=native_fields.GenerateBody,
+        answer=answers.Generated | list[answers.Generated],
+        event=answers.Generated,
+    ),
+)
 async def generate(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")
@@ -209,14 +218,24 @@ async def _stream(asked: ApiRequest, task: GenerateTask, inflight: InflightReque
     )
 
 
-@router.post("/tokenize", **operations.TOKENIZE)
-@router.post("/v1/tokenize", **operations.TOKENIZE)
+_TOKENIZE = schema.operation(
+    tag=schema.NATIVE, summary="Text → ids", body=native_fields.TokenizeBody, answer=answers.Tokens
+)
+
+
+@router.post("/tokenize", **_TOKENIZE)
+@router.post("/v1/tokenize", **_TOKENIZE)
 async def tokenize(asked: Converting) -> Response:
     return Answer((await asked.service.read(asked, "tokenize", Answered)).body)
 
 
-@router.post("/detokenize", **operations.DETOKENIZE)
-@router.post("/v1/detokenize", **operations.DETOKENIZE)
+_DETOKENIZE = schema.operation(
+    tag=schema.NATIVE, summary="Ids → text", body=native_fields.DetokenizeBody, answer=answers.Text
+)
+
+
+@router.post("/detokenize", **_DETOKENIZE)
+@router.post("/v1/detokenize", **_DETOKENIZE)
 async def detokenize(asked: Converting) -> Response:
     return Answer((await asked.service.read(asked, "detokenize", Answered)).body)
 

@@ -14,7 +14,7 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import LoadUpdate
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server import operations
+from treeline_runtime.server import answers, schema
 from treeline_runtime.server.access import Guarded
 from treeline_runtime.server.dependencies import Checking
 from treeline_runtime.server.errors import RETRY, ApiError
@@ -37,6 +37,17 @@ class ServerInfo:
     """Unix seconds."""
 
 
+_READY = schema.operation(tag=schema.STATE, summary="200 while new requests are taken", answer=answers.Status)
+
+
+_MODEL_INFO = schema.operation(tag=schema.STATE, summary="About the model")
+
+
+_SERVER_INFO = schema.operation(
+    tag=schema.STATE, summary="About the server: its arguments, without secrets, and its state"
+)
+
+
 class Probes:
     def __init__(self, service: Service, info: ServerInfo, report: Callable[[Observed], object] | None = None) -> None:
         """`report`: a worker's way to tell what it sees of the engine (see `EngineHealth`)."""
@@ -54,26 +65,62 @@ class Probes:
     def router(self) -> APIRouter:
         """What everybody may ask."""
         made = APIRouter()
-        made.add_api_route("/live", self.live, **operations.LIVE)
+        made.add_api_route(
+            "/live",
+            self.live,
+            **schema.operation(tag=schema.STATE, summary="503 when a restart would help", answer=answers.Status),
+        )
         for path in ("/ready", "/health", "/ping"):
-            made.add_api_route(path, self.ready, **operations.READY)
+            made.add_api_route(path, self.ready, **_READY)
         for path in ("/model_info", "/get_model_info"):
-            made.add_api_route(path, self.model_info, **operations.MODEL_INFO)
+            made.add_api_route(path, self.model_info, **_MODEL_INFO)
         for path in ("/server_info", "/get_server_info"):
-            made.add_api_route(path, self.server_info, **operations.SERVER_INFO)
-        made.add_api_route("/version", self.version, **operations.VERSION)
-        made.add_api_route("/treeline/tokenizer", self.tokenizer, **operations.TOKENIZER)
+            made.add_api_route(path, self.server_info, **_SERVER_INFO)
+        made.add_api_route(
+            "/version",
+            self.version,
+            **schema.operation(tag=schema.STATE, summary="Of the server", answer=answers.Version),
+        )
+        made.add_api_route(
+            "/treeline/tokenizer",
+            self.tokenizer,
+            **schema.operation(
+                tag=schema.STATE, summary="The tokenizer and chat template, for a router that renders prompts"
+            ),
+        )
         return made
 
     @property
     def keyed_router(self) -> APIRouter:
         """What is asked with the key of the API."""
         made = APIRouter(dependencies=[Security(Guarded())])
-        made.add_api_route("/health_generate", self.health_generate, **operations.WORKS)
-        made.add_api_route("/v1/models", self.models, **operations.MODELS)
-        made.add_api_route("/v1/models/{model:path}", self.model, **operations.MODEL)
-        made.add_api_route("/v1/loads", self.loads, **operations.LOADS)
-        made.add_api_route("/load", self.load, **operations.LOAD)
+        made.add_api_route(
+            "/health_generate",
+            self.health_generate,
+            **schema.operation(tag=schema.STATE, summary="Generates a few tokens", answer=answers.Status),
+        )
+        made.add_api_route(
+            "/v1/models",
+            self.models,
+            **schema.operation(tag=schema.OPENAI, summary="The model that is served, as a list", answer=answers.Models),
+        )
+        made.add_api_route(
+            "/v1/models/{model:path}",
+            self.model,
+            **schema.operation(
+                tag=schema.OPENAI,
+                summary="The model",
+                answer=answers.Model,
+            ),
+        )
+        made.add_api_route(
+            "/v1/loads", self.loads, **schema.operation(tag=schema.STATE, summary="The scheduler's load, asked now")
+        )
+        made.add_api_route(
+            "/load",
+            self.load,
+            **schema.operation(tag=schema.STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load),
+        )
         return made
 
     # ---- probes ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import ApiError, UnknownModel
-from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert, json_object
+from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import (
     Answered,
@@ -131,8 +131,7 @@ class Reader:
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
-        check_unknown(raw, native.GENERATE_FIELDS, harmless=NATIVE_HARMLESS)
-        body = convert(raw, native.GenerateBody)
+        body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
         specs, n = self._prompt_specs(body, prompts, limits)
@@ -228,8 +227,7 @@ class Reader:
 
     def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: Caller) -> Answered:
         """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
-        check_unknown(raw, native.TOKENIZE_FIELDS)
-        body = convert(raw, native.TokenizeBody)
+        body = native.TokenizeBody.read(raw)
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
@@ -251,8 +249,7 @@ class Reader:
 
     def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: Caller) -> Answered:
         """`{"tokens": ids or lists of ids}` → `text`."""
-        check_unknown(raw, native.DETOKENIZE_FIELDS)
-        body = convert(raw, native.DetokenizeBody)
+        body = native.DetokenizeBody.read(raw)
         self.check_model(body.model)
         skip = body.skip_special_tokens is not False
         check_generations(body.tokens, 1, "tokens")
@@ -291,7 +288,7 @@ def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Const
     """The `sampling_params` of a prompt, and what its output is held to."""
     if not isinstance(params, dict):
         raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
-    check_unknown(params, native.SAMPLING_FIELDS)
+    check_unknown(params, native.NativeSampling.__struct_fields__)
     typed = convert(params, native.NativeSampling, "sampling_params.")
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 

@@ -11,6 +11,7 @@ from msgspec import Meta
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.messages import LARGEST_PRIORITY, MAX_STOP_TOKEN_IDS, CustomProcessor, SamplingParams
 from treeline_runtime.server.errors import ApiError, invalid, short
+from treeline_runtime.server.fields import Body
 from treeline_runtime.server.generation_config import parse_generation_config
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.stop_regex import automaton
@@ -72,7 +73,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         return cls(**given)
 
 
-class SamplingFields(msgspec.Struct, frozen=True):
+class SamplingFields(Body, frozen=True):
     """The sampling fields that every API shares. None = unset."""
 
     temperature: Temperature | None = None

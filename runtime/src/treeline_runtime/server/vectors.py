@@ -16,8 +16,9 @@ from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
-from treeline_runtime.server import openai, operations
-from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server import answers, openai, schema
+from treeline_runtime.server import pooling_fields as fields
+from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.errors import ApiError, Header
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
@@ -31,10 +32,15 @@ SHOWN_BYTES = 2
 """What a character of a document takes that is shown in an answer: itself, and as JSON. Most are ASCII."""
 
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/embeddings", **operations.EMBEDDINGS)
+@router.post(
+    "/v1/embeddings",
+    **schema.operation(
+        tag=schema.OPENAI, summary="Vectors of texts", body=fields.EmbeddingBody, answer=answers.Embeddings
+    ),
+)
 async def embeddings(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "embed")
@@ -46,7 +52,15 @@ async def embeddings(asked: Generating) -> Response:
     return await _answer(service, task, outs, head, "embedding", "embedding")
 
 
-@router.post("/pooling", **operations.POOLING)
+@router.post(
+    "/pooling",
+    **schema.operation(
+        tag=schema.VECTORS,
+        summary="What the model makes of texts, as it is",
+        body=fields.PoolingBody,
+        answer=answers.Pooled,
+    ),
+)
 async def pooling(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "embed", "score", "reward")
@@ -56,8 +70,16 @@ async def pooling(asked: Generating) -> Response:
     return await _answer(service, task, outs, head, "pooling", "data")
 
 
-@router.post("/classify", **operations.CLASSIFY)
-@router.post("/v1/classify", **operations.CLASSIFY)
+_CLASSIFY = schema.operation(
+    tag=schema.VECTORS,
+    summary="What a classification head says of texts",
+    body=fields.ClassifyBody,
+    answer=answers.Classified,
+)
+
+
+@router.post("/classify", **_CLASSIFY)
+@router.post("/v1/classify", **_CLASSIFY)
 async def classify(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "reward", "score")
@@ -75,8 +97,13 @@ async def classify(asked: Generating) -> Response:
     return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
 
 
-@router.post("/score", **operations.SCORE)
-@router.post("/v1/score", **operations.SCORE)
+_SCORE = schema.operation(
+    tag=schema.VECTORS, summary="How relevant texts are to others", body=fields.ScoreBody, answer=answers.Scores
+)
+
+
+@router.post("/score", **_SCORE)
+@router.post("/v1/score", **_SCORE)
 async def score(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "score")
@@ -88,9 +115,14 @@ async def score(asked: Generating) -> Response:
     return json_answer(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
 
 
-@router.post("/rerank", **operations.RERANK)
-@router.post("/v1/rerank", **operations.RERANK)
-@router.post("/v2/rerank", **operations.RERANK)
+_RERANK = schema.operation(
+    tag=schema.VECTORS, summary="Documents by relevance", body=fields.RerankBody, answer=answers.Ranking
+)
+
+
+@router.post("/rerank", **_RERANK)
+@router.post("/v1/rerank", **_RERANK)
+@router.post("/v2/rerank", **_RERANK)
 async def rerank(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "score")

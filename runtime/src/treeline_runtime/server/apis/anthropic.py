@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from treeline_runtime.server import operations
-from treeline_runtime.server.apis import answering
+from treeline_runtime.server import schema
+from treeline_runtime.server.apis import answering, answers
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
+from treeline_runtime.server.apis.anthropic_fields import MessagesBody
 from treeline_runtime.server.apis.errors import anthropic_error
-from treeline_runtime.server.dependencies import Converting, Generating
+from treeline_runtime.server.dependencies import Converting, Generating, ReadingRoute
 from treeline_runtime.server.http import Answer, named_event
 from treeline_runtime.server.jobs import Answered, MessagesTask
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/messages", **operations.MESSAGES)
+@router.post(
+    "/v1/messages",
+    **schema.operation(
+        tag=schema.ANTHROPIC,
+        summary="Answer a chat",
+        body=MessagesBody,
+        answer=answers.Message,
+        event=answers.MessageEvent,
+        error=answers.AnthropicError,
+    ),
+)
 async def messages(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")
@@ -27,7 +38,16 @@ async def messages(asked: Generating) -> Response:
     return await answering.stream(asked, task.chat, inflight, events, lambda error: named_event(anthropic_error(error)))
 
 
-@router.post("/v1/messages/count_tokens", **operations.COUNT_TOKENS)
+@router.post(
+    "/v1/messages/count_tokens",
+    **schema.operation(
+        tag=schema.ANTHROPIC,
+        summary="How many tokens the prompt of a chat has",
+        body=MessagesBody,
+        answer=answers.TokenCount,
+        error=answers.AnthropicError,
+    ),
+)
 async def count_tokens(asked: Converting) -> Response:
     """How many tokens the prompt of such a request has."""
     return Answer((await asked.service.read(asked, "count_tokens", Answered)).body)

@@ -7,18 +7,28 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from treeline_runtime.server import operations
-from treeline_runtime.server.apis import answering
+from treeline_runtime.server import schema
+from treeline_runtime.server.apis import answering, answers
 from treeline_runtime.server.apis.responses_events import ResponseEvents
-from treeline_runtime.server.dependencies import Converting, Generating
+from treeline_runtime.server.apis.responses_fields import ResponsesBody
+from treeline_runtime.server.dependencies import Converting, Generating, ReadingRoute
 from treeline_runtime.server.http import Answer
 from treeline_runtime.server.jobs import Answered, ResponsesTask
 from treeline_runtime.server.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/responses", **operations.RESPONSES)
+@router.post(
+    "/v1/responses",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="Answer a chat, as items",
+        body=ResponsesBody,
+        answer=answers.ResponseObject,
+        event=answers.ResponseEvent,
+    ),
+)
 async def responses(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")
@@ -30,7 +40,15 @@ async def responses(asked: Generating) -> Response:
     return await answering.stream(asked, task.chat, inflight, events, events.failed)
 
 
-@router.post("/v1/responses/input_tokens", **operations.INPUT_TOKENS)
+@router.post(
+    "/v1/responses/input_tokens",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="How many tokens the prompt of a chat has",
+        body=ResponsesBody,
+        answer=answers.InputTokens,
+    ),
+)
 async def input_tokens(asked: Converting) -> Response:
     """How many tokens the prompt of such a request has."""
     return Answer((await asked.service.read(asked, "input_tokens", Answered)).body)
