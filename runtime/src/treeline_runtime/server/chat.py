@@ -89,7 +89,7 @@ class _Answer:
         head = openai.envelope(job.rid, "chat.completion", self._service.model_name)
         head["usage"] = self._usage(dict(enumerate(outs)))
         if told.token_ids:
-            head["prompt_token_ids"] = job.prompts[0].ids
+            head["prompt_token_ids"] = job.prompts[0].input_ids
         tail = [b"]"]
         if told.prompt_logprobs is not None:
             tail += [b',"prompt_logprobs":', *await openai.prompt_logprobs(outs[0], told.prompt_logprobs, pacer)]
@@ -103,7 +103,7 @@ class _Answer:
             head["usage"] = None
         last: dict[int, TextOut] = {}
         role = {"role": "assistant", "content": self._task.echo, "refusal": None}
-        first = head | {"prompt_token_ids": job.prompts[0].ids} if told.token_ids else head
+        first = head | {"prompt_token_ids": job.prompts[0].input_ids} if told.token_ids else head
 
         def begun(
             index: int, delta: dict[str, Any], finish: str | None = None, head: dict[str, Any] = head, **more: Any

@@ -48,12 +48,10 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     told = Told.checked(logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
     job = GenerationJob(
         openai.rid_of(body, "chatcmpl"),
-        [told.of(ids, sampling)],
+        [told.request(ids, sampling, namespace, body.priority)],
         n=body.n or 1,
-        namespace=namespace,
         tenant=caller.tenant,
         hides_cache=caller.shares_cache,
-        priority=body.priority or 0,
     )
     return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "", told)
 

@@ -50,7 +50,7 @@ class _Choice:
         self._index = index
         self._echo = task.echoes[prompt]
         self._told = task.told
-        self._prompt_ids: list[int] | None = job.prompts[prompt].ids if task.told.token_ids else None
+        self._prompt_ids: list[int] | None = job.prompts[prompt].input_ids if task.told.token_ids else None
         self._logprobs = openai.TextLogprobs(
             service.prompts,
             task.told.logprobs,

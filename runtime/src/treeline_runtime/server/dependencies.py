@@ -59,7 +59,7 @@ class ReadingRoute(APIRoute):
         return found
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in self.methods:
+        if scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
         asked = await self._read(Request(scope, receive, send))

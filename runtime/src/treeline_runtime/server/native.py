@@ -12,13 +12,13 @@ from typing import Any
 from fastapi import APIRouter, Response
 from msgspec import Struct
 
-from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decode_logprobs
+from treeline_runtime.messages import FinishReason, GenerateReq, HiddenStates, TextOut, decode_logprobs
 from treeline_runtime.server import answers, native_fields, openai, schema
 from treeline_runtime.server.dependencies import Controlling, Converting, Generating, ReadingRoute
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, json_answer
-from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob, PromptSpec
+from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob
 from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
@@ -82,7 +82,7 @@ def _hidden_bytes(service: Service, job: GenerationJob) -> int:
             param="return_hidden_states",
             code="disabled",
         )
-    rows = job.n * sum(len(prompt.ids) + prompt.sampling.max_new_tokens for prompt in job.prompts)
+    rows = job.n * sum(len(prompt.input_ids) + prompt.sampling.max_new_tokens for prompt in job.prompts)
     return HIDDEN_BYTES * service.hidden_size * rows
 
 
@@ -91,7 +91,7 @@ class _Answers:
     """Native answers are cumulative: text and lists so far, by index."""
 
     rids: list[str]
-    prompts: list[PromptSpec]
+    prompts: list[GenerateReq]
     """What each of them answers."""
     started_at: float
     with_text: bool
@@ -160,7 +160,7 @@ class _SoFar:
     ids: bytearray = field(default_factory=bytearray)
 
 
-def _logprob_lists(prompt: PromptSpec) -> dict[str, bytearray]:
+def _logprob_lists(prompt: GenerateReq) -> dict[str, bytearray]:
     """The lists of an answer, by name. SGLang's clients read them whether or not there is anything in them."""
     names: list[str] = []
     if prompt.return_logprob:

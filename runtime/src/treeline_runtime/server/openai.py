@@ -315,7 +315,7 @@ async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: 
     """OpenAI's chat form as pieces of JSON: `null` when none were asked for."""
     if not out.logprobs or top is None:
         return NO_LOGPROBS
-    parts: ClassVar = list[bytes]()
+    parts = list[bytes]()
     for raw in out.logprobs:
         known = decode_logprobs(raw)
         chosen = known.output_tokens or []

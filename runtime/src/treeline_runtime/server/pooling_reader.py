@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from treeline_wire.prompt import PromptError, prompt_of_completion
 
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as fields
 from treeline_runtime.server.errors import ApiError
@@ -18,7 +18,6 @@ from treeline_runtime.server.jobs import (
     Caller,
     ClassifyTask,
     GenerationJob,
-    PromptSpec,
     RerankTask,
     ScoreTask,
     VectorsTask,
@@ -116,12 +115,12 @@ class PoolingReader:
     def _job(self, body: fields.PoolingFields, kind: str, prompts: list[list[int]]) -> GenerationJob:
         return GenerationJob(
             body.rid or openai.new_rid(kind),
-            [PromptSpec(ids, _NOTHING) for ids in prompts],
-            namespace=self._namespace,
+            [
+                GenerateReq("", ids, _NOTHING, self._namespace, priority=body.priority or 0, pools=True)
+                for ids in prompts
+            ],
             tenant=self.caller.tenant,
             hides_cache=self.caller.shares_cache,
-            pools=True,
-            priority=body.priority or 0,
         )
 
     def _inputs(self, body: fields.EmbeddingBody | InputsOrChat) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
+from treeline_runtime.messages import GenerateReq
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
@@ -27,7 +28,6 @@ from treeline_runtime.server.jobs import (
     GenerateTask,
     GenerationJob,
     Kind,
-    PromptSpec,
     Streaming,
     Task,
     Told,
@@ -78,7 +78,6 @@ class Reader:
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
-        grammars.STRICT.set(self.formats.strict_schemas)
         try:
             task = readers[kind](json_object(body), limits, caller)
         except RecursionError:
@@ -102,7 +101,7 @@ class Reader:
         prompts = self.prompts.of_completion(raw, limits, namespace)
         told = Told.checked(body.logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
         specs = [
-            told.of(
+            told.request(
                 ids,
                 openai.sampling(
                     body,
@@ -111,6 +110,8 @@ class Reader:
                     constraint,
                     processor,
                 ),
+                namespace,
+                body.priority,
                 echo=bool(body.echo),
             )
             for ids in prompts
@@ -121,10 +122,8 @@ class Reader:
             openai.rid_of(body, "cmpl"),
             specs,
             n=body.n or 1,
-            namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
-            priority=body.priority or 0,
         )
         return CompletionTask(job.check_copies(), openai.streaming(body), echoes, told)
 
@@ -134,7 +133,7 @@ class Reader:
         body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
-        specs, n = self._prompt_specs(body, prompts, limits)
+        specs, n = self._requests(body, prompts, limits, namespace)
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(specs) * n:
@@ -147,11 +146,9 @@ class Reader:
             name,
             specs,
             n=n,
-            namespace=namespace,
             tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
-            priority=body.priority or 0,
         )
         streaming = Streaming(bool(body.stream))
         if body.stream and body.return_hidden_states:
@@ -176,9 +173,9 @@ class Reader:
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
         return self.prompts.of_prompts(prompts, limits, name, namespace), batched
 
-    def _prompt_specs(
-        self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits
-    ) -> tuple[list[PromptSpec], int]:
+    def _requests(
+        self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits, namespace: str | None
+    ) -> tuple[list[GenerateReq], int]:
         """What is wanted for each prompt, and `n`, which must be the same for all."""
         count = len(prompts)
         columns = zip(
@@ -191,7 +188,7 @@ class Reader:
             _each(body.top_logprobs_num, count, "top_logprobs_num"),
             strict=True,
         )
-        specs: list[PromptSpec] = []
+        made: list[GenerateReq] = []
         ns: set[int] = set()
         last, fields = None, _native_sampling({})
         for ids, params, processor, custom, logprob, start, top in columns:
@@ -217,11 +214,23 @@ class Reader:
                 )
             if start is None:  # of a prompt alone, log probabilities can only be its own
                 start = 0 if logprob and not sampling.max_new_tokens else -1
-            specs.append(PromptSpec(ids, sampling, bool(logprob), start, top or 0, bool(body.return_hidden_states)))
+            made.append(
+                GenerateReq(
+                    "",
+                    ids,
+                    sampling,
+                    namespace,
+                    return_logprob=bool(logprob),
+                    logprob_start_len=start,
+                    top_logprobs_num=top or 0,
+                    priority=body.priority or 0,
+                    return_hidden_states=bool(body.return_hidden_states),
+                )
+            )
             ns.add(typed.n or 1)
         if len(ns) > 1:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
-        return specs, ns.pop()
+        return made, ns.pop()
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
@@ -230,12 +229,10 @@ class Service:
         """Starts the job's generations. They end with the request that asked for them; without one (None) the caller
         closes them. `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
-        if job.priority and not self.uses_priority:
-            job = msgspec.structs.replace(job, priority=0)
-            if asked is not None:
-                asked.ignored += ("priority",)
+        if job.prompts[0].priority and not self.uses_priority and asked is not None:
+            asked.ignored += ("priority",)
         client = OURSELVES if asked is None else asked.client
-        requests, size, pacer = job.requests(client), answer_bytes, Pacer()
+        requests, size, pacer = job.requests(client, uses_priority=self.uses_priority), answer_bytes, Pacer()
         for first in requests[:: job.n]:
             size += job.n * size_of(first)
             await pacer.rest()

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`. Nothing is stored: an answer is given once."""
+"""OpenAI's `/v1/responses`, of which nothing is stored, and Anthropic's `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from fastapi import APIRouter, Response
 
 from treeline_runtime.server import schema
 from treeline_runtime.server.apis import answering, answers
+from treeline_runtime.server.apis.anthropic_events import MessageEvents
+from treeline_runtime.server.apis.anthropic_fields import MessagesBody
+from treeline_runtime.server.apis.errors import anthropic_error
 from treeline_runtime.server.apis.responses_events import ResponseEvents
 from treeline_runtime.server.apis.responses_fields import ResponsesBody
 from treeline_runtime.server.dependencies import Converting, Generating, ReadingRoute
-from treeline_runtime.server.http import Answer
-from treeline_runtime.server.jobs import Answered, ResponsesTask
+from treeline_runtime.server.http import Answer, named_event
+from treeline_runtime.server.jobs import Answered, MessagesTask, ResponsesTask
 from treeline_runtime.server.service import Service
 
 router = APIRouter(route_class=ReadingRoute)
@@ -52,6 +55,43 @@ async def responses(asked: Generating) -> Response:
 async def input_tokens(asked: Converting) -> Response:
     """How many tokens the prompt of such a request has."""
     return Answer((await asked.service.read(asked, "input_tokens", Answered)).body)
+
+
+@router.post(
+    "/v1/messages",
+    **schema.operation(
+        tag=schema.ANTHROPIC,
+        summary="Answer a chat",
+        body=MessagesBody,
+        answer=answers.Message,
+        event=answers.MessageEvent,
+        error=answers.AnthropicError,
+    ),
+)
+async def messages(asked: Generating) -> Response:
+    service = asked.service
+    service.admit_for(asked, "generate")
+    task = await service.read(asked, "messages", MessagesTask)
+    inflight = await service.open(task.chat.job, asked)
+    events = MessageEvents(task.chat.job, service.model_name, fills_context=task.fills_context)
+    if not task.chat.streaming.on:
+        return await answering.whole(service, task.chat, inflight, events)
+    return await answering.stream(asked, task.chat, inflight, events, lambda error: named_event(anthropic_error(error)))
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    **schema.operation(
+        tag=schema.ANTHROPIC,
+        summary="How many tokens the prompt of a chat has",
+        body=MessagesBody,
+        answer=answers.TokenCount,
+        error=answers.AnthropicError,
+    ),
+)
+async def count_tokens(asked: Converting) -> Response:
+    """How many tokens the prompt of such a request has."""
+    return Answer((await asked.service.read(asked, "count_tokens", Answered)).body)
 
 
 def _members(service: Service, task: ResponsesTask) -> dict[str, Any]:
