@@ -1,5 +1,7 @@
-"""The shapes of answers, as the OpenAPI document shows them. Nothing is made from these: answers are written in pieces
-(`pacing`), and a test holds real ones against them.
+"""The shapes of answers, of which they are made and the OpenAPI document is.
+
+Those that have others within them are written in pieces (`pacing`), as they may be large: a test holds real ones
+against the document.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class _Answer:
         self._task = task
         self._choices = choices(service.prompts, task)
 
-    def _usage(self, outs: Mapping[int, TextOut]) -> dict[str, object]:
+    def _usage(self, outs: Mapping[int, TextOut]) -> answers.Usage:
         counts = [count for choice in self._choices if (count := choice.reasoning_tokens) is not None]
         return usage(self._task.job, outs, sum(counts) if counts else None)
 

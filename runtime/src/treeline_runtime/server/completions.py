@@ -103,7 +103,7 @@ async def _stream(
         head["usage"] = None
     last: dict[int, TextOut] = {}
 
-    def counted() -> dict[str, object]:
+    def counted() -> answers.Usage:
         return usage(job, last)
 
     async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:

@@ -19,6 +19,7 @@ from treeline_runtime.messages import (
     decode_logprobs,
 )
 from treeline_runtime.server import grammars, tools
+from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, TokenLogprob
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import Body, ignore
 from treeline_runtime.server.grammars import Constraint
@@ -303,12 +304,9 @@ async def prompt_logprobs(out: TextOut, top: int, pacer: Pacer) -> list[bytes]:
     return [b"[", *pieces[1:], b"]"]
 
 
-def _ranked(one: TextLogprob, tops: Sequence[TextLogprob]) -> dict[str, Any]:
+def _ranked(one: TextLogprob, tops: Sequence[TextLogprob]) -> dict[str, PromptLogprob]:
     ranks: dict[int, int | None] = {id: rank for rank, (_, id, _) in enumerate(tops, 1)}
-    return {
-        str(id): {"logprob": floor(value), "rank": ranks.get(id), "decoded_token": text}
-        for value, id, text in (one, *tops)
-    }
+    return {str(id): PromptLogprob(floor(value), ranks.get(id), text) for value, id, text in (one, *tops)}
 
 
 async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: Pacer) -> list[bytes]:
@@ -321,7 +319,7 @@ async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: 
         chosen = known.output_tokens or []
         tops = known.output_tops or [[] for _ in chosen]
         content = [
-            {**_entry(one, prompts), "top_logprobs": [_entry(other, prompts) for other in likeliest[:top]]}
+            ContentLogprob(*_entry(one, prompts), [TokenLogprob(*_entry(other, prompts)) for other in likeliest[:top]])
             for one, likeliest in zip(chosen, tops, strict=True)
         ]
         if content:
@@ -330,14 +328,18 @@ async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: 
     return [b'{"refusal":null,"content":[', *parts[1:], b"]}"]
 
 
-def _entry(logprob: TextLogprob, prompts: Prompts) -> dict[str, Any]:
+def _entry(logprob: TextLogprob, prompts: Prompts) -> tuple[str, float, list[int]]:
+    """The first members of `TokenLogprob`."""
     value, id, text = logprob
-    return {"token": text or "", "logprob": floor(value), "bytes": prompts.bytes_of(id, text or "")}
+    return text or "", LEAST_LOGPROB if value is None else max(value, LEAST_LOGPROB), prompts.bytes_of(id, text or "")
+
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity: a token that sampling excluded is as improbable as OpenAI's API can say."""
 
 
 def floor(value: float | None) -> float | None:
-    """JSON has no infinity: a token that sampling excluded is as improbable as OpenAI's API can say."""
-    return None if value is None else max(value, -9999.0)
+    return None if value is None else max(value, LEAST_LOGPROB)
 
 
 class TextLogprobs:

@@ -136,7 +136,7 @@ class Probes:
                 raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s", type="server_error")
             if self.health.problem is not None and self.health.failing_s > limit_s:
                 raise ApiError(503, self.health.problem, type="server_error")
-        return json_answer({"status": "live", "heartbeats": state.heartbeats})
+        return json_answer(answers.Status("live", state.heartbeats))
 
     async def ready(self) -> Response:
         """200 while the server accepts new work and, as far as is known, can do it. Costs nothing: answered without
@@ -153,33 +153,33 @@ class Probes:
             raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
         if self.health.problem is not None:
             raise ApiError(503, self.health.problem, type="server_error")
-        return json_answer({"status": "ready"})
+        return json_answer(answers.Status("ready"))
 
     async def health_generate(self, _asked: Checking) -> Response:
         """Generates a few tokens, so it proves the whole path; too slow for a probe under load."""
         await self.health.check()
-        return json_answer({"status": "healthy"})
+        return json_answer(answers.Status("healthy"))
 
     # ---- information ----------------------------------------------------------------------------------------
 
     async def models(self) -> Response:
-        return json_answer({"object": "list", "data": [self._model()]})
+        return json_answer(answers.Models("list", [self._model()]))
 
     async def model(self, model: str) -> Response:
         self._service.reader.check_model(model)
         return json_answer(self._model())
 
-    def _model(self) -> dict[str, Any]:
-        limits = self._service.limits
-        return {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": int(self._info.started_at),
-            "owned_by": "treeline",
-            "root": self._service.model_name,
-            "parent": None,
-            "max_model_len": None if limits is None else limits.context_length,
-        }
+    def _model(self) -> answers.Model:
+        limits, name = self._service.limits, self._service.model_name
+        return answers.Model(
+            id=name,
+            object="model",
+            created=int(self._info.started_at),
+            owned_by="treeline",
+            root=name,
+            parent=None,
+            max_model_len=None if limits is None else limits.context_length,
+        )
 
     async def model_info(self) -> Response:
         info = self._info
@@ -261,11 +261,11 @@ class Probes:
     async def load(self) -> Response:
         """Requests in flight, as last reported: vLLM's."""
         load = self._service.state.load
-        return json_answer({"server_load": load.running + load.waiting})
+        return json_answer(answers.Load(load.running + load.waiting))
 
     async def version(self) -> Response:
         """Ours: vLLM's and SGLang's path."""
-        return json_answer({"version": self._info.version})
+        return json_answer(answers.Version(self._info.version))
 
     async def metrics(self) -> Response:
         metrics, state = self._service.metrics, self._service.state

@@ -16,6 +16,7 @@ from treeline_runtime.messages import GenerateReq
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
+from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import ApiError, UnknownModel
@@ -254,7 +255,7 @@ class Reader:
             tokens = lists[0] if single else lists
             count = len(lists[0]) if single else [len(ids) for ids in lists]
         limit = limits.context_length if limits is not None else None
-        return Answered(encode_json({"tokens": tokens, "count": count, "max_model_len": limit}))
+        return Answered(encode_json(Tokens(tokens, count, limit)))
 
     def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: Caller) -> Answered:
         """`{"tokens": ids or lists of ids}` → `text`."""
@@ -264,8 +265,8 @@ class Reader:
         check_generations(body.tokens, 1, "tokens")
         if body.tokens and isinstance(body.tokens[0], list):
             lists = convert(raw, native.ManyLists).tokens
-            return Answered(encode_json({"text": self._texts(lists, skip)}))
-        return Answered(encode_json({"text": self._texts([convert(raw, native.OneList).tokens], skip)[0]}))
+            return Answered(encode_json(Text(self._texts(lists, skip))))
+        return Answered(encode_json(Text(self._texts([convert(raw, native.OneList).tokens], skip)[0])))
 
     def _texts(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         size = 0

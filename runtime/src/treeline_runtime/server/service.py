@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import UNSET
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
@@ -15,7 +16,7 @@ from treeline_wire.json_values import MAX_SLOW, slow_numbers
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
-from treeline_runtime.server import errors
+from treeline_runtime.server import answers, errors
 from treeline_runtime.server.errors import RETRY, ApiError, Header
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiRequest, EventStream, error_event, in_pieces
@@ -351,7 +352,7 @@ class Service:
         return EventStream(content(), headers=headers, media_type="text/event-stream")
 
 
-def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> dict[str, object]:
+def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
     """OpenAI's usage object, from the outputs so far by index of the generation. `reasoning_tokens`: of the completion
     tokens; None = not known.
 
@@ -360,17 +361,14 @@ def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int
     """
     completion_tokens = sum(out.completion_tokens for out in outs.values())
     prompt_tokens = job.prompt_tokens
-    counted: dict[str, object] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    if reasoning_tokens is not None:
-        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    if not job.hides_cache:
-        cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
-        counted["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-    return counted
+    cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
+    return answers.Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        UNSET if job.hides_cache else answers.PromptTokensDetails(cached_tokens),
+        UNSET if reasoning_tokens is None else answers.CompletionTokensDetails(reasoning_tokens),
+    )
 
 
 def token_headers(prompt_tokens: int, cached_tokens: int) -> list[Header]:

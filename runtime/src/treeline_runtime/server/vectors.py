@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Response
+from msgspec import UNSET
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
@@ -49,7 +50,7 @@ async def embeddings(asked: Generating) -> Response:
         check_dimensions(service.pools(), task.dimensions)
     outs = await _outs(asked, task.job)
     head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
-    return await _answer(service, task, outs, head, "embedding", "embedding")
+    return await _answer(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
 @router.post(
@@ -67,7 +68,7 @@ async def pooling(asked: Generating) -> Response:
     task = await service.read(asked, "pooling", VectorsTask)
     outs = await _outs(asked, task.job)
     head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
-    return await _answer(service, task, outs, head, "pooling", "data")
+    return await _answer(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
 
 
 _CLASSIFY = schema.operation(
@@ -91,7 +92,7 @@ async def classify(asked: Generating) -> Response:
     def item(index: int) -> bytes:
         probs = activated(_floats(outs[index]), made.activation if task.activation else "identity")
         likeliest = max(range(len(probs)), key=probs.__getitem__)
-        return encode_json({"index": index, "label": labels[likeliest], "probs": probs, "num_classes": len(probs)})
+        return encode_json(answers.ClassifiedItem(index, labels[likeliest], probs, len(probs)))
 
     head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
     return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
@@ -110,9 +111,9 @@ async def score(asked: Generating) -> Response:
     task = await service.read(asked, "score", ScoreTask)
     outs = await _outs(asked, task.job)
     scores = _scores(service, outs, activation=task.activation)
-    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    data = [answers.ScoreItem(index, "score", value) for index, value in enumerate(scores)]
     head = openai.envelope(task.job.rid, "list", service.model_name)
-    return json_answer(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
+    return json_answer(answers.Scores(**head, data=data, usage=_usage(task.job)), headers=_headers(task.job, outs))
 
 
 _RERANK = schema.operation(
@@ -134,10 +135,8 @@ async def rerank(asked: Generating) -> Response:
 
     def item(place: int) -> bytes:
         index = order[place]
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if task.documents is not None:
-            result["document"] = {"text": task.documents[index]}
-        return encode_json(result)
+        document = UNSET if task.documents is None else answers.RankedDocument(task.documents[index])
+        return encode_json(answers.Ranked(index, scores[index], document))
 
     head = {"id": task.job.rid, "object": "list", "model": service.model_name, "usage": _usage(task.job)}
     return await _listed(head, "results", item, len(order), _headers(task.job, outs))
@@ -157,9 +156,13 @@ async def _outs(asked: ApiRequest, job: GenerationJob, shown_bytes: int = 0) -> 
 
 
 async def _answer(
-    service: Service, task: VectorsTask, outs: Sequence[TextOut], head: dict[str, Any], kind: str, member: str
+    service: Service,
+    task: VectorsTask,
+    outs: Sequence[TextOut],
+    head: dict[str, Any],
+    as_item: Callable[[int, list[float] | str], answers.Embedding | answers.PooledItem],
 ) -> Response:
-    """`data` with an object of this `kind` for each vector, which is its `member`."""
+    """`data` with an item for each vector: `as_item` has its index, and its numbers as they are written."""
     made = service.pools()
 
     def item(index: int) -> bytes:
@@ -167,7 +170,7 @@ async def _answer(
         if task.dimensions is not None:
             vector = cut(vector, task.dimensions, normalize=made.normalize)
         written = base64.b64encode(vector).decode() if task.base64 else vector.tolist()
-        return encode_json({"object": kind, "index": index, member: written})
+        return encode_json(as_item(index, written))
 
     return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
 
@@ -187,8 +190,8 @@ def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[Header, ...]:
     return tuple(token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs)))
 
 
-def _usage(job: GenerationJob) -> dict[str, int]:
-    return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
+def _usage(job: GenerationJob) -> answers.VectorUsage:
+    return answers.VectorUsage(job.prompt_tokens, job.prompt_tokens)
 
 
 def _vector(out: TextOut) -> array[float]:
