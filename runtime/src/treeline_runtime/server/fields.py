@@ -125,7 +125,8 @@ class Body(msgspec.Struct, frozen=True):
     def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
         """Raises ApiError 400, also for fields that are neither there nor harmless. `where`: prefix of their names."""
         check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
-        return convert(raw, cls, where)
+        given = {name: value for name, value in raw.items() if value is not None}  # null is "not said"
+        return convert(given, cls, where)
 
 
 def json_object(body: bytes | bytearray) -> dict[str, Any]:

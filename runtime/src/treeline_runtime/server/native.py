@@ -122,16 +122,16 @@ class _Answers:
                 if fresh is not None and name in so_far.logprobs:
                     _extend(so_far.logprobs[name], elements([self._shown(item) for item in fresh]))
             await pacer.rest()
-        meta: dict[str, Any] = {
-            "id": self.rids[index],
-            "finish_reason": _finish(out.finish, out.completion_tokens),
-            "prompt_tokens": out.prompt_tokens,
-            "completion_tokens": out.completion_tokens,
-            "cached_tokens": 0 if self.hides_cache else out.cached_tokens,
-            "weight_version": self.weight_version,
-            "num_retractions": out.retractions,
-            "e2e_latency": time.monotonic() - self.started_at,
-        }
+        meta = answers.MetaInfo(
+            id=self.rids[index],
+            finish_reason=_finish(out.finish, out.completion_tokens),
+            prompt_tokens=out.prompt_tokens,
+            completion_tokens=out.completion_tokens,
+            cached_tokens=0 if self.hides_cache else out.cached_tokens,
+            weight_version=self.weight_version,
+            num_retractions=out.retractions,
+            e2e_latency=time.monotonic() - self.started_at,
+        )
         head = {"text": so_far.text} | ({"index": index} if shown_index else {})
         pieces = [open_object(head, "output_ids"), b"[", bytes(so_far.ids), b'],"meta_info":']
         pieces.append(encode_json(meta)[:-1])

@@ -280,9 +280,9 @@ def envelope(id: str, object: str, model: str) -> dict[str, Any]:
     return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 
-def finish_reason(finish: FinishReason | None) -> str | None:
-    """`stop`, `length`, or `abort` for a request that an operator ended."""
-    return None if finish is None else finish.type
+def finish_reason(finish: FinishReason | None) -> Literal["stop", "length", "abort"] | None:
+    """`abort` is for a request that an operator ended; other errors are no answers (`Service.check_finish`)."""
+    return None if finish is None or finish.type == "error" else finish.type
 
 
 NO_LOGPROBS = [b"null"]

@@ -10,10 +10,9 @@ import base64
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastapi import APIRouter, Response
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
@@ -23,7 +22,7 @@ from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.errors import ApiError, Header
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
-from treeline_runtime.server.pacing import Pacer, encode_json, open_object
+from treeline_runtime.server.pacing import Pacer, encode_json, opened
 from treeline_runtime.server.service import Service, token_headers
 
 FLOAT_BYTES = 24
@@ -49,7 +48,7 @@ async def embeddings(asked: Generating) -> Response:
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
     outs = await _outs(asked, task.job)
-    head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
+    head = answers.Embeddings("list", service.model_name, _usage(task.job), [])
     return await _answer(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
@@ -67,7 +66,8 @@ async def pooling(asked: Generating) -> Response:
     service.admit_for(asked, "embed", "score", "reward")
     task = await service.read(asked, "pooling", VectorsTask)
     outs = await _outs(asked, task.job)
-    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
+    envelope = openai.envelope(task.job.rid, "list", service.model_name)
+    head = answers.Pooled(**envelope, usage=_usage(task.job), data=[])
     return await _answer(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
 
 
@@ -94,8 +94,9 @@ async def classify(asked: Generating) -> Response:
         likeliest = max(range(len(probs)), key=probs.__getitem__)
         return encode_json(answers.ClassifiedItem(index, labels[likeliest], probs, len(probs)))
 
-    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
-    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+    envelope = openai.envelope(task.job.rid, "list", service.model_name)
+    head = answers.Classified(**envelope, usage=_usage(task.job), data=[])
+    return await _listed(head, item, len(outs), _headers(task.job, outs))
 
 
 _SCORE = schema.operation(
@@ -138,8 +139,8 @@ async def rerank(asked: Generating) -> Response:
         document = UNSET if task.documents is None else answers.RankedDocument(task.documents[index])
         return encode_json(answers.Ranked(index, scores[index], document))
 
-    head = {"id": task.job.rid, "object": "list", "model": service.model_name, "usage": _usage(task.job)}
-    return await _listed(head, "results", item, len(order), _headers(task.job, outs))
+    head = answers.Ranking(task.job.rid, "list", service.model_name, _usage(task.job), [])
+    return await _listed(head, item, len(order), _headers(task.job, outs))
 
 
 # ---- vectors --------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ async def _answer(
     service: Service,
     task: VectorsTask,
     outs: Sequence[TextOut],
-    head: dict[str, Any],
+    head: answers.Embeddings | answers.Pooled,
     as_item: Callable[[int, list[float] | str], answers.Embedding | answers.PooledItem],
 ) -> Response:
     """`data` with an item for each vector: `as_item` has its index, and its numbers as they are written."""
@@ -172,14 +173,12 @@ async def _answer(
         written = base64.b64encode(vector).decode() if task.base64 else vector.tolist()
         return encode_json(as_item(index, written))
 
-    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+    return await _listed(head, item, len(outs), _headers(task.job, outs))
 
 
-async def _listed(
-    head: dict[str, Any], name: str, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]
-) -> Response:
-    """An answer with a list of `count` items, each written in its turn."""
-    pieces, pacer = [open_object(head, name), b"["], Pacer()
+async def _listed(head: Struct, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]) -> Response:
+    """An answer whose last member is a list of `count` items, each written in its turn."""
+    pieces, pacer = [opened(head)], Pacer()
     for index in range(count):
         pieces += [b"," if index else b"", item(index)]
         await pacer.rest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
@@ -42,12 +42,10 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     }
     shown: ClassVar = {
         "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},
+        "n": {"enum": [None, 1]},
+        "stop": {"description": "Called `stop_sequences` here.", "enum": [None, "", []]},
     }
     messages: Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": _MESSAGE})]
-    n: Literal[1] | None = None
-    stop: Annotated[
-        Any, Meta(description="Called `stop_sequences` here.", extra_json_schema={"enum": [None, "", []]})
-    ] = None
     chat_template_kwargs: Variables = None
     cache_salt: Salt = None
     extra_key: Salt = None
@@ -111,8 +109,9 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
         raise ApiError(
             400, "Missing required parameter: 'max_tokens'", param="max_tokens", code="missing_required_parameter"
         )
-    if body.stop:
-        raise unsupported("stop", "this API has no such field")
+    if body.n not in (None, 1) or body.stop:
+        name = "n" if body.stop is None else "stop"
+        raise unsupported(name, "this API has no such field")
     _check_blocks(body.system, "system", _ROLES["system"])
     for i, message in enumerate(body.messages or ()):
         _check_message(message, f"messages[{i}]")

@@ -30,10 +30,10 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     }
     shown: ClassVar = {
         "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "n": {"enum": [None, 1]},
         "previous_response_id": {"description": "Nothing is stored.", "type": "null"},
     }
     input: str | list[Any]
-    n: Literal[1] | None = None
     chat_template_kwargs: Variables = None
     structured_outputs: StructuredOutputs = None
     cache_salt: Salt = None
@@ -108,6 +108,8 @@ _TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"}
 def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
     """Raises ApiError 400."""
     body = ResponsesBody.read(raw)
+    if body.n not in (None, 1):
+        raise ApiError(400, "'n' must be 1: a response is one answer", param="n", code="unsupported_parameter")
     if body.stream_options:
         check_unknown(body.stream_options, (), harmless=StreamOptions.harmless, where="stream_options.")
     for one in body.include or ():
