@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from treeline_runtime.turns import Turns
+from treeline_runtime.turns import ClientSeconds, Turns
 
 
 def anything(_: int) -> bool:
@@ -57,3 +57,21 @@ def test_what_is_removed_waits_no_more() -> None:
     assert turns.drop("a") == []
     assert len(turns) == 0
     assert turns.take(anything) is None
+
+
+def test_who_has_used_too_much_waits_until_enough_is_given_back() -> None:
+    now = 0.0
+    seconds = ClientSeconds(30.0, 0.5, lambda: now)
+    seconds.charge("a", 20.0)
+    assert seconds.wait_s("a") == 0
+    seconds.charge("a", 20.0)
+    assert (seconds.wait_s("a"), seconds.owed("a"), seconds.wait_s("b"), seconds.wait_s(None)) == (20, 40.0, 0, 0)
+    now = 19.5
+    assert seconds.wait_s("a") == 1
+    now = 20.0
+    assert seconds.wait_s("a") == 0
+    seconds.charge("a", 1.0)
+    assert seconds.owed("a") == 31.0
+    now = 999.0
+    seconds.charge("b", 1.0)
+    assert seconds._used.keys() == {"b"}, "what was given back is forgotten"

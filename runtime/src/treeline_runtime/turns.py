@@ -1,7 +1,10 @@
-"""A queue in which clients take turns: what one of them sends does not delay another's by more than one piece."""
+"""How clients share work: a queue in which they take turns, so that what one of them sends does not delay another's by
+more than one piece, and the seconds that each may use."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -58,3 +61,30 @@ class Turns(Generic[T]):
     def _forget_if_empty(self, client: str | None) -> None:
         if not self._lines[client]:
             del self._lines[client]
+
+
+class ClientSeconds:
+    """A client may use `most` seconds of a time that all share, and gets back `back` of one in each second. None is a
+    client, too: everybody whom the edge has not named."""
+
+    def __init__(self, most: float, back: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._back = back
+        self._clock = clock
+        self._used: dict[str | None, tuple[float, float]] = {}
+        """Of clients: seconds, and when they were counted."""
+
+    def charge(self, client: str | None, seconds: float) -> None:
+        """It has used so many."""
+        self._used = {each: used for each, used in self._used.items() if self.owed(each) > 0}
+        self._used[client] = self.owed(client) + seconds, self._clock()
+
+    def owed(self, client: str | None) -> float:
+        """What it has used and not been given back."""
+        seconds, when = self._used.get(client, (0.0, 0.0))
+        return max(seconds - self._back * (self._clock() - when), 0.0)
+
+    def wait_s(self, client: str | None) -> int:
+        """0 where it may use some; else whole seconds until it may."""
+        too_many = self.owed(client) - self._most
+        return max(math.ceil(too_many / self._back), 1) if too_many > 0 else 0

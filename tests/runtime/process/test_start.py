@@ -21,6 +21,7 @@ from treeline_runtime.ipc import Addresses
 from treeline_runtime.listeners import ListenError
 from treeline_runtime.publisher.sockets import EventsError
 from treeline_runtime.serve import main, serve
+from treeline_wire.security import CurveKeys
 
 pytestmark = pytest.mark.integration
 
@@ -203,19 +204,10 @@ def test_events_are_not_opened_to_the_network_without_keys(tmp_path: Path) -> No
         serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--events-host", "0.0.0.0"]))
     with pytest.raises(EventsError, match="--curve-dir: cannot read"):
         serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--curve-dir", str(tmp_path)]))
+    keys = str(tmp_path / "keys")
+    CurveKeys.generate(keys)
     with pytest.raises(EventsError, match="'no such host' is no address"):
-        serve(
-            parse_args(
-                [
-                    "--model",
-                    "/nowhere",
-                    *OWN_PORTS,
-                    "--allow-insecure-events",
-                    "--events-host",
-                    "no such host",
-                ]
-            )
-        )
+        serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--curve-dir", keys, "--events-host", "no such host"]))
 
 
 def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -209,7 +208,7 @@ def test_an_effort_is_a_hint_where_the_template_has_no_place_for_it(reader: Read
     try:
         plain = dataclasses.replace(reader, prompts=prompts)
         ids = [
-            read(plain, "messages", SAY | {"output_config": {"effort": effort}}).chat.job.prompts[0].ids
+            read(plain, "messages", SAY | {"output_config": {"effort": effort}}).chat.job.prompts[0].input_ids
             for effort in ("medium", "max", None)
         ]
         assert ids[0] == ids[1] == ids[2]
@@ -231,11 +230,11 @@ def test_a_prompt_is_that_of_the_chat_and_counted_so(reader: Reader) -> None:
     chat = read(reader, "chat", {"messages": SAY["messages"], "cache_salt": "s"}).job
     asked = read(reader, "responses", ASK | {"cache_salt": "s"}).chat.job
     told = read(reader, "messages", SAY | {"cache_salt": "s"}).chat.job
-    assert chat.prompts[0].ids == asked.prompts[0].ids == told.prompts[0].ids
-    assert chat.namespace == asked.namespace == told.namespace != None  # noqa: E711
+    assert chat.prompts[0].input_ids == asked.prompts[0].input_ids == told.prompts[0].input_ids
+    assert chat.prompts[0].namespace == asked.prompts[0].namespace == told.prompts[0].namespace != None  # noqa: E711
     counted = read(reader, "count_tokens", SAY)
     assert isinstance(counted, Answered)
-    assert json.loads(counted.body) == {"input_tokens": len(chat.prompts[0].ids)}
+    assert json.loads(counted.body) == {"input_tokens": len(chat.prompts[0].input_ids)}
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
@@ -255,14 +254,10 @@ def test_words_of_a_schema_that_say_nothing_are_named(
     reader: Reader, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {strict: {"messages": SAY["messages"], **_asked(strict)[where]} for strict in (True, False)}
-    minding = dataclasses.replace(reader, formats=msgspec.structs.replace(reader.formats, strict_schemas=True))
     with caplog.at_level("INFO"):
-        told = [read(one, "chat", asked[strict]).ignored for one, strict in ((reader, True), (minding, False))]
+        told = [read(reader, "chat", asked[strict]).ignored for strict in (True, False)]
     assert told == [(f"{where}/additonalProperties", f"{where}/format.zip")] * 2
     assert "'additonalProperties' (did you mean 'additionalProperties'?), 'format.zip'" in caplog.text
-    with pytest.raises(ApiError, match=r"did you mean 'additionalProperties'\?") as refused:
-        read(minding, "chat", asked[True])
-    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(

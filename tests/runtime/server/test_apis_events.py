@@ -13,17 +13,17 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
+from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
 from treeline_runtime.server.apis.answering import Event, Events
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
 from treeline_runtime.server.apis.responses_events import ResponseEvents
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import named_event
-from treeline_runtime.server.jobs import GenerationJob, PromptSpec
+from treeline_runtime.server.jobs import GenerationJob
 from treeline_runtime.server.pacing import encode_json
 
-JOB = GenerationJob("resp_1", [PromptSpec([1] * 10, SamplingParams())])
+JOB = GenerationJob("resp_1", [GenerateReq("", [1] * 10, SamplingParams())])
 MEMBERS = {
     "id": "resp_1",
     "object": "response",

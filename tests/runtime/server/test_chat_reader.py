@@ -311,7 +311,7 @@ GIVEN = (
 
 
 def prompt_of(made: Reader, **body: Any) -> str:
-    return made.prompts.decode(chat(made, **body).job.prompts[0].ids, skip_special_tokens=False)
+    return made.prompts.decode(chat(made, **body).job.prompts[0].input_ids, skip_special_tokens=False)
 
 
 def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_it(tokenizer: str) -> None:
@@ -329,7 +329,7 @@ def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_
     asks = "{% if enable_thinking %}think{% endif %}{{ messages[0].content }}"
     assert prompt_of(made, chat_template=asks, reasoning_effort="low") == "thinkhi"
     tokens = read(made, "tokenize", messages=[{"role": "user", "content": "hi"}], chat_template=GIVEN)
-    assert msgspec.json.decode(tokens.body)["count"] == len(chat(made, chat_template=GIVEN).job.prompts[0].ids)
+    assert msgspec.json.decode(tokens.body)["count"] == len(chat(made, chat_template=GIVEN).job.prompts[0].input_ids)
 
 
 def test_documents_are_ignored_where_the_template_has_no_place_for_them(tokenizer: str) -> None:

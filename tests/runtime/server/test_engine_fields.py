@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from support.epp_io import small_bundle
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.fields import HARMLESS, NEUTRAL
+from treeline_runtime.server.fields import HARMLESS, NEUTRAL, REASONS
 from treeline_runtime.server.formats import Formats
 from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.limits import Limits
-from treeline_runtime.server.not_built import REASONS
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import Kind, Reader
 from treeline_runtime.server.sampling import SamplingDefaults

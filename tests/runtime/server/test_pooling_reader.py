@@ -48,7 +48,7 @@ LIMITS = Limits(512, 512)
 def pairs_of(reader: Reader, kind: Any, **body: Any) -> list[list[int]]:
     task = reader.read(kind, json.dumps(body).encode(), LIMITS, Caller())
     assert isinstance(task, RerankTask | ScoreTask)
-    return [prompt.ids for prompt in task.job.prompts]
+    return [prompt.input_ids for prompt in task.job.prompts]
 
 
 @pytest.mark.parametrize("instruct", [None, "Say yes or no."])
@@ -101,8 +101,9 @@ def test_whatever_a_body_says_it_is_read_or_refused(folders: dict[str, Path], ki
     assert status in ((400, 404) if task is None else (200,))
     if task is not None:
         assert not isinstance(task, Answered)
-        assert all(0 < len(prompt.ids) <= 512 and prompt.sampling.max_new_tokens == 0 for prompt in task.job.prompts)
-        assert task.job.pools
+        requests = task.job.prompts
+        assert all(0 < len(one.input_ids) <= 512 and one.sampling.max_new_tokens == 0 for one in requests)
+        assert all(one.pools for one in requests)
 
 
 _READERS: dict[str, Reader] = {}

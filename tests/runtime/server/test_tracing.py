@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from support.fake_scheduler import Magic
 from support.otlp import CollectedSpan, Collector, running_collector
 from support.runtime_server import ServerProcess, make_checkpoint, running
-from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
+from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import ClientGone
-from treeline_runtime.server.jobs import GenerationJob, PromptSpec
+from treeline_runtime.server.jobs import GenerationJob
 from treeline_runtime.server.tracing import RequestSpan
 from treeline_wire.tracing import provider
 
@@ -243,7 +243,7 @@ def seconds(span: ReadableSpan) -> tuple[float, float]:
     return (span.start_time - 10**18) / 1e9, (span.end_time - 10**18) / 1e9
 
 
-JOB = GenerationJob("r", [PromptSpec([1, 2, 3], SamplingParams(stop=(SECRET,), seed=7))])
+JOB = GenerationJob("r", [GenerateReq("", [1, 2, 3], SamplingParams(stop=(SECRET,), seed=7))])
 
 
 def out(*tokens: int, finish: FinishReason | None = None, queued_s: float = 0.0) -> TextOut:

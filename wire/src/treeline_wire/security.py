@@ -77,12 +77,12 @@ class CurveKeys:
         sock.curve_serverkey = self.public
 
 
-def bind_host(keys: CurveKeys | None, requested: str, *, allow_insecure: bool = False) -> str:
+def bind_host(keys: CurveKeys | None, requested: str) -> str:
     """Return `requested` if a socket may bind there. Raises `InsecureBindError` for the network without keys."""
-    if keys is None and not allow_insecure and not is_loopback(requested):
+    if keys is None and not is_loopback(requested):
         raise InsecureBindError(
             f"refusing to bind to {requested} without keys: cached prompts would be readable from the network; "
-            "give a key directory, bind to 127.0.0.1, or allow it explicitly"
+            "give a key directory, or bind to 127.0.0.1"
         )
     return requested
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from treeline_runtime.client_seconds import ClientSeconds
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
@@ -32,7 +31,7 @@ from treeline_runtime.grammar.trim import READING, Trimmer
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.worker import Answer, Order
 from treeline_runtime.messages import Grammar
-from treeline_runtime.turns import Turns
+from treeline_runtime.turns import ClientSeconds, Turns
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What a JSON Schema says, in fewer words: the same for every backend (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Words of older drafts are today's (`older_words`), what says
+`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says
 what a value is not says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets
 the type that its keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are written
 anew from what `re` reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,6 @@ from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.disjoint import same, types_of
 from treeline_runtime.grammar.exclusion import in_plain_words
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
-from treeline_runtime.grammar.older_words import in_todays_words
 from treeline_runtime.grammar.patterns import as_regex, texts, within
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
 from treeline_runtime.grammar.schema_words import (
@@ -337,3 +336,59 @@ def _properties(schema: Schema, path: str) -> None:
     most = schema.get("maxProperties", math.inf)
     if len(required) > most and schema["type"] == "object":
         raise unsatisfiable(path, "more properties are required than 'maxProperties'")
+
+
+def in_todays_words(schema: Schema, path: str, is_draft_4: bool) -> None:
+    """Rewrites this schema, not those inside. Raises GrammarError."""
+    if is_draft_4 and "const" in schema:  # to readers of draft 4 it is an annotation, and `oneOf` is another
+        raise UnsupportedError("const", path, "is no word of draft 4, which '$schema' names")
+    _nothing(schema)
+    _items(schema, path)
+    _exclusive_bounds(schema)
+    _dependencies(schema, path)
+    _nullable(schema)
+
+
+def _nothing(schema: Schema) -> None:
+    """`{"not": {}}` is false."""
+    named = schema.get("properties")
+    _refute(schema, ("items", "additionalProperties"))
+    if isinstance(named, dict):
+        _refute(named, named)
+
+
+def _refute(holder: Schema, keys: Iterable[str]) -> None:
+    for key in list(keys):
+        one = holder.get(key)
+        if isinstance(one, dict) and one.get("not") in (True, {}):
+            holder[key] = False
+
+
+def _items(schema: Schema, path: str) -> None:
+    """Without a list of items, `additionalItems` says nothing."""
+    others = schema.pop("additionalItems", None)
+    if isinstance(schema.get("items"), list):
+        if "prefixItems" in schema:
+            raise UnsupportedError("items", path, "is a list beside 'prefixItems'")
+        schema["prefixItems"] = schema.pop("items")
+        if others is not None:
+            schema["items"] = others
+
+
+def _exclusive_bounds(schema: Schema) -> None:
+    for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and plain in schema:
+            schema[exclusive] = schema.pop(plain)
+
+
+def _dependencies(schema: Schema, path: str) -> None:
+    for name, needed in schema.pop("dependencies", {}).items():
+        word = "dependentRequired" if isinstance(needed, list) else "dependentSchemas"
+        if name in schema.setdefault(word, {}):
+            raise UnsupportedError("dependencies", path, f"says of {name!r} what {word!r} does")
+        schema[word][name] = needed
+
+
+def _nullable(schema: Schema) -> None:
+    if schema.pop("nullable", None) is True and "type" in schema:
+        schema["type"] = [*listed(schema["type"]), "null"]

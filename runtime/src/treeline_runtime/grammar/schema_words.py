@@ -43,7 +43,7 @@ NOBODYS = frozenset(
 )
 """No library has these; some are said in others before (`exclusion`)."""
 OLDER = frozenset(["additionalItems", "dependencies", "nullable"])
-"""Of older drafts and of OpenAPI 3.0; `older_words` says them in others."""
+"""Of older drafts and of OpenAPI 3.0; `json_schema` says them in others."""
 KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | UNEVALUATED.keys() | DYNAMIC | OLDER | {"type"}
 
 BOUNDS = {"int32": (-(1 << 31), (1 << 31) - 1), "int64": (-(1 << 63) + 1024, (1 << 63) - 1)}

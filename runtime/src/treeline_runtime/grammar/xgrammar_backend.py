@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from treeline_runtime.grammar.backend import FILL_THREADS, NO_OTHER_WAY, Compiled, GrammarError, Matcher, certain_text
-from treeline_runtime.grammar.mended import mended
 from treeline_runtime.grammar.patterns import as_ebnf, whole
 from treeline_runtime.grammar.satisfiable import check_satisfiable
 from treeline_runtime.grammar.schema_support import for_xgrammar
@@ -25,6 +24,7 @@ from treeline_runtime.messages import Grammar
 
 if TYPE_CHECKING:
     import torch
+from treeline_runtime.grammar.satisfiable import Kind
 
 MAX_THREADS = 8
 _STEP_SECONDS = 0.1
@@ -218,3 +218,29 @@ def _reason(error: Exception) -> str:
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
     text = re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
     return text.splitlines()[-1 if text.startswith("Traceback") else 0][:500] if text else type(error).__name__
+
+
+_SURROGATES = [0xD800, 0xDFFF]
+_BOUNDED_CHARACTER = [1, 34, 34, 92, 92, 13, 13, 10, 10]
+_JSON_CHARACTER = [1, 0, 31, 34, 34, 92, 92]
+
+
+def mended(serialized: str) -> str:
+    """Rules (`Grammar.serialize_json()`) without the characters that the library takes and that no text has.
+
+    Its negated classes take the surrogates, whose bytes are no UTF-8; its strings with a length take control
+    characters, which JSON has only escaped. The classes are written anew; expressions refer to each other by number,
+    so that only the table of where each begins changes.
+    """
+    grammar = json.loads(serialized)
+    data: list[int] = grammar["grammar_expr_data"]
+    new: list[int] = []
+    starts: list[int] = []
+    for start in grammar["grammar_expr_indptr"]:
+        kind, length = data[start], data[start + 1]
+        numbers = data[start + 2 : start + 2 + length]
+        if kind in (Kind.CLASS, Kind.CLASS_STAR) and numbers[0]:
+            numbers = (_JSON_CHARACTER if numbers == _BOUNDED_CHARACTER else numbers) + _SURROGATES
+        starts.append(len(new))
+        new += [kind, len(numbers), *numbers]
+    return json.dumps({**grammar, "grammar_expr_data": new, "grammar_expr_indptr": starts})

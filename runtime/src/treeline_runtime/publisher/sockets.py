@@ -18,12 +18,12 @@ def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
     try:
         keys = None if args.curve_dir is None else CurveKeys.load(args.curve_dir)
         host = args.events_host or ("0.0.0.0" if keys else "127.0.0.1")
-        host = bind_host(keys, host, allow_insecure=args.allow_insecure_events)
+        bind_host(keys, host)
         return keys, str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except KeyFileError as error:
         raise EventsError(f"--curve-dir: {error}") from None
     except InsecureBindError as error:
-        raise EventsError(f"--events-host: {error} (--curve-dir, or --allow-insecure-events)") from None
+        raise EventsError(f"--events-host: {error} (--curve-dir)") from None
     except socket.gaierror as error:
         raise EventsError(f"--events-host: {args.events_host!r} is no address: {error.strerror}") from None
 

@@ -1,5 +1,7 @@
-"""The shapes of answers, as the OpenAPI document shows them. Nothing is made from these: answers are written in pieces
-(`pacing`), and a test holds real ones against them.
+"""The shapes of answers, of which they are made and the OpenAPI document is.
+
+What may be large is written in pieces behind the rest (`pacing.opened`): that is the last member, but for
+`prompt_logprobs`. A test holds real answers against the document.
 """
 
 from __future__ import annotations
@@ -97,23 +99,23 @@ class PromptLogprob(Struct):
     decoded_token: str | None
 
 
-class ChatChoice(Struct):
+class ChatChoice(Struct, kw_only=True):
     index: int
     message: ChatMessage
     finish_reason: ChatFinishReason
     matched_stop: Matched
-    logprobs: ChatLogprobs | None
     token_ids: list[int] | Maybe = UNSET
+    logprobs: ChatLogprobs | None
 
 
-class ChatCompletion(Struct):
+class ChatCompletion(Struct, kw_only=True):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | Maybe = UNSET
+    choices: list[ChatChoice]
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | Maybe = UNSET
 
 
@@ -140,25 +142,25 @@ class ChatDelta(Struct):
     tool_calls: list[ToolCallDelta] | Maybe = UNSET
 
 
-class ChatChunkChoice(Struct):
+class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: ChatDelta
     finish_reason: ChatFinishReason | None
-    logprobs: ChatLogprobs | None
     matched_stop: Matched | Maybe = UNSET
     token_ids: list[int] | Maybe = UNSET
+    logprobs: ChatLogprobs | None
 
 
-class ChatChunk(Struct):
+class ChatChunk(Struct, kw_only=True):
     """An event of a stream. `usage` is there with `stream_options`; with `include_usage` a last one has no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
-    choices: list[ChatChunkChoice]
     usage: Usage | Maybe | None = UNSET
     prompt_token_ids: list[int] | Maybe = UNSET
+    choices: list[ChatChunkChoice]
 
 
 class CompletionLogprobs(Struct):
@@ -168,26 +170,26 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None] | None
 
 
-class CompletionChoice(Struct):
+class CompletionChoice(Struct, kw_only=True):
     index: int
     text: str
     finish_reason: FinishReason | None
     matched_stop: Matched
-    logprobs: CompletionLogprobs | None
     token_ids: list[int] | Maybe = UNSET
     prompt_token_ids: list[int] | Maybe = UNSET
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | Maybe = UNSET
+    logprobs: CompletionLogprobs | None
 
 
-class Completion(Struct):
+class Completion(Struct, kw_only=True):
     """An answer, or an event of a stream. `usage` of an event is there with `stream_options`."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[CompletionChoice]
     usage: Usage | Maybe | None = UNSET
+    choices: list[CompletionChoice]
 
 
 class HiddenStates(Struct):
@@ -251,9 +253,9 @@ class Embedding(Struct):
 
 class Embeddings(Struct):
     object: Literal["list"]
-    data: list[Embedding]
     model: str
     usage: VectorUsage
+    data: list[Embedding]
 
 
 class PooledItem(Struct):
@@ -267,8 +269,8 @@ class Pooled(Struct):
     object: Literal["list"]
     created: int
     model: str
-    data: list[PooledItem]
     usage: VectorUsage
+    data: list[PooledItem]
 
 
 class ClassifiedItem(Struct):
@@ -283,8 +285,8 @@ class Classified(Struct):
     object: Literal["list"]
     created: int
     model: str
-    data: list[ClassifiedItem]
     usage: VectorUsage
+    data: list[ClassifiedItem]
 
 
 class ScoreItem(Struct):
@@ -316,8 +318,8 @@ class Ranking(Struct):
     id: str
     object: Literal["list"]
     model: str
-    results: list[Ranked]
     usage: VectorUsage
+    results: list[Ranked]
 
 
 class Model(Struct):

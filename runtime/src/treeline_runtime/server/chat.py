@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import APIRouter, Response
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.server import openai, operations
+from treeline_runtime.server import answers, openai, schema
 from treeline_runtime.server.chat_answers import Choice, message
-from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
 from treeline_runtime.server.jobs import ChatTask
-from treeline_runtime.server.pacing import Pacer, open_object
+from treeline_runtime.server.pacing import Pacer, opened
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import Service, token_headers, usage
 from treeline_runtime.server.special_tokens import SpecialTokens
@@ -21,10 +23,19 @@ from treeline_runtime.tokenizer_manager import InflightRequest
 
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/chat/completions", **operations.CHAT)
+@router.post(
+    "/v1/chat/completions",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="Answer a chat",
+        body=openai.ChatBody,
+        answer=answers.ChatCompletion,
+        event=answers.ChatChunk,
+    ),
+)
 async def chat_completions(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")
@@ -55,7 +66,7 @@ class _Answer:
         self._task = task
         self._choices = choices(service.prompts, task)
 
-    def _usage(self, outs: Mapping[int, TextOut]) -> dict[str, object]:
+    def _usage(self, outs: Mapping[int, TextOut]) -> answers.Usage:
         counts = [count for choice in self._choices if (count := choice.reasoning_tokens) is not None]
         return usage(self._task.job, outs, sum(counts) if counts else None)
 
@@ -64,45 +75,56 @@ class _Answer:
         reasons = parsing is not None and parsing.reasoning is not None
         pieces, pacer = list[bytes](), Pacer()
         for index, (choice, out) in enumerate(zip(self._choices, outs, strict=True)):
+            assert out.finish is not None, "a whole answer has ended"
             made = message(await choice.take(out, pacer), reasons=reasons)
             if self._task.echo:
                 made["content"] = self._task.echo + (made["content"] or "")
-            shown = {
-                "index": index,
-                "message": made,
-                "finish_reason": choice.finish_reason(out.finish),
-                "matched_stop": None if out.finish is None else out.finish.matched,
-            }
-            if told.token_ids:
-                shown["token_ids"] = out.token_ids
-            pieces += [b"," if index else b"", open_object(shown, "logprobs")]
+            shown = answers.ChatChoice(
+                index=index,
+                message=answers.ChatMessage(**made),
+                finish_reason=choice.finish_reason(out.finish),
+                matched_stop=out.finish.matched,
+                token_ids=out.token_ids if told.token_ids else UNSET,
+                logprobs=None,
+            )
+            pieces += [b"," if index else b"", opened(shown)]
             pieces += [*await openai.chat_logprobs(out, told.logprobs, self._service.prompts, pacer), b"}"]
-        head = openai.envelope(job.rid, "chat.completion", self._service.model_name)
-        head["usage"] = self._usage(dict(enumerate(outs)))
-        if told.token_ids:
-            head["prompt_token_ids"] = job.prompts[0].ids
+        head = answers.ChatCompletion(
+            **openai.envelope(job.rid, "chat.completion", self._service.model_name),
+            usage=self._usage(dict(enumerate(outs))),
+            prompt_token_ids=job.prompts[0].input_ids if told.token_ids else UNSET,
+            choices=[],
+        )
         tail = [b"]"]
         if told.prompt_logprobs is not None:
             tail += [b',"prompt_logprobs":', *await openai.prompt_logprobs(outs[0], told.prompt_logprobs, pacer)]
         headers = token_headers(job.prompt_tokens, outs[0].cached_tokens)
-        return Answer([open_object(head, "choices"), b"[", *pieces, *tail, b"}"], headers=headers)
+        return Answer([opened(head), *pieces, *tail, b"}"], headers=headers)
 
     async def stream(self, asked: ApiRequest, inflight: InflightRequest) -> Response:
         job, streaming, told = self._task.job, self._task.streaming, self._task.told
-        head = openai.envelope(job.rid, "chat.completion.chunk", self._service.model_name)
-        if streaming.usage:
-            head["usage"] = None
+        head = answers.ChatChunk(
+            **openai.envelope(job.rid, "chat.completion.chunk", self._service.model_name),
+            usage=None if streaming.usage else UNSET,
+            choices=[],
+        )
         last: dict[int, TextOut] = {}
         role = {"role": "assistant", "content": self._task.echo, "refusal": None}
-        first = head | {"prompt_token_ids": job.prompts[0].ids} if told.token_ids else head
+        first = replace(head, prompt_token_ids=job.prompts[0].input_ids) if told.token_ids else head
 
         def begun(
-            index: int, delta: dict[str, Any], finish: str | None = None, head: dict[str, Any] = head, **more: Any
+            index: int,
+            delta: dict[str, Any],
+            finish: answers.ChatFinishReason | None = None,
+            head: answers.ChatChunk = head,
+            **more: Any,
         ) -> bytes:
             """A chunk up to its `choices[0].logprobs`."""
-            shown = head | {"usage": self._usage(last)} if streaming.continuous_usage and last else head
-            choice = {"index": index, "delta": delta, "finish_reason": finish, **more}
-            return b"data: " + open_object(shown, "choices") + b"[" + open_object(choice, "logprobs")
+            shown = replace(head, usage=self._usage(last)) if streaming.continuous_usage and last else head
+            choice = answers.ChatChunkChoice(
+                index=index, delta=answers.ChatDelta(**delta), finish_reason=finish, logprobs=None, **more
+            )
+            return b"data: " + opened(shown) + opened(choice)
 
         async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
             last[index] = out
@@ -122,7 +144,7 @@ class _Answer:
             return made
 
         def closing() -> bytes:
-            return (event({**head, "choices": [], "usage": self._usage(last)}) if streaming.usage else b"") + DONE
+            return (event(replace(head, usage=self._usage(last))) if streaming.usage else b"") + DONE
 
         return await self._service.stream(
             asked,

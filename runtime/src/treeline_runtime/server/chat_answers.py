@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, OutputParser, Part, Said, Thought
+from treeline_runtime.server.answers import ChatFinishReason
 from treeline_runtime.server.jobs import Shown
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.special_tokens import SpecialTokens, Unmarked
@@ -113,11 +114,10 @@ class Choice:
             return None
         return self._thinking_tokens if self._thinks else 0
 
-    def finish_reason(self, finish: FinishReason | None) -> str | None:
+    def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
         """`tool_calls` where the model ended by itself and has called; one that was cut off may be in the midst of a
         call."""
-        if finish is None:
-            return None
+        assert finish.type != "error", "which is no answer (`Service.check_finish`)"
         if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
             return "tool_calls"
         return finish.type

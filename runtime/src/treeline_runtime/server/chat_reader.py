@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from treeline_runtime import parsers
 from treeline_runtime.server import formats, openai
-from treeline_runtime.server.errors import ApiError, invalid
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
@@ -20,9 +20,6 @@ from treeline_runtime.server.tools import Calls, read_calls
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Reader
 
-EFFORTS: Final = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
-"""OpenAI's, and the highest of SGLang and vLLM."""
-
 
 def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, caller: Caller) -> ChatTask:
     """Raises ApiError 400 or 404."""
@@ -31,7 +28,6 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     if calls is not None:
         _check_tools(reader, body.chat_template)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
-    check_effort(raw)
     namespace = openai.namespace(raw, caller)
     ids = reader.prompts.of_chat(raw, limits, namespace)
     end = reader.prompts.end_of(ids)
@@ -52,12 +48,10 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     told = Told.checked(logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
     job = GenerationJob(
         openai.rid_of(body, "chatcmpl"),
-        [told.of(ids, sampling)],
+        [told.request(ids, sampling, namespace, body.priority)],
         n=body.n or 1,
-        namespace=namespace,
         tenant=caller.tenant,
         hides_cache=caller.shares_cache,
-        priority=body.priority or 0,
     )
     return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "", told)
 
@@ -91,13 +85,6 @@ def _check_tools(reader: Reader, template: str | None) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-
-
-def check_effort(raw: Mapping[str, Any]) -> None:
-    """Raises ApiError 400. Whether the template goes by it, `openai.read_chat` knows."""
-    effort = raw.get("reasoning_effort")
-    if effort is not None and not (isinstance(effort, str) and effort in EFFORTS):
-        raise invalid("reasoning_effort", f"expected one of {', '.join(sorted(EFFORTS))}")
 
 
 def _parsing(body: openai.ChatBody, reader: Reader, calls: Calls | None, end: str) -> Parsing | None:

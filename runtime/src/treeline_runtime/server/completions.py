@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, Response
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.server import openai, operations
-from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server import answers, openai, schema
+from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
 from treeline_runtime.server.jobs import CompletionTask
-from treeline_runtime.server.pacing import Pacer, open_object
+from treeline_runtime.server.pacing import Pacer, opened
 from treeline_runtime.server.service import Service, token_headers, usage
 from treeline_runtime.tokenizer_manager import InflightRequest
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/completions", **operations.COMPLETION)
+@router.post(
+    "/v1/completions",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="Go on with prompts",
+        body=openai.CompletionBody,
+        answer=answers.Completion,
+        event=answers.Completion,
+    ),
+)
 async def completions(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")
@@ -41,7 +50,7 @@ class _Choice:
         self._index = index
         self._echo = task.echoes[prompt]
         self._told = task.told
-        self._prompt_ids: list[int] | None = job.prompts[prompt].ids if task.told.token_ids else None
+        self._prompt_ids: list[int] | UnsetType = job.prompts[prompt].input_ids if task.told.token_ids else UNSET
         self._logprobs = openai.TextLogprobs(
             service.prompts,
             task.told.logprobs,
@@ -56,17 +65,17 @@ class _Choice:
         says = text or out.finish is not None or (self._told.token_ids and out.token_ids)
         if not says and logprobs is openai.NO_LOGPROBS:
             return []
-        choice: dict[str, Any] = {
-            "index": self._index,
-            "text": text,
-            "finish_reason": openai.finish_reason(out.finish),
-            "matched_stop": None if out.finish is None else out.finish.matched,
-        }
-        if self._told.token_ids:
-            choice["token_ids"] = out.token_ids
-        if self._prompt_ids is not None:
-            choice["prompt_token_ids"], self._prompt_ids = self._prompt_ids, None
-        made = [open_object(choice, "logprobs"), *logprobs]
+        choice = answers.CompletionChoice(
+            index=self._index,
+            text=text,
+            finish_reason=openai.finish_reason(out.finish),
+            matched_stop=None if out.finish is None else out.finish.matched,
+            token_ids=out.token_ids if self._told.token_ids else UNSET,
+            prompt_token_ids=self._prompt_ids,
+            logprobs=None,
+        )
+        self._prompt_ids = UNSET
+        made = [opened(choice), *logprobs]
         if self._told.prompt_logprobs is not None:
             made += [b',"prompt_logprobs":', *await openai.prompt_logprobs(out, self._told.prompt_logprobs, pacer)]
         return [*made, b"}"]
@@ -74,10 +83,9 @@ class _Choice:
 
 async def _answer(service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]) -> Answer:
     job = task.job
-    head = openai.envelope(job.rid, "text_completion", service.model_name) | {
-        "usage": usage(job, dict(enumerate(outs)))
-    }
-    pieces, pacer = [open_object(head, "choices"), b"["], Pacer()
+    envelope = openai.envelope(job.rid, "text_completion", service.model_name)
+    head = answers.Completion(**envelope, usage=usage(job, dict(enumerate(outs))), choices=[])
+    pieces, pacer = [opened(head)], Pacer()
     for index, (choice, out) in enumerate(zip(choices, outs, strict=True)):
         pieces += [b"," if index else b"", *await choice.take(out, pacer)]
         await pacer.rest()
@@ -89,27 +97,25 @@ async def _stream(
     asked: ApiRequest, task: CompletionTask, choices: list[_Choice], inflight: InflightRequest
 ) -> Response:
     service, job, streaming = asked.service, task.job, task.streaming
-    head = openai.envelope(job.rid, "text_completion", service.model_name)
-    if streaming.usage:
-        head["usage"] = None
+    envelope = openai.envelope(job.rid, "text_completion", service.model_name)
+    head = answers.Completion(**envelope, usage=None if streaming.usage else UNSET, choices=[])
     last: dict[int, TextOut] = {}
 
-    def counted() -> dict[str, object]:
-        return usage(job, last)
+    def counted() -> answers.Completion:
+        return replace(head, usage=usage(job, last))
 
     async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
         last[index] = out
         choice = await choices[index].take(out, pacer)
         if not choice:
             return []
-        shown = head | {"usage": counted()} if streaming.continuous_usage else head
-        return [b"data: ", open_object(shown, "choices"), b"[", *choice, b"]}\n\n"]
+        return [b"data: ", opened(counted() if streaming.continuous_usage else head), *choice, b"]}\n\n"]
 
     def headers(out: TextOut) -> list[Header]:
         # With several prompts, what the others found in the cache is not known yet.
         return token_headers(job.prompt_tokens, out.cached_tokens) if len(job.prompts) == 1 else []
 
     def closing() -> bytes:
-        return (event({**head, "choices": [], "usage": counted()}) if streaming.usage else b"") + DONE
+        return (event(counted()) if streaming.usage else b"") + DONE
 
     return await service.stream(asked, inflight, frames, headers_of=headers, closing=closing)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
+from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
 from treeline_runtime.server.access import Guarded
 from treeline_runtime.server.http import ApiRequest
@@ -40,3 +44,24 @@ Controlling = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES))]
 Converting = Annotated[ApiRequest, Depends(_Reading(MAX_BODY_BYTES))]
 Checking = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES, generates=True))]
 Generating = Annotated[ApiRequest, Depends(_Reading(MAX_BODY_BYTES, generates=True))]
+
+
+class ReadingRoute(APIRoute):
+    """The route of an endpoint whose one argument is the request with its body: it calls the two itself. FastAPI's
+    solver of dependencies and its exit stacks, of which there is no use here, cost a small completion a quarter of its
+    time. The document shows such a route as any other."""
+
+    @functools.cached_property
+    def _read(self) -> Callable[[Request], Awaitable[ApiRequest]]:
+        (reading,) = self.dependant.dependencies
+        found: Any = reading.call
+        assert isinstance(found, _Reading)
+        return found
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)
+            return
+        asked = await self._read(Request(scope, receive, send))
+        answer = await self.endpoint(asked)
+        await answer(scope, receive, send)

@@ -11,12 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
 
 from treeline_runtime.server.errors import ApiError, short
-from treeline_runtime.server.not_built import REASONS
 
 T = TypeVar("T")
 
@@ -67,12 +66,6 @@ HARMLESS: Mapping[str, str] = {
 }
 """Fields that clients send and that change nothing about an answer, and why not. Any value will do; it is ignored."""
 
-NATIVE_HARMLESS: Mapping[str, str] = {
-    **HARMLESS,
-    "stream_options": "asks for the usage, which every answer of /generate has: SGLang's kits",
-}
-"""The same for `/generate`."""
-
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
 """What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
@@ -115,6 +108,25 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
 """Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
 is not nothing."""
+
+
+class Body(msgspec.Struct, frozen=True):
+    """What a request, or an object within one, may have: the fields that are acted on. The OpenAPI document shows these
+    structs (`schema`). A field that somebody else checks is typed `Any`, with the schema of what is taken."""
+
+    harmless: ClassVar[Mapping[str, str]] = HARMLESS
+    """Fields that are ignored, and why."""
+    shown: ClassVar[Mapping[str, dict[str, Any]]] = {}
+    """Schemas of fields of which the types say too little."""
+    parts: ClassVar[tuple[type[Body], ...]] = ()
+    """Objects within it that no field's type names."""
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
+        """Raises ApiError 400, also for fields that are neither there nor harmless. `where`: prefix of their names."""
+        check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
+        given = {name: value for name, value in raw.items() if value is not None}  # null is "not said"
+        return convert(given, cls, where)
 
 
 def json_object(body: bytes | bytearray) -> dict[str, Any]:
@@ -266,3 +278,67 @@ def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
         return ApiError(400, f"Missing required parameter: {param!r}", param=param, code="missing_required_parameter")
     plain = text.replace("`", "").replace(" | null", "").replace(" | ", " or ")
     return ApiError(400, f"Invalid value for {param!r}: {plain}", param=param or None, code="invalid_value")
+
+
+_STORE: Final = "nothing is stored: send the whole conversation each time"
+_DISAGGREGATION: Final = "prompts are computed where their answer is"
+_OF_LOGPROBS: Final = "what is told of log probabilities is 'logprobs' and 'top_logprobs'"
+_WATERMARK: Final = "outputs have no watermarks"
+_EXPERTS: Final = "which experts computed a token is not told"
+_ADAPTER: Final = "there are no LoRA adapters"
+_CUT: Final = "prompts are never cut: send what is to be read"
+_OLD_CALLS: Final = "OpenAI's older form: use 'tools' and 'tool_choice'"
+_TOKENS: Final = "'return_token_ids' tells the tokens of prompt and answer"
+
+REASONS: Final[Mapping[str, str]] = {
+    "add_special_tokens": "the chat template writes all special tokens of a chat",
+    "audio": "answers are text",
+    "background": _STORE,
+    "best_of": "use 'n', and choose",
+    "bootstrap_host": _DISAGGREGATION,
+    "bootstrap_port": _DISAGGREGATION,
+    "bootstrap_room": _DISAGGREGATION,
+    "context_management": "nothing of a conversation is left out here",
+    "conversation": _STORE,
+    "disagg_prefill_dp_rank": _DISAGGREGATION,
+    "ec_transfer_params": _DISAGGREGATION,
+    "enable_response_messages": _TOKENS,
+    "function_call": _OLD_CALLS,
+    "functions": _OLD_CALLS,
+    "guided_whitespace_pattern": "JSON is written as json.dumps does",
+    "input_ids": "a chat has messages; /generate and /v1/completions take token ids",
+    "kv_transfer_params": _DISAGGREGATION,
+    "logprob_token_ids": _OF_LOGPROBS,
+    "lora_path": _ADAPTER,
+    "modalities": "answers are text",
+    "personality": "the style is the prompt's to say: 'instructions'",
+    "previous_input_messages": "send them as 'input'",
+    "previous_response": "send its output as 'input'",
+    "prompt": "nothing is stored that it could name: send the text itself, as this path takes it",
+    "prompt_embeds": "prompts are texts or token ids",
+    "reasoning": "use 'reasoning_effort'",
+    "repetition_detection": "use 'frequency_penalty', or 'max_tokens'",
+    "return_cached_tokens_details": "how much was cached is in the usage",
+    "return_flat_raw_output_top_logprobs": _OF_LOGPROBS,
+    "return_hidden_states": "/generate tells them, where the server was started with --enable-return-hidden-states",
+    "return_input_ids_in_sglext": _TOKENS,
+    "return_meta_info": _TOKENS,
+    "return_output_ids_in_sglext": _TOKENS,
+    "return_prompt_text": _TOKENS,
+    "return_prompt_token_ids": _TOKENS,
+    "return_routed_experts": _EXPERTS,
+    "return_sampling_mask": _OF_LOGPROBS,
+    "return_tokens_as_token_ids": _TOKENS,
+    "sampling_logprobs_mode": _OF_LOGPROBS,
+    "session_params": "sessions are not kept: prefixes are found without",
+    "suffix": "text is not filled in: write the model's own markers into the prompt",
+    "thinking": "use 'reasoning_effort', or 'chat_template_kwargs' with what the template reads",
+    "thinking_token_budget": "use 'reasoning_effort'",
+    "truncate_prompt_tokens": _CUT,
+    "use_beam_search": "use 'n'",
+    "vllm_xargs": "logit processors are for chats, completions and /generate",
+    "watermark": _WATERMARK,
+    "watermarking": _WATERMARK,
+    "web_search_options": "built-in tools are not served here",
+}
+"""By name; what a name means does not depend on the path."""

@@ -42,38 +42,24 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was cached is not told."""
 
 
-class PromptSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prompt and what is wanted for it."""
-
-    ids: list[int]
-    sampling: SamplingParams
-    return_logprob: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    return_hidden_states: bool = False
-
-
 class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """One generation request, whichever API it came through: every prompt is answered `n` times."""
 
     rid: str
     """Names all of it: `/abort_request` takes it."""
-    prompts: list[PromptSpec]
+    prompts: list[GenerateReq]
+    """What is wanted for each, alike but for the prompt and what is said of it alone; without `rid` and `client`."""
     n: int = 1
-    namespace: str | None = None
     tenant: str | None = None
     """Whose names `rid` and `rids` are."""
     rids: list[str] | None = None
     """Ids of the generations, where the client chose them."""
     hides_cache: bool = False
     """The answer's body does not tell what was cached."""
-    priority: int = 0
-    pools: bool = False
-    """A vector is wanted of each prompt, and no text."""
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(prompt.ids) for prompt in self.prompts)
+        return sum(len(prompt.input_ids) for prompt in self.prompts)
 
     @property
     def generations(self) -> int:
@@ -94,24 +80,18 @@ class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
                 )
         return self
 
-    def requests(self, client: str | None = None) -> list[GenerateReq]:
+    def requests(self, client: str | None = None, *, uses_priority: bool = True) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
         single = self.generations == 1
         rids = self.rids or [self.rid if single else f"{self.rid}:{index}" for index in range(self.generations)]
         choices = [(prompt, choice) for prompt in self.prompts for choice in range(self.n)]
         return [
-            GenerateReq(
+            msgspec.structs.replace(
+                prompt,
                 rid=rid,
-                input_ids=prompt.ids,
-                sampling=_for_choice(prompt.sampling, choice),
-                namespace=self.namespace,
                 client=client,
-                return_logprob=prompt.return_logprob,
-                logprob_start_len=prompt.logprob_start_len,
-                top_logprobs_num=prompt.top_logprobs_num,
-                priority=self.priority,
-                pools=self.pools,
-                return_hidden_states=prompt.return_hidden_states,
+                sampling=_for_choice(prompt.sampling, choice),
+                priority=prompt.priority if uses_priority else 0,
             )
             for rid, (prompt, choice) in zip(rids, choices, strict=True)
         ]
@@ -174,12 +154,29 @@ class Told(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
         return cls(logprobs, prompt_logprobs, bool(token_ids))
 
-    def of(self, ids: list[int], sampling: SamplingParams, *, echo: bool = False) -> PromptSpec:
+    def request(
+        self,
+        ids: list[int],
+        sampling: SamplingParams,
+        namespace: str | None,
+        priority: int | None,
+        *,
+        echo: bool = False,
+    ) -> GenerateReq:
         """With the log probabilities that are told; they also keep ids that have been told from being withdrawn."""
         tops = [top for top in (self.logprobs, self.prompt_logprobs) if top is not None]
         start = 0 if (echo and self.logprobs is not None) or self.prompt_logprobs is not None else -1
         kept = self.token_ids and sampling.grammar is not None
-        return PromptSpec(ids, sampling, bool(tops) or kept, start, max(tops, default=0))
+        return GenerateReq(
+            "",
+            ids,
+            sampling,
+            namespace,
+            return_logprob=bool(tops) or kept,
+            logprob_start_len=start,
+            top_logprobs_num=max(tops, default=0),
+            priority=priority or 0,
+        )
 
     def size(self, job: GenerationJob) -> int:
         """Bytes of an answer that the prompts' ids take."""

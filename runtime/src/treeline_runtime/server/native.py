@@ -12,13 +12,13 @@ from typing import Any
 from fastapi import APIRouter, Response
 from msgspec import Struct
 
-from treeline_runtime.messages import FinishReason, HiddenStates, TextOut, decode_logprobs
-from treeline_runtime.server import openai, operations
-from treeline_runtime.server.dependencies import Controlling, Converting, Generating
+from treeline_runtime.messages import FinishReason, GenerateReq, HiddenStates, TextOut, decode_logprobs
+from treeline_runtime.server import answers, native_fields, openai, schema
+from treeline_runtime.server.dependencies import Controlling, Converting, Generating, ReadingRoute
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown, convert
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, json_answer
-from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob, PromptSpec
+from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob
 from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_object
 from treeline_runtime.server.service import Service, token_headers
 from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
@@ -29,12 +29,21 @@ _BASE64_AT_ONCE = 3 << 18
 """Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 administration = APIRouter()
 """Of these paths what is for operators alone."""
 
 
-@router.post("/generate", **operations.GENERATE)
+@router.post(
+    "/generate",
+    **schema.operation(
+        tag=schema.NATIVE,
+        summary="Go on with prompts",
+        body=native_fields.GenerateBody,
+        answer=answers.Generated | list[answers.Generated],
+        event=answers.Generated,
+    ),
+)
 async def generate(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "generate")
@@ -73,7 +82,7 @@ def _hidden_bytes(service: Service, job: GenerationJob) -> int:
             param="return_hidden_states",
             code="disabled",
         )
-    rows = job.n * sum(len(prompt.ids) + prompt.sampling.max_new_tokens for prompt in job.prompts)
+    rows = job.n * sum(len(prompt.input_ids) + prompt.sampling.max_new_tokens for prompt in job.prompts)
     return HIDDEN_BYTES * service.hidden_size * rows
 
 
@@ -82,7 +91,7 @@ class _Answers:
     """Native answers are cumulative: text and lists so far, by index."""
 
     rids: list[str]
-    prompts: list[PromptSpec]
+    prompts: list[GenerateReq]
     """What each of them answers."""
     started_at: float
     with_text: bool
@@ -113,16 +122,16 @@ class _Answers:
                 if fresh is not None and name in so_far.logprobs:
                     _extend(so_far.logprobs[name], elements([self._shown(item) for item in fresh]))
             await pacer.rest()
-        meta: dict[str, Any] = {
-            "id": self.rids[index],
-            "finish_reason": _finish(out.finish, out.completion_tokens),
-            "prompt_tokens": out.prompt_tokens,
-            "completion_tokens": out.completion_tokens,
-            "cached_tokens": 0 if self.hides_cache else out.cached_tokens,
-            "weight_version": self.weight_version,
-            "num_retractions": out.retractions,
-            "e2e_latency": time.monotonic() - self.started_at,
-        }
+        meta = answers.MetaInfo(
+            id=self.rids[index],
+            finish_reason=_finish(out.finish, out.completion_tokens),
+            prompt_tokens=out.prompt_tokens,
+            completion_tokens=out.completion_tokens,
+            cached_tokens=0 if self.hides_cache else out.cached_tokens,
+            weight_version=self.weight_version,
+            num_retractions=out.retractions,
+            e2e_latency=time.monotonic() - self.started_at,
+        )
         head = {"text": so_far.text} | ({"index": index} if shown_index else {})
         pieces = [open_object(head, "output_ids"), b"[", bytes(so_far.ids), b'],"meta_info":']
         pieces.append(encode_json(meta)[:-1])
@@ -151,7 +160,7 @@ class _SoFar:
     ids: bytearray = field(default_factory=bytearray)
 
 
-def _logprob_lists(prompt: PromptSpec) -> dict[str, bytearray]:
+def _logprob_lists(prompt: GenerateReq) -> dict[str, bytearray]:
     """The lists of an answer, by name. SGLang's clients read them whether or not there is anything in them."""
     names: list[str] = []
     if prompt.return_logprob:
@@ -209,14 +218,24 @@ async def _stream(asked: ApiRequest, task: GenerateTask, inflight: InflightReque
     )
 
 
-@router.post("/tokenize", **operations.TOKENIZE)
-@router.post("/v1/tokenize", **operations.TOKENIZE)
+_TOKENIZE = schema.operation(
+    tag=schema.NATIVE, summary="Text → ids", body=native_fields.TokenizeBody, answer=answers.Tokens
+)
+
+
+@router.post("/tokenize", **_TOKENIZE)
+@router.post("/v1/tokenize", **_TOKENIZE)
 async def tokenize(asked: Converting) -> Response:
     return Answer((await asked.service.read(asked, "tokenize", Answered)).body)
 
 
-@router.post("/detokenize", **operations.DETOKENIZE)
-@router.post("/v1/detokenize", **operations.DETOKENIZE)
+_DETOKENIZE = schema.operation(
+    tag=schema.NATIVE, summary="Ids → text", body=native_fields.DetokenizeBody, answer=answers.Text
+)
+
+
+@router.post("/detokenize", **_DETOKENIZE)
+@router.post("/v1/detokenize", **_DETOKENIZE)
 async def detokenize(asked: Converting) -> Response:
     return Answer((await asked.service.read(asked, "detokenize", Answered)).body)
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
 from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server import grammars, openai, processors, tools
+from treeline_runtime.server.fields import HARMLESS, Body
 from treeline_runtime.server.sampling import Count, Priority, SamplingFields, Seed, TokenId, TopCount
 
 StartLen = Annotated[int, Meta(ge=-1, le=1 << 31)]
 
 
 class NativeSampling(SamplingFields, frozen=True):
+    """Unset values come from the checkpoint, `max_new_tokens` is 128."""
+
+    json_schema: grammars.JsonSchema = None
+    regex: grammars.Regex = None
+    ebnf: grammars.Ebnf = None
+    structural_tag: grammars.StructuralTag = None
+    choice: grammars.Choices = None
     max_new_tokens: Count | None = None
     min_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
-    custom_logit_processor: str | None = None
+    custom_logit_processor: processors.ProcessorName | None = None
     custom_params: dict[str, Any] | None = None
 
 
@@ -29,12 +37,25 @@ def read_processor(sampling: NativeSampling, name: str | None, params: dict[str,
     )
 
 
-class GenerateBody(Struct, frozen=True):
-    """What of a `/generate` request we act on. Lists make a batch; one value then counts for all its members."""
+_SAMPLING = {"anyOf": [{"$ref": "#/components/schemas/NativeSampling"}, {"type": "null"}]}
 
+
+class GenerateBody(Body, frozen=True):
+    """Either `text` or `input_ids`, of one prompt or of several: lists make a batch, and one value counts for all."""
+
+    harmless: ClassVar = {
+        **HARMLESS,
+        "stream_options": "asks for the usage, which every answer of /generate has: SGLang's kits",
+    }
+    shown: ClassVar = {
+        "sampling_params": {"anyOf": [*_SAMPLING["anyOf"], {"type": "array", "items": _SAMPLING}]},
+    }
+    parts: ClassVar = (NativeSampling,)
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None
     sampling_params: dict[str, Any] | list[Any] | None = None
+    cache_salt: openai.Salt = None
+    extra_key: openai.Salt = None
     rid: openai.Rid | list[openai.Rid] | None = None
     stream: bool | None = None
     priority: Priority | None = None
@@ -49,17 +70,27 @@ class GenerateBody(Struct, frozen=True):
     """As in `sampling_params`: SGLang's clients have the first here, and the second there."""
 
 
-class TokenizeBody(Struct, frozen=True):
+class TokenizeBody(Body, frozen=True):
+    """Either `prompt` or `messages`."""
+
     prompt: str | list[str] | None = None
-    messages: Any = None
+    messages: openai.MaybeConversation = None
+    documents: openai.Documents = None
+    add_generation_prompt: openai.TemplateFlag = None
+    continue_final_message: openai.TemplateFlag = None
+    chat_template_kwargs: openai.Variables = None
+    tools: tools.Tools = None
+    tool_choice: tools.ToolChoice = None
+    parallel_tool_calls: tools.SeveralCalls = None
     chat_template: openai.ChatTemplateText | None = None
     add_special_tokens: bool | None = None
     model: str | None = None
 
 
-class DetokenizeBody(Struct, frozen=True):
-    tokens: list[Any]
-    """Ids, or lists of ids."""
+class DetokenizeBody(Body, frozen=True):
+    """Token ids: a list, or several."""
+
+    tokens: Annotated[list[Any], Meta(extra_json_schema=openai.TEXTS)]
     skip_special_tokens: bool | None = None
     model: str | None = None
 
@@ -70,9 +101,3 @@ class OneList(Struct, frozen=True):
 
 class ManyLists(Struct, frozen=True):
     tokens: list[list[TokenId]]
-
-
-GENERATE_FIELDS = frozenset(GenerateBody.__struct_fields__) | openai.NAMESPACE_FIELDS
-SAMPLING_FIELDS = frozenset(NativeSampling.__struct_fields__) | grammars.SAMPLING_FIELDS
-TOKENIZE_FIELDS = frozenset(TokenizeBody.__struct_fields__) | openai.TEMPLATE_FIELDS | tools.FIELDS
-DETOKENIZE_FIELDS = frozenset(DetokenizeBody.__struct_fields__)

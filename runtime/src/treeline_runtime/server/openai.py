@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from treeline_wire.prompt import PromptError, namespace_of
 
 from treeline_runtime.messages import (
@@ -19,14 +19,23 @@ from treeline_runtime.messages import (
     decode_logprobs,
 )
 from treeline_runtime.server import grammars, tools
+from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, TokenLogprob
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.fields import check_unknown, convert
+from treeline_runtime.server.fields import Body, ignore
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.jobs import Caller, Streaming
 from treeline_runtime.server.pacing import Pacer, elements
-from treeline_runtime.server.processors import read_processor
+from treeline_runtime.server.processors import ProcessorName, read_processor
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
+from treeline_runtime.server.sampling import (
+    MAX_TOP_LOGPROBS,
+    Count,
+    PositiveCount,
+    Priority,
+    SamplingFields,
+    Seed,
+    TopCount,
+)
 
 if TYPE_CHECKING:
     from treeline_runtime.server.reader import Reader
@@ -38,26 +47,88 @@ ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
 """Known ones have up to 20 thousand characters."""
 
 
-class StreamOptions(Struct, frozen=True):
+MAX_SALT_CHARS = 1024
+"""It is kept with every page, and told to every router."""
+Salt = Annotated[
+    Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
+    Meta(description="Requests that differ in this share no cached prefix."),
+]
+"""Read by wire's `namespace_of`."""
+_CONVERSATION: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role"],
+        "properties": {
+            "role": {"type": "string"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array"}, {"type": "null"}]},
+            "tool_calls": {
+                "type": ["array", "null"],
+                "description": "Of the assistant; arguments are the text of JSON.",
+            },
+            "tool_call_id": {"type": ["string", "null"], "description": "Which call a message of `tool` answers."},
+        },
+    },
+}
+_FOR_TEMPLATE = "For the model's chat template. Content in parts has parts of type `text`."
+Conversation = Annotated[Any, Meta(description=_FOR_TEMPLATE, extra_json_schema=_CONVERSATION)]
+MaybeConversation = Annotated[
+    Any, Meta(description=_FOR_TEMPLATE, extra_json_schema={"anyOf": [_CONVERSATION, {"type": "null"}]})
+]
+Documents = Annotated[Any, Meta(description="For the template.", extra_json_schema={"type": ["array", "null"]})]
+TemplateFlag = Annotated[Any, Meta(description="For the template.", extra_json_schema={"type": ["boolean", "null"]})]
+Variables = Annotated[Any, Meta(description="For the template.", extra_json_schema={"type": ["object", "null"]})]
+"""All four are read, and checked, by wire's `prompt_of_chat`."""
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+TEXTS: dict[str, list[Any]] = {
+    "anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}}]
+}
+_PROMPTS = "A text or its token ids, or several of them."
+Texts = Annotated[Any, Meta(description=_PROMPTS, extra_json_schema=TEXTS)]
+MaybeTexts = Annotated[
+    Any, Meta(description=_PROMPTS, extra_json_schema={"anyOf": [*TEXTS["anyOf"], {"type": "null"}]})
+]
+"""Both are read, and checked, by wire's `prompt_of_completion`."""
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""OpenAI's, and the highest of SGLang and vLLM."""
+
+
+class StreamOptions(Body, frozen=True):
+    """What the chunks of a stream have besides."""
+
+    harmless: ClassVar = {
+        "include_obfuscation": "padding, so that nobody sees in encrypted packets how long a token is"
+    }
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""
 
 
-STREAM_HINTS = {"include_obfuscation": "padding, so that nobody sees in encrypted packets how long a token is"}
-
-
-class CommonBody(SamplingFields, frozen=True):
+class CommonBody(SamplingFields, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Salt = None
+    extra_key: Salt = None
+    response_format: grammars.ResponseFormat = None
+    structured_outputs: grammars.StructuredOutputs = None
+    json_schema: grammars.JsonSchema = None
+    regex: grammars.Regex = None
+    ebnf: grammars.Ebnf = None
+    structural_tag: grammars.StructuralTag = None
+    choice: grammars.Choices = None
+    guided_json: grammars.JsonSchema = None
+    guided_regex: grammars.Regex = None
+    guided_choice: grammars.Choices = None
+    guided_grammar: grammars.Ebnf = None
     seed: Seed | None = None
     min_tokens: Count | None = None
     rid: Rid | None = None
     request_id: Rid | None = None
     """vLLM's name of `rid`."""
     priority: Priority | None = None
-    custom_logit_processor: str | None = None
+    custom_logit_processor: ProcessorName | None = None
     custom_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
     """vLLM's name of `custom_params`."""
@@ -66,10 +137,21 @@ class CommonBody(SamplingFields, frozen=True):
     prompt_logprobs: TopCount | None = None
 
 
-class ChatBody(CommonBody, frozen=True):
-    """What of a chat request we act on, besides `TEMPLATE_FIELDS`, `tools.FIELDS` and `grammars.FIELDS`."""
+class ChatBody(CommonBody, frozen=True, kw_only=True):
+    """A chat. Unset sampling values come from the checkpoint, `max_tokens` is the rest of the context."""
 
-    messages: Any = None
+    messages: Conversation
+    documents: Documents = None
+    add_generation_prompt: TemplateFlag = None
+    continue_final_message: TemplateFlag = None
+    chat_template_kwargs: Variables = None
+    tools: tools.Tools = None
+    tool_choice: tools.ToolChoice = None
+    parallel_tool_calls: tools.SeveralCalls = None
+    reasoning_effort: Annotated[
+        Effort | None,
+        Meta(description="For the chat template, whose thinking it turns on or off; ignored where it reads neither."),
+    ] = None
     chat_template: ChatTemplateText | None = None
     """In place of the model's: vLLM's."""
     max_tokens: PositiveCount | None = None
@@ -86,43 +168,30 @@ class ChatBody(CommonBody, frozen=True):
     """The message that the answer goes on with comes first: vLLM's."""
 
 
-class CompletionBody(CommonBody, frozen=True):
-    """What of a completion request we act on."""
+class CompletionBody(CommonBody, frozen=True, kw_only=True):
+    """Prompts to go on with. Unset sampling values come from the checkpoint, `max_tokens` is 16."""
 
-    prompt: Any = None
+    shown: ClassVar = {
+        "logprobs": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}, {"enum": [None, False]}]}
+    }
+    prompt: Texts
     max_tokens: Count | None = None
     logprobs: TopCount | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
-NAMESPACE_FIELDS = frozenset({"cache_salt", "extra_key"})
-"""Read, and checked, by wire's `namespace_of`."""
-MAX_SALT_CHARS = 1024
-"""It is kept with every page, and told to every router."""
-TEMPLATE_FIELDS = frozenset({"documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"})
-"""Read, and checked, by wire's `prompt_of_chat`."""
-
-CHAT_FIELDS = (
-    frozenset(ChatBody.__struct_fields__) | NAMESPACE_FIELDS | TEMPLATE_FIELDS | tools.FIELDS | grammars.FIELDS
-)
-COMPLETION_FIELDS = frozenset(CompletionBody.__struct_fields__) | NAMESPACE_FIELDS | grammars.FIELDS
 EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 """Of chat templates: an effort sets them all (`treeline_wire.dialects.treeline`)."""
 
 
 def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     """Raises ApiError 400 or 404."""
-    known = CHAT_FIELDS
-    typed = convert(body, ChatBody)
+    typed = ChatBody.read(body)
     reader.prompts.check_place(typed.chat_template)
-    if body.get("reasoning_effort") and not reader.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
-        known |= {"reasoning_effort"}
-    _check_common(body, typed, reader, known)
-    if typed.messages is None:
-        raise ApiError(
-            400, "Missing required parameter: 'messages'", param="messages", code="missing_required_parameter"
-        )
+    if typed.reasoning_effort and reader.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
+        ignore("reasoning_effort")
+    _check_common(body, typed, reader)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
     if both and typed.max_tokens != typed.max_completion_tokens:
         raise ApiError(400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
@@ -135,26 +204,21 @@ def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
     """Raises ApiError 400 or 404."""
     if body.get("logprobs") is False:  # chat's spelling of "none"
         body = {**body, "logprobs": None}
-    typed = convert(body, CompletionBody)
-    _check_common(body, typed, reader, COMPLETION_FIELDS)
-    if typed.prompt is None:
-        raise ApiError(400, "Missing required parameter: 'prompt'", param="prompt", code="missing_required_parameter")
+    typed = CompletionBody.read(body)
+    _check_common(body, typed, reader)
     return typed
 
 
-def _check_common(body: Mapping[str, Any], typed: CommonBody, reader: Reader, known: frozenset[str]) -> None:
-    check_unknown(body, known)
-    reader.check_model(typed.model)
-    if typed.stream_options is not None:
-        if not typed.stream:
+def _check_common(raw: Mapping[str, Any], body: CommonBody, reader: Reader) -> None:
+    reader.check_model(body.model)
+    if body.stream_options is not None:
+        if not body.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
-        convert(typed.stream_options, StreamOptions, "stream_options.")
-        known = frozenset(StreamOptions.__struct_fields__)
-        check_unknown(typed.stream_options, known, harmless=STREAM_HINTS, where="stream_options.")
+        StreamOptions.read(raw["stream_options"], "stream_options.")
 
 
 def streaming(body: CommonBody) -> Streaming:
-    options = convert(body.stream_options or {}, StreamOptions, "stream_options.")
+    options = body.stream_options or StreamOptions()
     return Streaming(bool(body.stream), bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
@@ -181,9 +245,6 @@ def encodable(text: str) -> str:
 
 def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
     """The cache that the request uses. Raises ApiError 400."""
-    for name in NAMESPACE_FIELDS & body.keys():
-        if isinstance(body[name], str) and len(body[name]) > MAX_SALT_CHARS:
-            raise ApiError(400, f"{name!r} has more than {MAX_SALT_CHARS} characters", param=name)
     try:
         return namespace_of(body, caller.tenant)
     except PromptError as error:
@@ -219,9 +280,9 @@ def envelope(id: str, object: str, model: str) -> dict[str, Any]:
     return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 
-def finish_reason(finish: FinishReason | None) -> str | None:
-    """`stop`, `length`, or `abort` for a request that an operator ended."""
-    return None if finish is None else finish.type
+def finish_reason(finish: FinishReason | None) -> Literal["stop", "length", "abort"] | None:
+    """`abort` is for a request that an operator ended; other errors are no answers (`Service.check_finish`)."""
+    return None if finish is None or finish.type == "error" else finish.type
 
 
 NO_LOGPROBS = [b"null"]
@@ -243,12 +304,9 @@ async def prompt_logprobs(out: TextOut, top: int, pacer: Pacer) -> list[bytes]:
     return [b"[", *pieces[1:], b"]"]
 
 
-def _ranked(one: TextLogprob, tops: Sequence[TextLogprob]) -> dict[str, Any]:
+def _ranked(one: TextLogprob, tops: Sequence[TextLogprob]) -> dict[str, PromptLogprob]:
     ranks: dict[int, int | None] = {id: rank for rank, (_, id, _) in enumerate(tops, 1)}
-    return {
-        str(id): {"logprob": floor(value), "rank": ranks.get(id), "decoded_token": text}
-        for value, id, text in (one, *tops)
-    }
+    return {str(id): PromptLogprob(floor(value), ranks.get(id), text) for value, id, text in (one, *tops)}
 
 
 async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: Pacer) -> list[bytes]:
@@ -261,7 +319,7 @@ async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: 
         chosen = known.output_tokens or []
         tops = known.output_tops or [[] for _ in chosen]
         content = [
-            {**_entry(one, prompts), "top_logprobs": [_entry(other, prompts) for other in likeliest[:top]]}
+            ContentLogprob(*_entry(one, prompts), [TokenLogprob(*_entry(other, prompts)) for other in likeliest[:top]])
             for one, likeliest in zip(chosen, tops, strict=True)
         ]
         if content:
@@ -270,14 +328,18 @@ async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: 
     return [b'{"refusal":null,"content":[', *parts[1:], b"]}"]
 
 
-def _entry(logprob: TextLogprob, prompts: Prompts) -> dict[str, Any]:
+def _entry(logprob: TextLogprob, prompts: Prompts) -> tuple[str, float, list[int]]:
+    """The first members of `TokenLogprob`."""
     value, id, text = logprob
-    return {"token": text or "", "logprob": floor(value), "bytes": prompts.bytes_of(id, text or "")}
+    return text or "", LEAST_LOGPROB if value is None else max(value, LEAST_LOGPROB), prompts.bytes_of(id, text or "")
+
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity: a token that sampling excluded is as improbable as OpenAI's API can say."""
 
 
 def floor(value: float | None) -> float | None:
-    """JSON has no infinity: a token that sampling excluded is as improbable as OpenAI's API can say."""
-    return None if value is None else max(value, -9999.0)
+    return None if value is None else max(value, LEAST_LOGPROB)
 
 
 class TextLogprobs:

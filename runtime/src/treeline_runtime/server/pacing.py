@@ -34,6 +34,13 @@ def open_object(members: Mapping[str, Any], last: str) -> bytes:
     return encode_json(members)[:-1] + b"," + encode_json(last) + b":"
 
 
+def opened(value: msgspec.Struct) -> bytes:
+    """The beginning of a JSON object whose last member is to be written in pieces behind it: up to that member's value
+    where it is None in `value`, and within its brackets where it is []."""
+    encoded = encode_json(value)
+    return encoded[:-5] if encoded.endswith(b"null}") else encoded[:-2]
+
+
 def elements(values: list[Any]) -> bytes:
     """The elements of a JSON array without its brackets."""
     return encode_json(values)[1:-1]

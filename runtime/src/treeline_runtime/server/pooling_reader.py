@@ -5,21 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from treeline_wire.prompt import PromptError, prompt_of_completion
 
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as fields
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.fields import check_unknown, convert
+from treeline_runtime.server.fields import check_unknown
 from treeline_runtime.server.jobs import (
     Caller,
     ClassifyTask,
     GenerationJob,
-    PromptSpec,
     RerankTask,
     ScoreTask,
     VectorsTask,
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=fields.PoolingFields)
 InputsOrChat = fields.PoolingBody | fields.ClassifyBody
+_FOR_TEMPLATES = ("documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _NOTHING = SamplingParams(max_new_tokens=0)
 
 
@@ -72,8 +71,8 @@ class PoolingReader:
         return ClassifyTask(job, body.use_activation is not False)
 
     def score(self) -> ScoreTask:
-        body = self._body(fields.ScoreBody, fields.SCORE_NAMES)
-        first, second = _one_or_more(body.text_1, "text_1"), _one_or_more(body.text_2, "text_2")
+        body = self._body(fields.ScoreBody)
+        first, second = _one_or_more(body.first, "text_1"), _one_or_more(body.second, "text_2")
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
@@ -93,17 +92,8 @@ class PoolingReader:
             None if body.return_documents is False else documents,
         )
 
-    def _body(self, type: type[T], other_names: Mapping[str, str] = MappingProxyType({})) -> T:
-        """`other_names`: what fields of the type may be called besides."""
-        raw = dict(self.raw)
-        for name, ours in other_names.items():
-            value = raw.pop(name, None)
-            if value is not None and raw.get(ours) is not None:
-                raise ApiError(400, f"{name!r} is another name of {ours!r}, which is there, too", param=name)
-            if value is not None:
-                raw[ours] = value
-        check_unknown(raw, fields.known(type))
-        body = convert(raw, type)
+    def _body(self, type: type[T]) -> T:
+        body = type.read(self.raw)
         self.reader.check_model(body.model)
         return body
 
@@ -125,12 +115,12 @@ class PoolingReader:
     def _job(self, body: fields.PoolingFields, kind: str, prompts: list[list[int]]) -> GenerationJob:
         return GenerationJob(
             body.rid or openai.new_rid(kind),
-            [PromptSpec(ids, _NOTHING) for ids in prompts],
-            namespace=self._namespace,
+            [
+                GenerateReq("", ids, _NOTHING, self._namespace, priority=body.priority or 0, pools=True)
+                for ids in prompts
+            ],
             tenant=self.caller.tenant,
             hides_cache=self.caller.shares_cache,
-            pools=True,
-            priority=body.priority or 0,
         )
 
     def _inputs(self, body: fields.EmbeddingBody | InputsOrChat) -> list[list[int]]:
@@ -152,8 +142,8 @@ class PoolingReader:
         if (body.input is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'input' and 'messages'", param="input")
         if body.messages is None:
-            for name in openai.TEMPLATE_FIELDS & self.raw.keys():
-                check_unknown({name: self.raw[name]}, ())  # nothing is rendered
+            for name in _FOR_TEMPLATES:
+                check_unknown({name: getattr(body, name)}, ())  # nothing is rendered
             return self._inputs(body)
         if body.add_special_tokens:
             problem = "'add_special_tokens' is for 'input': a chat template writes its own"

@@ -14,7 +14,7 @@ from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import LoadUpdate
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server import operations
+from treeline_runtime.server import answers, schema
 from treeline_runtime.server.access import Guarded
 from treeline_runtime.server.dependencies import Checking
 from treeline_runtime.server.errors import RETRY, ApiError
@@ -37,6 +37,17 @@ class ServerInfo:
     """Unix seconds."""
 
 
+_READY = schema.operation(tag=schema.STATE, summary="200 while new requests are taken", answer=answers.Status)
+
+
+_MODEL_INFO = schema.operation(tag=schema.STATE, summary="About the model")
+
+
+_SERVER_INFO = schema.operation(
+    tag=schema.STATE, summary="About the server: its arguments, without secrets, and its state"
+)
+
+
 class Probes:
     def __init__(self, service: Service, info: ServerInfo, report: Callable[[Observed], object] | None = None) -> None:
         """`report`: a worker's way to tell what it sees of the engine (see `EngineHealth`)."""
@@ -54,26 +65,62 @@ class Probes:
     def router(self) -> APIRouter:
         """What everybody may ask."""
         made = APIRouter()
-        made.add_api_route("/live", self.live, **operations.LIVE)
+        made.add_api_route(
+            "/live",
+            self.live,
+            **schema.operation(tag=schema.STATE, summary="503 when a restart would help", answer=answers.Status),
+        )
         for path in ("/ready", "/health", "/ping"):
-            made.add_api_route(path, self.ready, **operations.READY)
+            made.add_api_route(path, self.ready, **_READY)
         for path in ("/model_info", "/get_model_info"):
-            made.add_api_route(path, self.model_info, **operations.MODEL_INFO)
+            made.add_api_route(path, self.model_info, **_MODEL_INFO)
         for path in ("/server_info", "/get_server_info"):
-            made.add_api_route(path, self.server_info, **operations.SERVER_INFO)
-        made.add_api_route("/version", self.version, **operations.VERSION)
-        made.add_api_route("/treeline/tokenizer", self.tokenizer, **operations.TOKENIZER)
+            made.add_api_route(path, self.server_info, **_SERVER_INFO)
+        made.add_api_route(
+            "/version",
+            self.version,
+            **schema.operation(tag=schema.STATE, summary="Of the server", answer=answers.Version),
+        )
+        made.add_api_route(
+            "/treeline/tokenizer",
+            self.tokenizer,
+            **schema.operation(
+                tag=schema.STATE, summary="The tokenizer and chat template, for a router that renders prompts"
+            ),
+        )
         return made
 
     @property
     def keyed_router(self) -> APIRouter:
         """What is asked with the key of the API."""
         made = APIRouter(dependencies=[Security(Guarded())])
-        made.add_api_route("/health_generate", self.health_generate, **operations.WORKS)
-        made.add_api_route("/v1/models", self.models, **operations.MODELS)
-        made.add_api_route("/v1/models/{model:path}", self.model, **operations.MODEL)
-        made.add_api_route("/v1/loads", self.loads, **operations.LOADS)
-        made.add_api_route("/load", self.load, **operations.LOAD)
+        made.add_api_route(
+            "/health_generate",
+            self.health_generate,
+            **schema.operation(tag=schema.STATE, summary="Generates a few tokens", answer=answers.Status),
+        )
+        made.add_api_route(
+            "/v1/models",
+            self.models,
+            **schema.operation(tag=schema.OPENAI, summary="The model that is served, as a list", answer=answers.Models),
+        )
+        made.add_api_route(
+            "/v1/models/{model:path}",
+            self.model,
+            **schema.operation(
+                tag=schema.OPENAI,
+                summary="The model",
+                answer=answers.Model,
+            ),
+        )
+        made.add_api_route(
+            "/v1/loads", self.loads, **schema.operation(tag=schema.STATE, summary="The scheduler's load, asked now")
+        )
+        made.add_api_route(
+            "/load",
+            self.load,
+            **schema.operation(tag=schema.STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load),
+        )
         return made
 
     # ---- probes ---------------------------------------------------------------------------------------------
@@ -89,7 +136,7 @@ class Probes:
                 raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s", type="server_error")
             if self.health.problem is not None and self.health.failing_s > limit_s:
                 raise ApiError(503, self.health.problem, type="server_error")
-        return json_answer({"status": "live", "heartbeats": state.heartbeats})
+        return json_answer(answers.Status("live", state.heartbeats))
 
     async def ready(self) -> Response:
         """200 while the server accepts new work and, as far as is known, can do it. Costs nothing: answered without
@@ -106,33 +153,33 @@ class Probes:
             raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
         if self.health.problem is not None:
             raise ApiError(503, self.health.problem, type="server_error")
-        return json_answer({"status": "ready"})
+        return json_answer(answers.Status("ready"))
 
     async def health_generate(self, _asked: Checking) -> Response:
         """Generates a few tokens, so it proves the whole path; too slow for a probe under load."""
         await self.health.check()
-        return json_answer({"status": "healthy"})
+        return json_answer(answers.Status("healthy"))
 
     # ---- information ----------------------------------------------------------------------------------------
 
     async def models(self) -> Response:
-        return json_answer({"object": "list", "data": [self._model()]})
+        return json_answer(answers.Models("list", [self._model()]))
 
     async def model(self, model: str) -> Response:
         self._service.reader.check_model(model)
         return json_answer(self._model())
 
-    def _model(self) -> dict[str, Any]:
-        limits = self._service.limits
-        return {
-            "id": self._service.model_name,
-            "object": "model",
-            "created": int(self._info.started_at),
-            "owned_by": "treeline",
-            "root": self._service.model_name,
-            "parent": None,
-            "max_model_len": None if limits is None else limits.context_length,
-        }
+    def _model(self) -> answers.Model:
+        limits, name = self._service.limits, self._service.model_name
+        return answers.Model(
+            id=name,
+            object="model",
+            created=int(self._info.started_at),
+            owned_by="treeline",
+            root=name,
+            parent=None,
+            max_model_len=None if limits is None else limits.context_length,
+        )
 
     async def model_info(self) -> Response:
         info = self._info
@@ -214,11 +261,11 @@ class Probes:
     async def load(self) -> Response:
         """Requests in flight, as last reported: vLLM's."""
         load = self._service.state.load
-        return json_answer({"server_load": load.running + load.waiting})
+        return json_answer(answers.Load(load.running + load.waiting))
 
     async def version(self) -> Response:
         """Ours: vLLM's and SGLang's path."""
-        return json_answer({"version": self._info.version})
+        return json_answer(answers.Version(self._info.version))
 
     async def metrics(self) -> Response:
         metrics, state = self._service.metrics, self._service.state

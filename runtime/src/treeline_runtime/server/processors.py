@@ -9,12 +9,21 @@ that the engine was started with; whether it is one of them, the scheduler knows
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
 
 from treeline_runtime.logit_processors import MAX_NAME_CHARS, is_name
 from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server.errors import invalid
 
+ProcessorName = Annotated[
+    str,
+    Meta(
+        description="The logit processor, of those that the server was started with; Python is not taken.",
+        extra_json_schema={"maxLength": MAX_NAME_CHARS},
+    ),
+]
 MAX_PARAMS_BYTES: Final = 64 << 10
 """As JSON."""
 MAX_DEPTH: Final = 32

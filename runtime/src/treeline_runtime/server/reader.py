@@ -12,13 +12,15 @@ from typing import Any
 import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
+from treeline_runtime.messages import GenerateReq
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
+from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import ApiError, UnknownModel
-from treeline_runtime.server.fields import IGNORED, NATIVE_HARMLESS, check_unknown, convert, json_object
+from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import (
     Answered,
@@ -27,7 +29,6 @@ from treeline_runtime.server.jobs import (
     GenerateTask,
     GenerationJob,
     Kind,
-    PromptSpec,
     Streaming,
     Task,
     Told,
@@ -78,7 +79,6 @@ class Reader:
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
-        grammars.STRICT.set(self.formats.strict_schemas)
         try:
             task = readers[kind](json_object(body), limits, caller)
         except RecursionError:
@@ -102,7 +102,7 @@ class Reader:
         prompts = self.prompts.of_completion(raw, limits, namespace)
         told = Told.checked(body.logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
         specs = [
-            told.of(
+            told.request(
                 ids,
                 openai.sampling(
                     body,
@@ -111,6 +111,8 @@ class Reader:
                     constraint,
                     processor,
                 ),
+                namespace,
+                body.priority,
                 echo=bool(body.echo),
             )
             for ids in prompts
@@ -121,21 +123,18 @@ class Reader:
             openai.rid_of(body, "cmpl"),
             specs,
             n=body.n or 1,
-            namespace=namespace,
             tenant=caller.tenant,
             hides_cache=caller.shares_cache,
-            priority=body.priority or 0,
         )
         return CompletionTask(job.check_copies(), openai.streaming(body), echoes, told)
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
     def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
-        check_unknown(raw, native.GENERATE_FIELDS, harmless=NATIVE_HARMLESS)
-        body = convert(raw, native.GenerateBody)
+        body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
-        specs, n = self._prompt_specs(body, prompts, limits)
+        specs, n = self._requests(body, prompts, limits, namespace)
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(specs) * n:
@@ -148,11 +147,9 @@ class Reader:
             name,
             specs,
             n=n,
-            namespace=namespace,
             tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
-            priority=body.priority or 0,
         )
         streaming = Streaming(bool(body.stream))
         if body.stream and body.return_hidden_states:
@@ -177,9 +174,9 @@ class Reader:
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
         return self.prompts.of_prompts(prompts, limits, name, namespace), batched
 
-    def _prompt_specs(
-        self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits
-    ) -> tuple[list[PromptSpec], int]:
+    def _requests(
+        self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits, namespace: str | None
+    ) -> tuple[list[GenerateReq], int]:
         """What is wanted for each prompt, and `n`, which must be the same for all."""
         count = len(prompts)
         columns = zip(
@@ -192,7 +189,7 @@ class Reader:
             _each(body.top_logprobs_num, count, "top_logprobs_num"),
             strict=True,
         )
-        specs: list[PromptSpec] = []
+        made: list[GenerateReq] = []
         ns: set[int] = set()
         last, fields = None, _native_sampling({})
         for ids, params, processor, custom, logprob, start, top in columns:
@@ -218,18 +215,29 @@ class Reader:
                 )
             if start is None:  # of a prompt alone, log probabilities can only be its own
                 start = 0 if logprob and not sampling.max_new_tokens else -1
-            specs.append(PromptSpec(ids, sampling, bool(logprob), start, top or 0, bool(body.return_hidden_states)))
+            made.append(
+                GenerateReq(
+                    "",
+                    ids,
+                    sampling,
+                    namespace,
+                    return_logprob=bool(logprob),
+                    logprob_start_len=start,
+                    top_logprobs_num=top or 0,
+                    priority=body.priority or 0,
+                    return_hidden_states=bool(body.return_hidden_states),
+                )
+            )
             ns.add(typed.n or 1)
         if len(ns) > 1:
             raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
-        return specs, ns.pop()
+        return made, ns.pop()
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
     def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: Caller) -> Answered:
         """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
-        check_unknown(raw, native.TOKENIZE_FIELDS)
-        body = convert(raw, native.TokenizeBody)
+        body = native.TokenizeBody.read(raw)
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
@@ -247,19 +255,18 @@ class Reader:
             tokens = lists[0] if single else lists
             count = len(lists[0]) if single else [len(ids) for ids in lists]
         limit = limits.context_length if limits is not None else None
-        return Answered(encode_json({"tokens": tokens, "count": count, "max_model_len": limit}))
+        return Answered(encode_json(Tokens(tokens, count, limit)))
 
     def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: Caller) -> Answered:
         """`{"tokens": ids or lists of ids}` → `text`."""
-        check_unknown(raw, native.DETOKENIZE_FIELDS)
-        body = convert(raw, native.DetokenizeBody)
+        body = native.DetokenizeBody.read(raw)
         self.check_model(body.model)
         skip = body.skip_special_tokens is not False
         check_generations(body.tokens, 1, "tokens")
         if body.tokens and isinstance(body.tokens[0], list):
             lists = convert(raw, native.ManyLists).tokens
-            return Answered(encode_json({"text": self._texts(lists, skip)}))
-        return Answered(encode_json({"text": self._texts([convert(raw, native.OneList).tokens], skip)[0]}))
+            return Answered(encode_json(Text(self._texts(lists, skip))))
+        return Answered(encode_json(Text(self._texts([convert(raw, native.OneList).tokens], skip)[0])))
 
     def _texts(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         size = 0
@@ -291,7 +298,7 @@ def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Const
     """The `sampling_params` of a prompt, and what its output is held to."""
     if not isinstance(params, dict):
         raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
-    check_unknown(params, native.SAMPLING_FIELDS)
+    check_unknown(params, native.NativeSampling.__struct_fields__)
     typed = convert(params, native.NativeSampling, "sampling_params.")
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-from treeline_runtime.client_seconds import ClientSeconds
 from treeline_runtime.confined.frames import header, receive_frame
 from treeline_runtime.launch import spawn
 from treeline_runtime.models.pooling import Pooling
@@ -31,7 +30,7 @@ from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import Caller, Kind, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_runtime.turns import Turns
+from treeline_runtime.turns import ClientSeconds, Turns
 
 ORDINARY_BYTES = 1 << 20
 MAX_WAITING = 1024

@@ -1,26 +1,28 @@
-"""How `/openapi.json` is made: bodies from the structs that the readers convert to, answers from `answers`. What it
-says of each path is in `operations`.
+"""How `/openapi.json` is made: bodies from the structs that the readers read, answers from `answers`. What it says of
+each path stands at its route.
 
-A body's schema is what `fields.check_unknown` and `fields.convert` accept: each field that is acted on with its type
-and bounds, those that are harmless with the reason why, those that may have neutral values alone with these values,
-and any other field with a value that asks for nothing.
+A body's schema is what `fields.Body.read` accepts: each field that is acted on with its type and bounds, those that are
+harmless with the reason why, those that may have neutral values alone with these values, and any other field with a
+value that asks for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 
 from treeline_runtime.server.answers import Error
-from treeline_runtime.server.fields import HARMLESS, NEUTRAL, ON_BY_DEFAULT
+from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 
 Schema = dict[str, Any]
 
 JSON, EVENTS = "application/json", "text/event-stream"
+OPENAI, ANTHROPIC, NATIVE = "OpenAI's API", "Anthropic's API", "SGLang's API"
+STATE, VECTORS = "Probes and information", "Rerankers, rewards and other vectors"
+"""Tags."""
 REFERENCE = "#/components/schemas/{name}"
 NOTHING: tuple[Any, ...] = (None, False, [], {})
 """With these values any field asks for nothing (`fields.is_neutral`)."""
@@ -31,61 +33,24 @@ names the field.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Body:
-    """What a request, or an object within one, may have."""
-
-    struct: type[msgspec.Struct]
-    description: str
-    others: Mapping[str, Schema] = field(default_factory=dict)
-    """Fields that somebody else reads, or of which the struct says too little."""
-    required: tuple[str, ...] = ()
-    harmless: Mapping[str, str] = field(default_factory=lambda: HARMLESS)
-    parts: tuple[Body, ...] = ()
-    """Objects within it."""
-
-    @property
-    def reference(self) -> Schema:
-        return reference(self.struct)
-
-    def components(self) -> dict[str, Schema]:
-        """Its schema and those of its parts, by name."""
-        made = components([self.struct])[self.struct.__name__]
-        harmless = {name: {"description": f"Changes nothing: {why}."} for name, why in self.harmless.items()}
-        neutral = {name: {"enum": [*NOTHING, *values]} for name, values in NEUTRAL.items()}
-        on = {name: {"enum": [value for value in NOTHING if value is not False]} for name in ON_BY_DEFAULT}
-        acted_on = made["properties"] | self.others
-        own = made | {
-            "description": self.description,
-            "properties": acted_on | neutral | on | harmless | acted_on,  # these first, and as they are
-            "required": sorted({*made["required"], *self.required}),
-            "additionalProperties": {"enum": list(NOTHING)},
-        }
-        found = {self.struct.__name__: own}
-        for part in self.parts:
-            found |= part.components()
-        return found
-
-
 _KINDS: list[Any] = [Error]
-_BODIES: list[Body] = []
 """What operations refer to."""
 
 
 def operation(
-    *, tag: str, summary: str, answer: Any = dict, event: Any = None, error: Any = Error, body: Body | None = None
+    *, tag: str, summary: str, answer: Any = dict, event: Any = None, error: Any = Error, body: type[Body] | None = None
 ) -> dict[str, Any]:
     """What a route says of itself, as keywords of its decorator. `answer`, `event` and `error`: the types of answers,
     of a stream's events (None: there are no streams), and of answers that are errors."""
-    _KINDS.extend(kind for kind in (answer, event, error) if kind is not None)
+    _KINDS.extend(kind for kind in (answer, event, error, body) if kind is not None)
     content = {JSON: {"schema": reference(answer)}}
     if event is not None:
         content[EVENTS] = {"schema": reference(event)}
     failed = {"description": "An error", "content": {JSON: {"schema": reference(error)}}}
     extra: Schema = {}
     if body is not None:
-        _BODIES.append(body)
-        extra["requestBody"] = {"required": True, "content": {JSON: {"schema": body.reference}}}
+        _KINDS.extend(body.parts)
+        extra["requestBody"] = {"required": True, "content": {JSON: {"schema": reference(body)}}}
     return {
         "tags": [tag],
         "summary": summary,
@@ -97,19 +62,33 @@ def operation(
 def document(app: FastAPI) -> Schema:
     """The OpenAPI document of an application: FastAPI's, and the schemas of bodies and answers."""
     made = app.openapi()
-    schemas = components(_KINDS)
-    for body in _BODIES:
-        schemas |= body.components()
+    _, schemas = msgspec.json.schema_components(_KINDS, ref_template=REFERENCE)
+    for body in _bodies(Body):
+        if (acted_on := schemas.get(body.__name__)) is not None:
+            schemas[body.__name__] = _taken(body, acted_on)
     made.setdefault("components", {})["schemas"] = schemas
     return made
+
+
+def _bodies(kind: type[Body]) -> Iterator[type[Body]]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _bodies(one)
+
+
+def _taken(body: type[Body], acted_on: Schema) -> Schema:
+    """What `Body.read` takes. `acted_on`: the schema of the struct."""
+    harmless = {name: {"description": f"Changes nothing: {why}."} for name, why in body.harmless.items()}
+    neutral = {name: {"enum": [*NOTHING, *values]} for name, values in NEUTRAL.items()}
+    on = {name: {"enum": [value for value in NOTHING if value is not False]} for name in ON_BY_DEFAULT}
+    own = acted_on["properties"] | body.shown
+    return acted_on | {
+        "properties": own | neutral | on | harmless | own,  # these first, and as they are
+        "additionalProperties": {"enum": list(NOTHING)},
+    }
 
 
 def reference(kind: Any) -> Schema:
     """A type's schema, in which structs are named."""
     (found,), _ = msgspec.json.schema_components([kind], ref_template=REFERENCE)
     return found
-
-
-def components(kinds: Iterable[Any]) -> dict[str, Schema]:
-    """The schemas of the structs in types, by name."""
-    return msgspec.json.schema_components(kinds, ref_template=REFERENCE)[1]

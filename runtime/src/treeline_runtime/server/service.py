@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
+from msgspec import UNSET
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
@@ -16,7 +16,7 @@ from treeline_wire.json_values import MAX_SLOW, slow_numbers
 from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
-from treeline_runtime.server import errors
+from treeline_runtime.server import answers, errors
 from treeline_runtime.server.errors import RETRY, ApiError, Header
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import ApiRequest, EventStream, error_event, in_pieces
@@ -230,12 +230,10 @@ class Service:
         """Starts the job's generations. They end with the request that asked for them; without one (None) the caller
         closes them. `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
-        if job.priority and not self.uses_priority:
-            job = msgspec.structs.replace(job, priority=0)
-            if asked is not None:
-                asked.ignored += ("priority",)
+        if job.prompts[0].priority and not self.uses_priority and asked is not None:
+            asked.ignored += ("priority",)
         client = OURSELVES if asked is None else asked.client
-        requests, size, pacer = job.requests(client), answer_bytes, Pacer()
+        requests, size, pacer = job.requests(client, uses_priority=self.uses_priority), answer_bytes, Pacer()
         for first in requests[:: job.n]:
             size += job.n * size_of(first)
             await pacer.rest()
@@ -354,7 +352,7 @@ class Service:
         return EventStream(content(), headers=headers, media_type="text/event-stream")
 
 
-def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> dict[str, object]:
+def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
     """OpenAI's usage object, from the outputs so far by index of the generation. `reasoning_tokens`: of the completion
     tokens; None = not known.
 
@@ -363,17 +361,14 @@ def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int
     """
     completion_tokens = sum(out.completion_tokens for out in outs.values())
     prompt_tokens = job.prompt_tokens
-    counted: dict[str, object] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-    if reasoning_tokens is not None:
-        counted["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    if not job.hides_cache:
-        cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
-        counted["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
-    return counted
+    cached_tokens = sum(out.cached_tokens for index, out in outs.items() if index % job.n == 0)
+    return answers.Usage(
+        prompt_tokens,
+        completion_tokens,
+        prompt_tokens + completion_tokens,
+        UNSET if job.hides_cache else answers.PromptTokensDetails(cached_tokens),
+        UNSET if reasoning_tokens is None else answers.CompletionTokensDetails(reasoning_tokens),
+    )
 
 
 def token_headers(prompt_tokens: int, cached_tokens: int) -> list[Header]:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 from treeline_runtime.server import chat, completions, native, vectors
 from treeline_runtime.server.access import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.apis import anthropic, responses
+from treeline_runtime.server.apis import endpoints
 from treeline_runtime.server.app import application
 from treeline_runtime.server.probes import Probes
 from treeline_runtime.server.service import Service
@@ -60,8 +60,7 @@ def inference(
         [
             chat.router,
             completions.router,
-            responses.router,
-            anthropic.router,
+            endpoints.router,
             native.router,
             vectors.router,
             probes.keyed_router,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from treeline_runtime.server.errors import invalid, short
 
@@ -14,7 +15,44 @@ MAX_TOOLS: Final = 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """OpenAI's names, Anthropic's length, and what namespaces of tools are written with."""
 
-FIELDS: Final = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+_TOOL: Final = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"], "description": "A JSON Schema of the arguments."},
+                "strict": {"type": ["boolean", "null"], "description": "The arguments hold the schema."},
+            },
+        },
+    },
+}
+Tools = Annotated[
+    Any,
+    Meta(
+        description="What the model may call.",
+        extra_json_schema={"type": ["array", "null"], "items": _TOOL, "maxItems": MAX_TOOLS},
+    ),
+]
+ToolChoice = Annotated[
+    Any,
+    Meta(
+        description="`auto` unless it is there. An object names the function that is called, or is `allowed_tools`.",
+        extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]},
+    ),
+]
+SeveralCalls = Annotated[
+    Any,
+    Meta(
+        description="Whether there may be several calls; true unless it is there.",
+        extra_json_schema={"type": ["boolean", "null"]},
+    ),
+]
 
 
 class Tool(msgspec.Struct, frozen=True, omit_defaults=True):

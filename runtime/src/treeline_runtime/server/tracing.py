@@ -144,7 +144,7 @@ class RequestSpan:
             return
         context = trace.set_span_in_context(self._span)
         stages = [(QUEUE, self._began_ns, self._turn_ns), (PREFILL, self._turn_ns, self._first_ns)]
-        if not self._job.pools:
+        if not self._job.prompts[0].pools:
             stages.append((DECODE, self._first_ns, self._last_ns))
         for name, begin, end in stages:
             self._tracer.start_span(name, context, start_time=begin).end(end)
@@ -159,7 +159,7 @@ class RequestSpan:
             found["gen_ai.usage.input_tokens"] = job.prompt_tokens
             cached = sum(out.cached_tokens for index, out in outs if index % job.n == 0)
             found["gen_ai.usage.cache_read.input_tokens"] = cached
-            if not job.pools:
+            if not job.prompts[0].pools:
                 found["gen_ai.usage.output_tokens"] = sum(out.completion_tokens for _, out in outs)
             if streamed:
                 found["gen_ai.response.time_to_first_chunk"] = _seconds(self._came_ns, self._first_ns)
@@ -205,9 +205,9 @@ def _of_job(job: GenerationJob, model: str) -> dict[str, AttributeValue]:
         "gen_ai.response.id": job.rid,
         "gen_ai.request.choice.count": job.n if job.n > 1 else None,
         "treeline.prompts": len(job.prompts) if len(job.prompts) > 1 else None,
-        "treeline.priority": job.priority or None,
+        "treeline.priority": job.prompts[0].priority or None,
     }
-    if not job.pools and job.prompts:
+    if not job.prompts[0].pools:
         found |= _of_sampling(job.prompts[0].sampling)
     return _known(found)
 

@@ -10,18 +10,19 @@ import base64
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fastapi import APIRouter, Response
+from msgspec import UNSET, Struct
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
-from treeline_runtime.server import openai, operations
-from treeline_runtime.server.dependencies import Generating
+from treeline_runtime.server import answers, openai, schema
+from treeline_runtime.server import pooling_fields as fields
+from treeline_runtime.server.dependencies import Generating, ReadingRoute
 from treeline_runtime.server.errors import ApiError, Header
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
-from treeline_runtime.server.pacing import Pacer, encode_json, open_object
+from treeline_runtime.server.pacing import Pacer, encode_json, opened
 from treeline_runtime.server.service import Service, token_headers
 
 FLOAT_BYTES = 24
@@ -31,10 +32,15 @@ SHOWN_BYTES = 2
 """What a character of a document takes that is shown in an answer: itself, and as JSON. Most are ASCII."""
 
 
-router = APIRouter()
+router = APIRouter(route_class=ReadingRoute)
 
 
-@router.post("/v1/embeddings", **operations.EMBEDDINGS)
+@router.post(
+    "/v1/embeddings",
+    **schema.operation(
+        tag=schema.OPENAI, summary="Vectors of texts", body=fields.EmbeddingBody, answer=answers.Embeddings
+    ),
+)
 async def embeddings(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "embed")
@@ -42,22 +48,39 @@ async def embeddings(asked: Generating) -> Response:
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
     outs = await _outs(asked, task.job)
-    head = {"object": "list", "model": service.model_name, "usage": _usage(task.job)}
-    return await _answer(service, task, outs, head, "embedding", "embedding")
+    head = answers.Embeddings("list", service.model_name, _usage(task.job), [])
+    return await _answer(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
-@router.post("/pooling", **operations.POOLING)
+@router.post(
+    "/pooling",
+    **schema.operation(
+        tag=schema.VECTORS,
+        summary="What the model makes of texts, as it is",
+        body=fields.PoolingBody,
+        answer=answers.Pooled,
+    ),
+)
 async def pooling(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "embed", "score", "reward")
     task = await service.read(asked, "pooling", VectorsTask)
     outs = await _outs(asked, task.job)
-    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
-    return await _answer(service, task, outs, head, "pooling", "data")
+    envelope = openai.envelope(task.job.rid, "list", service.model_name)
+    head = answers.Pooled(**envelope, usage=_usage(task.job), data=[])
+    return await _answer(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
 
 
-@router.post("/classify", **operations.CLASSIFY)
-@router.post("/v1/classify", **operations.CLASSIFY)
+_CLASSIFY = schema.operation(
+    tag=schema.VECTORS,
+    summary="What a classification head says of texts",
+    body=fields.ClassifyBody,
+    answer=answers.Classified,
+)
+
+
+@router.post("/classify", **_CLASSIFY)
+@router.post("/v1/classify", **_CLASSIFY)
 async def classify(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "reward", "score")
@@ -69,28 +92,39 @@ async def classify(asked: Generating) -> Response:
     def item(index: int) -> bytes:
         probs = activated(_floats(outs[index]), made.activation if task.activation else "identity")
         likeliest = max(range(len(probs)), key=probs.__getitem__)
-        return encode_json({"index": index, "label": labels[likeliest], "probs": probs, "num_classes": len(probs)})
+        return encode_json(answers.ClassifiedItem(index, labels[likeliest], probs, len(probs)))
 
-    head = openai.envelope(task.job.rid, "list", service.model_name) | {"usage": _usage(task.job)}
-    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+    envelope = openai.envelope(task.job.rid, "list", service.model_name)
+    head = answers.Classified(**envelope, usage=_usage(task.job), data=[])
+    return await _listed(head, item, len(outs), _headers(task.job, outs))
 
 
-@router.post("/score", **operations.SCORE)
-@router.post("/v1/score", **operations.SCORE)
+_SCORE = schema.operation(
+    tag=schema.VECTORS, summary="How relevant texts are to others", body=fields.ScoreBody, answer=answers.Scores
+)
+
+
+@router.post("/score", **_SCORE)
+@router.post("/v1/score", **_SCORE)
 async def score(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "score")
     task = await service.read(asked, "score", ScoreTask)
     outs = await _outs(asked, task.job)
     scores = _scores(service, outs, activation=task.activation)
-    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
+    data = [answers.ScoreItem(index, "score", value) for index, value in enumerate(scores)]
     head = openai.envelope(task.job.rid, "list", service.model_name)
-    return json_answer(head | {"data": data, "usage": _usage(task.job)}, headers=_headers(task.job, outs))
+    return json_answer(answers.Scores(**head, data=data, usage=_usage(task.job)), headers=_headers(task.job, outs))
 
 
-@router.post("/rerank", **operations.RERANK)
-@router.post("/v1/rerank", **operations.RERANK)
-@router.post("/v2/rerank", **operations.RERANK)
+_RERANK = schema.operation(
+    tag=schema.VECTORS, summary="Documents by relevance", body=fields.RerankBody, answer=answers.Ranking
+)
+
+
+@router.post("/rerank", **_RERANK)
+@router.post("/v1/rerank", **_RERANK)
+@router.post("/v2/rerank", **_RERANK)
 async def rerank(asked: Generating) -> Response:
     service = asked.service
     service.admit_for(asked, "score")
@@ -102,13 +136,11 @@ async def rerank(asked: Generating) -> Response:
 
     def item(place: int) -> bytes:
         index = order[place]
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if task.documents is not None:
-            result["document"] = {"text": task.documents[index]}
-        return encode_json(result)
+        document = UNSET if task.documents is None else answers.RankedDocument(task.documents[index])
+        return encode_json(answers.Ranked(index, scores[index], document))
 
-    head = {"id": task.job.rid, "object": "list", "model": service.model_name, "usage": _usage(task.job)}
-    return await _listed(head, "results", item, len(order), _headers(task.job, outs))
+    head = answers.Ranking(task.job.rid, "list", service.model_name, _usage(task.job), [])
+    return await _listed(head, item, len(order), _headers(task.job, outs))
 
 
 # ---- vectors --------------------------------------------------------------------------------------------------------
@@ -125,9 +157,13 @@ async def _outs(asked: ApiRequest, job: GenerationJob, shown_bytes: int = 0) -> 
 
 
 async def _answer(
-    service: Service, task: VectorsTask, outs: Sequence[TextOut], head: dict[str, Any], kind: str, member: str
+    service: Service,
+    task: VectorsTask,
+    outs: Sequence[TextOut],
+    head: answers.Embeddings | answers.Pooled,
+    as_item: Callable[[int, list[float] | str], answers.Embedding | answers.PooledItem],
 ) -> Response:
-    """`data` with an object of this `kind` for each vector, which is its `member`."""
+    """`data` with an item for each vector: `as_item` has its index, and its numbers as they are written."""
     made = service.pools()
 
     def item(index: int) -> bytes:
@@ -135,16 +171,14 @@ async def _answer(
         if task.dimensions is not None:
             vector = cut(vector, task.dimensions, normalize=made.normalize)
         written = base64.b64encode(vector).decode() if task.base64 else vector.tolist()
-        return encode_json({"object": kind, "index": index, member: written})
+        return encode_json(as_item(index, written))
 
-    return await _listed(head, "data", item, len(outs), _headers(task.job, outs))
+    return await _listed(head, item, len(outs), _headers(task.job, outs))
 
 
-async def _listed(
-    head: dict[str, Any], name: str, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]
-) -> Response:
-    """An answer with a list of `count` items, each written in its turn."""
-    pieces, pacer = [open_object(head, name), b"["], Pacer()
+async def _listed(head: Struct, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]) -> Response:
+    """An answer whose last member is a list of `count` items, each written in its turn."""
+    pieces, pacer = [opened(head)], Pacer()
     for index in range(count):
         pieces += [b"," if index else b"", item(index)]
         await pacer.rest()
@@ -155,8 +189,8 @@ def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[Header, ...]:
     return tuple(token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs)))
 
 
-def _usage(job: GenerationJob) -> dict[str, int]:
-    return {"prompt_tokens": job.prompt_tokens, "total_tokens": job.prompt_tokens}
+def _usage(job: GenerationJob) -> answers.VectorUsage:
+    return answers.VectorUsage(job.prompt_tokens, job.prompt_tokens)
 
 
 def _vector(out: TextOut) -> array[float]:

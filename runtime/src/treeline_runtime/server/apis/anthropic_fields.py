@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
 from treeline_runtime.server.apis.errors import NO_THREADS
 from treeline_runtime.server.errors import ApiError, invalid, short, unsupported
-from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
-from treeline_runtime.server.openai import NAMESPACE_FIELDS, Rid
+from treeline_runtime.server.fields import HARMLESS, check_unknown
+from treeline_runtime.server.openai import Rid, Salt, Variables
 from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
 
+_MESSAGE: Final = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+    },
+}
 
-class MessagesBody(SamplingFields, frozen=True):
-    """What of a request we act on, besides `OTHER_FIELDS`."""
 
-    messages: Annotated[list[Any], Meta(min_length=1)] | None = None
+class MessagesBody(SamplingFields, frozen=True, kw_only=True):
+    """A chat. Where `max_tokens` is more than the context has room for, the answer may fill it."""
+
+    harmless: ClassVar = {
+        **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
+        "betas": "which additions to the API the client knows: SGLang's field",
+        "cache_control": "prefixes are cached without being told",
+        "billing_policy": "says who pays; nobody does",
+        "diagnostics": "asks why a prefix was not cached; the usage says how much was",
+        **dict.fromkeys(
+            ("fallbacks", "fallback_credit_token"), "which models answer where this one declines; none declines"
+        ),
+        "speed": "there is one speed",
+        "inference_geo": "says where; there is one place",
+        "user_profile_id": "says who asks, for statistics",
+        "workspace_id": "says who asks, for statistics",
+    }
+    shown: ClassVar = {
+        "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},
+        "n": {"enum": [None, 1]},
+        "stop": {"description": "Called `stop_sequences` here.", "enum": [None, "", []]},
+    }
+    messages: Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": _MESSAGE})]
+    chat_template_kwargs: Variables = None
+    cache_salt: Salt = None
+    extra_key: Salt = None
     model: str | None = None
     system: str | list[Any] | None = None
     max_tokens: PositiveCount | None = None
@@ -34,22 +65,6 @@ class MessagesBody(SamplingFields, frozen=True):
     priority: Priority | None = None
 
 
-OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs"}
-"""Read where those of a chat are."""
-MESSAGES_HARMLESS: Final[Mapping[str, str]] = {
-    **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
-    "betas": "which additions to the API the client knows: SGLang's field",
-    "cache_control": "prefixes are cached without being told",
-    "billing_policy": "says who pays; nobody does",
-    "diagnostics": "asks why a prefix was not cached; the usage says how much was",
-    **dict.fromkeys(
-        ("fallbacks", "fallback_credit_token"), "which models answer where this one declines; none declines"
-    ),
-    "speed": "there is one speed",
-    "inference_geo": "says where; there is one place",
-    "user_profile_id": "says who asks, for statistics",
-    "workspace_id": "says who asks, for statistics",
-}
 NAMES: Final[Mapping[str, str]] = {
     "messages": "messages",
     "stop": "stop_sequences",
@@ -89,11 +104,11 @@ _THINKING_HINTS: Final = frozenset({"budget_tokens"})
 
 def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBody:
     """`counts`: the tokens are to be counted, and none made. Raises ApiError 400."""
-    body = convert(raw, MessagesBody)
-    check_unknown(raw, frozenset(MessagesBody.__struct_fields__) | OTHER_FIELDS, harmless=MESSAGES_HARMLESS)
-    for name in ("messages",) if counts else ("messages", "max_tokens"):
-        if getattr(body, name) is None:
-            raise ApiError(400, f"Missing required parameter: {name!r}", param=name, code="missing_required_parameter")
+    body = MessagesBody.read(raw)
+    if body.max_tokens is None and not counts:
+        raise ApiError(
+            400, "Missing required parameter: 'max_tokens'", param="max_tokens", code="missing_required_parameter"
+        )
     if body.n not in (None, 1) or body.stop:
         name = "n" if body.stop is None else "stop"
         raise unsupported(name, "this API has no such field")

@@ -17,6 +17,7 @@ from treeline_wire.prompt import PromptError
 
 from treeline_runtime.server import openai
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
+from treeline_runtime.server.apis.answers import InputTokens, TokenCount
 from treeline_runtime.server.apis.errors import renamed, renamed_param
 from treeline_runtime.server.chat_reader import read_chat_task
 from treeline_runtime.server.errors import ApiError, invalid, unsupported
@@ -71,7 +72,7 @@ class ApiReader:
         responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
         names = responses_fields.NAMES, responses_fields.MEMBERS
         counted = self._counted(responses.to_chat, "input", body.model, *names)
-        return Answered(encode_json({"object": "response.input_tokens", "input_tokens": counted}))
+        return Answered(encode_json(InputTokens("response.input_tokens", counted)))
 
     def messages(self) -> MessagesTask:
         body = anthropic_fields.read_messages(self.raw)
@@ -93,7 +94,7 @@ class ApiReader:
         body = anthropic_fields.read_messages(self.raw, counts=True)
         names = anthropic_fields.NAMES, anthropic_fields.MEMBERS
         counted = self._counted(anthropic.to_chat, "messages", body.model, *names)
-        return Answered(encode_json({"input_tokens": counted}))
+        return Answered(encode_json(TokenCount(counted)))
 
     def _counted(
         self, convert: Convert, name: str, model: str | None, names: Mapping[str, str], members: Mapping[str, str]

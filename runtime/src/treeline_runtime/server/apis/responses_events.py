@@ -136,14 +136,17 @@ class ResponseEvents:
 
 
 def _usage(job: GenerationJob, out: TextOut, reasoning_tokens: int) -> dict[str, Any]:
-    counted: dict[str, Any] = usage(job, {0: out})
-    cached = counted.get("prompt_tokens_details")
+    counted = usage(job, {0: out})
+    cached = counted.prompt_tokens_details
+    shown = (
+        {} if not cached else {"input_tokens_details": {"cached_tokens": cached.cached_tokens, "cache_write_tokens": 0}}
+    )
     return {
-        "input_tokens": counted["prompt_tokens"],
-        **({} if cached is None else {"input_tokens_details": {**cached, "cache_write_tokens": 0}}),
-        "output_tokens": counted["completion_tokens"],
+        "input_tokens": counted.prompt_tokens,
+        **shown,
+        "output_tokens": counted.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": counted["total_tokens"],
+        "total_tokens": counted.total_tokens,
     }
 
 

@@ -4,30 +4,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
 
 from treeline_runtime.server.errors import ApiError, invalid, short, unsupported
-from treeline_runtime.server.fields import HARMLESS, check_unknown, convert
-from treeline_runtime.server.openai import NAMESPACE_FIELDS, STREAM_HINTS, Rid
+from treeline_runtime.server.fields import HARMLESS, check_unknown
+from treeline_runtime.server.grammars import StructuredOutputs
+from treeline_runtime.server.openai import Rid, Salt, StreamOptions, Variables
 from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
+from treeline_runtime.server.tools import ToolChoice
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 """OpenAI's bounds."""
 
 
-class ResponsesBody(SamplingFields, frozen=True):
-    """What of a request we act on, besides `OTHER_FIELDS`."""
+class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
+    """A chat as items. Nothing is stored: the whole conversation comes with each request. Unset sampling values come
+    from the checkpoint, `max_output_tokens` is the rest of the context."""
 
-    input: str | list[Any] | None = None
+    harmless: ClassVar = {
+        **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
+        "client_metadata": "the client's own bookkeeping: Codex's",
+        "max_tool_calls": "counts calls of built-in tools, of which there are none",
+    }
+    shown: ClassVar = {
+        "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
+        "n": {"enum": [None, 1]},
+        "previous_response_id": {"description": "Nothing is stored.", "type": "null"},
+    }
+    input: str | list[Any]
+    chat_template_kwargs: Variables = None
+    structured_outputs: StructuredOutputs = None
+    cache_salt: Salt = None
+    extra_key: Salt = None
     instructions: str | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_output_tokens: PositiveCount | None = None
     tools: list[Any] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
@@ -47,13 +64,6 @@ class ResponsesBody(SamplingFields, frozen=True):
     priority: Priority | None = None
 
 
-OTHER_FIELDS: Final = NAMESPACE_FIELDS | {"chat_template_kwargs", "structured_outputs"}
-"""Read where those of a chat are."""
-RESPONSES_HARMLESS: Final[Mapping[str, str]] = {
-    **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
-    "client_metadata": "the client's own bookkeeping: Codex's",
-    "max_tool_calls": "counts calls of built-in tools, of which there are none",
-}
 NAMES: Final[Mapping[str, str]] = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -97,14 +107,11 @@ _TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"}
 
 def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
     """Raises ApiError 400."""
-    body = convert(raw, ResponsesBody)
-    check_unknown(raw, frozenset(ResponsesBody.__struct_fields__) | OTHER_FIELDS, harmless=RESPONSES_HARMLESS)
-    if body.input is None:
-        raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+    body = ResponsesBody.read(raw)
     if body.n not in (None, 1):
         raise ApiError(400, "'n' must be 1: a response is one answer", param="n", code="unsupported_parameter")
     if body.stream_options:
-        check_unknown(body.stream_options, (), harmless=STREAM_HINTS, where="stream_options.")
+        check_unknown(body.stream_options, (), harmless=StreamOptions.harmless, where="stream_options.")
     for one in body.include or ():
         if not isinstance(one, str) or one not in _INCLUDABLE:
             raise unsupported("include", f"{short(one)!r} is not told here")
