@@ -79,6 +79,7 @@ class Reader:
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
+        grammars.STRICT.set(self.formats.strict_schemas)
         try:
             task = readers[kind](json_object(body), limits, caller)
         except RecursionError:
