@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
 from treeline_runtime.config import EngineConfig
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model

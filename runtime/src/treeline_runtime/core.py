@@ -1,4 +1,4 @@
-"""The nouns of the engine: Req, Batch, Context (SamplingParams is in messages).
+"""The nouns of the scheduler: Req and Batch (SamplingParams is in messages).
 
 Lengths of a request, in tokens, always in this order:
 
@@ -16,16 +16,14 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
-    from treeline_runtime.attention import AttentionBackend
     from treeline_runtime.kvcache import Node, Pages
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
@@ -281,32 +279,3 @@ class Batch:
             Batch(self.phase_of(i), [req], [self.starts[i]], [self.ends[i]], [self.samples[i]])
             for i, req in enumerate(self.reqs)
         ]
-
-
-class Adapters(Protocol):
-    """What the adapters (LoRA) of a step's sequences add to its projections."""
-
-    def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
-        """x (tokens, inputs) → (tokens, outputs) to be added; None where no adapter of the step changes it.
-
-        `projection`: the name of its weights, without `.weight`; of several that are stacked, joined with `+`.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a model needs of the step besides its input: where to attend, at which angles, and with which adapters."""
-
-    attention: AttentionBackend
-    plan: Any
-    """The backend's own, for this step."""
-    slots: torch.Tensor
-    """(tokens,) int64: where each token's keys and values go."""
-    cos: torch.Tensor
-    """(ropes, tokens, 1, rotated elements of a head): a table for each rope that the model's layers have"""
-    sin: torch.Tensor
-    unfinite: torch.Tensor | None = None
-    """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
-    adapters: Adapters | None = None
-    query_scales: torch.Tensor | None = None
-    """(tokens, 1, 1) float32: what queries are multiplied by in layers that do not rotate (Llama 4's)."""

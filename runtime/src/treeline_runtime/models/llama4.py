@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Attention, Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.moe_config import MoeConfig

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import AttentionBackend
-from treeline_runtime.core import Batch, Context, Req
+from treeline_runtime.context import Attends, Context
+from treeline_runtime.core import Batch, Req
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling import needs_more
@@ -115,7 +116,7 @@ class Forward:
         self._table = table
 
     def hidden(
-        self, rows: torch.Tensor, positions: torch.Tensor, plan: Any, attention: AttentionBackend | None = None
+        self, rows: torch.Tensor, positions: torch.Tensor, plan: Any, attention: Attends | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """rows, positions (tokens,) int32: the cells of the input → hidden states, whether keys and values are finite.
 

@@ -198,10 +198,10 @@ class PromptGraphs:
 
     def _capture_one(self, size: int, memory: Any) -> _Captured:
         cells = upload(self._cells(size), self._device)
-        passing: Any = _Passing(self._attention)
+        passing = _Passing(self._attention)
         self._forward.hidden(cells[0], cells[1], None, passing)
         torch.cuda.synchronize(self._device)
-        pieces: Any = _Pieces(self._attention, memory)
+        pieces = _Pieces(self._attention, memory)
         with pieces:
             hidden, finite = self._forward.hidden(cells[0], cells[1], None, pieces)
         return _Captured(cells, pieces.graphs, pieces.calls, (_borrowed(hidden), _borrowed(finite)))

@@ -471,8 +471,16 @@ class Scheduler:
         return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        chunked = self.prefill.chunked is not None
-        return load_of(self, running=len(self.decode.running) + len(self._last_step) + chunked)
+        return load_of(
+            self.cache,
+            self.prefill,
+            self.stats,
+            running=len(self.decode.running) + len(self._last_step) + (self.prefill.chunked is not None),
+            max_running=self.limits.max_running_requests,
+            compiling=len(self.grammars.waiting),
+            draining=self.draining,
+            asleep=self.residence.level,
+        )
 
     def _end_step(self) -> None:
         self.reporter.flush(self.load())
