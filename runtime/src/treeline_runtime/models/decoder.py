@@ -187,11 +187,13 @@ class Decoder:
         """For these positions, as `Context` wants them."""
         return None
 
-    def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """input_ids (tokens,) → normalised hidden states (tokens, hidden)."""
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids (tokens,) → (tokens, hidden), a new tensor."""
         x = F.embedding(input_ids, self._embedding)
-        if self._scale != 1:
-            x = x * self._scale
+        return x if self._scale == 1 else x * self._scale
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """x (tokens, hidden), from `embed` or from elsewhere → normalised hidden states (tokens, hidden)."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         for layer in self._layers:
