@@ -22,7 +22,8 @@ import torch
 from treeline_runtime import launch, scheduler_process, serve
 from treeline_runtime.child import run_child
 from treeline_runtime.core import Batch, Phase
-from treeline_runtime.scheduler.executor import Executor, Launched
+from treeline_runtime.scheduler import Scheduler
+from treeline_runtime.scheduler.executor import Launched
 
 SKIP, STEPS = 50, 200
 WAITING_US = 5.0
@@ -92,13 +93,13 @@ class Recorder:
 def record() -> None:
     """From now on, in this process."""
     recorder = Recorder(int(os.environ["PROFILE_BATCH"]), Path(os.environ["PROFILE_OUT"]))
-    original = Executor.launch
+    original = Scheduler._compute
 
-    def launch_recorded(self: Executor, batch: Batch) -> Launched:
+    def launch_recorded(self: Scheduler, batch: Batch) -> Launched:
         recorder.before(batch)
         return original(self, batch)
 
-    Executor.launch = launch_recorded  # type: ignore[method-assign]
+    Scheduler._compute = launch_recorded  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -173,9 +173,9 @@ class Recorder:
         """The scheduler's phases are ranges meanwhile. A batch has the number of its launch in all of them."""
         places: tuple[tuple[Any, str, str, Callable[..., int]], ...] = (
             (Scheduler, "step", "schedule", lambda _: self._launches + 1),
-            (Executor, "launch", "prepare", lambda _, batch: self._launched(batch)),
+            (Scheduler, "_compute", "prepare", lambda _, batch: self._launched(batch)),
             (torch.cuda.CUDAGraph, "replay", "launch", lambda _: self._launches),
-            (Scheduler, "_process", "process", lambda _, launched, *__: self._taken(launched)),
+            (Scheduler, "_process", "process", lambda _, batch, *__: self._taken(batch)),
             (Launched, "result", "wait", lambda _: self._processed),
             (Scheduler, "_end_step", "send", lambda _: self._processed),
             (Executor, "sample_delayed", "sample", lambda *_: self._launches),
@@ -194,9 +194,9 @@ class Recorder:
         self._numbers[id(batch)] = self._launches
         return self._launches
 
-    def _taken(self, launched: Launched) -> int:
+    def _taken(self, batch: Batch) -> int:
         """Called before results are taken → their launch's number; 0: it was before all others."""
-        self._processed = self._numbers.pop(id(launched.batch), 0)
+        self._processed = self._numbers.pop(id(batch), 0)
         return self._processed
 
     def _follow(self, batch: Batch) -> None:

@@ -115,9 +115,9 @@ def test_the_recorder_names_the_phases_of_every_step(
     small = recorder.SHAPES["tiny"] | {"num_hidden_layers": 1, "vocab_size": 4096}
     monkeypatch.setitem(recorder.SHAPES, "tiny", small)
     bench = recorder.Bench("tiny", tmp_path, {"threads": 1, "max_total_tokens": 256})
-    methods = recorder.Scheduler.step, recorder.Executor.launch
+    methods = recorder.Scheduler.step, recorder.Scheduler._compute
     spans = recorder.cpu_lane(recorder.record(bench, 2, 20))
-    assert (recorder.Scheduler.step, recorder.Executor.launch) == methods, "nothing is left of it"
+    assert (recorder.Scheduler.step, recorder.Scheduler._compute) == methods, "nothing is left of it"
     bench.engine.close()
     launches = sorted({span.step for span in spans if span.what == "prepare"})
     assert launches == list(range(launches[0], launches[0] + 4))

@@ -155,8 +155,8 @@ class Harness(Scheduler):
 
     def _check_in_flight(self) -> None:
         """No page of a launched batch is free."""
-        for launched, _ in self._pending:
-            for req in launched.batch.reqs:
+        for batch, _, _ in self._pending:
+            for req in batch.reqs:
                 assert req.in_flight > 0
                 assert req.row >= 0, f"released while in flight: {req}"
                 pages = self.table.pages[req.row, : req.num_pages]
@@ -193,7 +193,7 @@ class Harness(Scheduler):
 
     def run_with_failing_launches(self) -> None:
         """`run`, where each third launch of several requests fails, so that they are launched one by one."""
-        launch, sizes = self.executor.launch, list[int]()
+        launch, sizes = self._compute, list[int]()
 
         def flaky(batch: Batch) -> Launched:
             sizes.append(len(batch.reqs))
@@ -202,7 +202,7 @@ class Harness(Scheduler):
             return launch(batch)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.executor, "launch", flaky)
+            patch.setattr(self, "_compute", flaky)
             self.run()
         assert sizes.count(1) > 5
 

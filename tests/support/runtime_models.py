@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
 from treeline_runtime.config import EngineConfig
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
@@ -81,7 +81,7 @@ class Runner:
         cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
         plan, scales = self.attention.plan(layout), self.model.query_scales(positions)
         context = Context(self.attention, plan, slots, cos, sin, query_scales=scales)
-        return self.model.logits(self.model.forward(torch.tensor(ids), context))
+        return self.model.logits(self.model.forward(self.model.embed(torch.tensor(ids)), context))
 
 
 def ours(path: Path, **config: Any) -> Decoder:

@@ -1,4 +1,4 @@
-"""The nouns of the engine: Req, Batch, Context (SamplingParams is in messages).
+"""The nouns of the scheduler: Req and Batch (SamplingParams is in messages).
 
 Lengths of a request, in tokens, always in this order:
 
@@ -8,24 +8,23 @@ Lengths of a request, in tokens, always in this order:
     kv_len       keys and values computed, results processed
     device_len   computed, or being computed by launched batches
     tokens       prompt and the output known so far; with overlap, device_len may run ahead of it by a token, and
-                 after a jump (`scheduler.jumps`) it stays behind by many
+                 where a step gave several, or after a jump (`scheduler.jumps`), it stays behind by many
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
 
-    from treeline_runtime.attention import AttentionBackend
     from treeline_runtime.kvcache import Node, Pages
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
@@ -86,8 +85,8 @@ class Req:
     in_flight: int = 0
     """Launched batches that hold this request and are not processed: its pages may not be released."""
     overtaken: int = -1
-    """After a jump while a launched batch holds this request: of its result, what is computed up to here counts, and
-    nothing that it samples. -1: no jump, or that batch is processed."""
+    """Rolled back while a launched batch holds this request: of its result, what is computed up to here counts, and
+    nothing that it samples. -1: it was not, or that batch is processed."""
     jumps_from: int = 0
     """No jump is looked for before the output has so many tokens."""
     deferred: list[tuple[int, Pages]] = field(default_factory=list)
@@ -157,19 +156,25 @@ class Req:
     def output_len(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    def take_token(self, token: int) -> FinishReason | None:
-        """The output is longer by `token`. → why it ends there; None if it does not. Raises what the constraint
-        raises, and then the output is as it was."""
-        done = False
-        if self.constraint is not None:
-            self.constraint.accept(token)
-            done = self.constraint.finished
-        self.tokens.append(token)
-        if token in self.stop_ids and (done or self.output_len > self.sampling.min_new_tokens):
-            return FinishReason("stop", matched=token)
-        if done:
-            return FinishReason("stop")
-        return FinishReason("length") if self.output_len >= self.max_new_tokens else None
+    def take_tokens(self, tokens: Iterable[int]) -> FinishReason | None:
+        """The output is longer by these tokens, up to one that ends it. → why it ends there; None if it does not.
+        Raises what the constraint raises, and then the output is what it was before that token."""
+        finish: FinishReason | None = None
+        for token in tokens:
+            done = False
+            if self.constraint is not None:
+                self.constraint.accept(token)
+                done = self.constraint.finished
+            self.tokens.append(token)
+            if token in self.stop_ids and (done or self.output_len > self.sampling.min_new_tokens):
+                finish = FinishReason("stop", matched=token)
+            elif done:
+                finish = FinishReason("stop")
+            elif self.output_len >= self.max_new_tokens:
+                finish = FinishReason("length")
+            if finish is not None:
+                break
+        return finish
 
     def replace_tokens(self, kept: int, append: list[int]) -> None:
         """The first `kept` tokens stay, which are at least the prompt; these follow."""
@@ -177,6 +182,17 @@ class Req:
         if (standing := min(self.told, kept - self.prompt_len)) < self.told:
             self.withdrawn += self.told - standing
             self.told = standing
+        self.roll_back(kept)
+
+    def roll_back(self, kept: int) -> None:
+        """The next step begins behind the first `kept` tokens: what is computed beyond does not count, nor what the
+        launched batch computes beyond, or samples."""
+        self.kv_len = min(self.kv_len, kept)
+        self.device_len = min(self.device_len, kept)
+        self.launched_tokens = self.output_len
+        if self.in_flight:
+            assert self.in_flight == 1, f"more is launched than the step after the last one known: {self}"
+            self.overtaken = kept
 
     @property
     def delays(self) -> bool:
@@ -281,32 +297,3 @@ class Batch:
             Batch(self.phase_of(i), [req], [self.starts[i]], [self.ends[i]], [self.samples[i]])
             for i, req in enumerate(self.reqs)
         ]
-
-
-class Adapters(Protocol):
-    """What the adapters (LoRA) of a step's sequences add to its projections."""
-
-    def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
-        """x (tokens, inputs) → (tokens, outputs) to be added; None where no adapter of the step changes it.
-
-        `projection`: the name of its weights, without `.weight`; of several that are stacked, joined with `+`.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a model needs of the step besides its input: where to attend, at which angles, and with which adapters."""
-
-    attention: AttentionBackend
-    plan: Any
-    """The backend's own, for this step."""
-    slots: torch.Tensor
-    """(tokens,) int64: where each token's keys and values go."""
-    cos: torch.Tensor
-    """(ropes, tokens, 1, rotated elements of a head): a table for each rope that the model's layers have"""
-    sin: torch.Tensor
-    unfinite: torch.Tensor | None = None
-    """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
-    adapters: Adapters | None = None
-    query_scales: torch.Tensor | None = None
-    """(tokens, 1, 1) float32: what queries are multiplied by in layers that do not rotate (Llama 4's)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.decoder import Linear
 from treeline_runtime.models.weights import RandomWeights
 from treeline_runtime.ops.torch_ops import TorchOps

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.runtime_engine import write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
 from treeline_runtime.config import ConfigError, SchedulerConfig
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.quantization import product
 from treeline_runtime.scheduler import memory
 from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
@@ -129,7 +129,7 @@ def test_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path, archi
     names = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
     path = edit(write_config(tmp_path, **names, hidden_size=64, num_attention_heads=64, head_dim=2), **{missing: ...})
     expected = transformers.AutoConfig.from_pretrained(path)
-    config = ModelConfig.from_dir(path)
+    config = read_config(path)
     assert config.num_kv_heads == expected.num_key_value_heads
     eos = expected.eos_token_id
     assert config.eos_token_ids == (() if eos is None else (eos,))
@@ -187,7 +187,7 @@ def test_settings_that_change_the_computation_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(write_config(tmp_path, **changes))
+        read_config(write_config(tmp_path, **changes))
 
 
 def test_settings_without_effect_are_accepted(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_settings_without_effect_are_accepted(tmp_path: Path) -> None:
         config |= {"architectures": [f"{name}ForCausalLM"], "torch_dtype": "bfloat16", "pretraining_tp": 2}
         config |= {"some_key": None, "use_mrope": False, "max_window_layers": 28, "attention_dropout": 0.1}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert ModelConfig.from_dir(tmp_path).architecture == f"{name}ForCausalLM"
+        assert read_config(tmp_path).architecture == f"{name}ForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -334,14 +334,14 @@ def test_dynamic_rope_within_the_trained_length_is_not_scaled_and_beyond_it_has_
 
 def pages(model: Path, **settings: Any) -> int:
     config = SchedulerConfig(model=str(model), **settings)
-    return num_pages(config, ModelConfig.from_dir(model), torch.float32, torch.device("cpu"))
+    return num_pages(config, read_config(model), torch.float32, torch.device("cpu"))
 
 
 def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_config(tmp_path)
-    size = bytes_per_token(ModelConfig.from_dir(path), torch.float32)
+    size = bytes_per_token(read_config(path), torch.float32)
     monkeypatch.setattr(memory, "_available_memory", lambda: 1000 * size + 5)
     assert pages(path, max_total_tokens=1000) == 62
     with pytest.raises(ConfigError, match=rf"at most 992 tokens fit \({size} bytes each\)"):

@@ -11,29 +11,29 @@ import torch
 from safetensors.torch import save_file
 from support.runtime_engine import TINY_CONFIG, write_config
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.loader import load_model, resolve_device, resolve_dtype
 from treeline_runtime.models.pooling import pooling_of
 
 
 def test_several_eos_ids_come_from_generation_config(tmp_path: Path) -> None:
     write_config(tmp_path, eos_token_id=5)
-    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5,)
+    assert read_config(tmp_path).eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7, 9)
+    assert read_config(tmp_path).eos_token_ids == (7, 9)
     (tmp_path / "generation_config.json").write_text("{}")
-    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5,)
+    assert read_config(tmp_path).eos_token_ids == (5,)
 
 
 @pytest.mark.parametrize("eos", ["x", {"a": 1}, [None], [[1]]], ids=str)
 def test_eos_ids_that_are_none_are_refused_wherever_they_are(tmp_path: Path, eos: Any) -> None:
     write_config(tmp_path, eos_token_id=eos)
     with pytest.raises(ModelError):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
     write_config(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     with pytest.raises(ModelError):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "MixtralForCausalLM", "LlamaForCausalLM"])
@@ -43,12 +43,12 @@ def test_a_model_of_more_layers_than_memory_could_list_is_refused(tmp_path: Path
     known = {"architectures": [architecture], "model_type": None, "num_hidden_layers": 1 << 70}
     write_config(tmp_path, **known, **experts, **activation)
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
 
 
 def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 200_000)
-    for read in (ModelConfig.from_dir, pooling_of):
+    for read in (read_config, pooling_of):
         with pytest.raises(ModelError, match="cannot read"):
             read(tmp_path)
 
@@ -75,25 +75,25 @@ def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(write_config(tmp_path, **changes))
+        read_config(write_config(tmp_path, **changes))
 
 
 def test_missing_files_and_keys_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is not a directory"):
-        ModelConfig.from_dir(tmp_path / "nothing")
+        read_config(tmp_path / "nothing")
     with pytest.raises(ModelError, match=r"config.json is missing"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("{not json")
     with pytest.raises(ModelError, match="cannot read"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="not a JSON object"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
     config = dict(TINY_CONFIG)
     del config["hidden_size"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="lacks 'hidden_size'"):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -112,14 +112,14 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
         def shape(self, name: str) -> tuple[int, ...]:
             raise AssertionError(name)
 
-        def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        def take(self, name: str, *shape: int, dtype: Any = None, shard: Any = None) -> torch.Tensor:
             self.seen[name] = torch.zeros(shape)
             return self.seen[name]
 
     from treeline_runtime.models.decoder import Decoder
 
     recorder = Recorder()
-    Decoder(ModelConfig.from_dir(path), recorder, 16)
+    Decoder(read_config(path), recorder, 16)
     return recorder.seen
 
 
@@ -171,7 +171,7 @@ def test_context_length_is_bounded_by_what_the_rope_scaling_makes_usable(tmp_pat
     path = write_config(tmp_path / "yarn", rope_parameters=rope)
     load_model(EngineConfig(model=str(path), context_length=2048, load_format="dummy"))
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    assert ModelConfig.from_dir(write_config(tmp_path / "linear", rope_parameters=rope)).longest_context == 1024
+    assert read_config(write_config(tmp_path / "linear", rope_parameters=rope)).longest_context == 1024
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_yarn_without_a_factor_takes_the_ratio_of_lengths(tmp_path: Path) -> Non
         "mscale": 1.0,
         "mscale_all_dim": 0.5,
     }
-    config = ModelConfig.from_dir(write_config(tmp_path, rope_parameters=rope))
+    config = read_config(write_config(tmp_path, rope_parameters=rope))
     assert config.rope.factor == 4.0
     load_model(EngineConfig(model=str(tmp_path), load_format="dummy"))
 

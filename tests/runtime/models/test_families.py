@@ -12,7 +12,8 @@ import pytest
 import torch
 from support.runtime_engine import Harness
 from support.runtime_models import IDS, SIZES, Runner, ours, reference, save
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models import ModelError, read_config
+from treeline_runtime.models.config import parse_config
 from treeline_runtime.models.families import FAMILIES
 from treeline_runtime.models.keys import READ
 from treeline_runtime.ops.torch_ops import TorchOps
@@ -100,7 +101,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(family: str, tmp_path:
     config["max_position_embeddings"] = 8192
     del config["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found, expected = ModelConfig.from_dir(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    found, expected = read_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
     assert found.num_kv_heads == expected.num_key_value_heads
     assert found.head_dim == (getattr(expected, "head_dim", None) or 2)
     assert found.rms_norm_eps == expected.rms_norm_eps
@@ -168,7 +169,7 @@ def test_what_a_family_does_not_have_is_refused_by_name(
         del config["rope_theta"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(tmp_path)
+        read_config(tmp_path)
 
 
 VALUES = (None, True, -1, 0, 1, 7, 2.5, 1e308, float("inf"), float("nan"), "x", [], {}, [1], ["x", None], {"a": 1})
@@ -181,14 +182,14 @@ def test_whatever_a_key_holds_it_is_read_or_refused_in_words(architecture: str) 
     for key in READ | FAMILIES[architecture].reads | {"layer_types", "hidden_act", "hidden_activation"}:
         for value in VALUES if key != "num_hidden_layers" else VALUES[:7]:
             with contextlib.suppress(ModelError):
-                ModelConfig._parse(good | {key: value}, {})
+                parse_config(good | {key: value}, {})
 
 
 def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:
     for size, expected in ((127, (127, 127)), (128, ()), (10**12, ())):
         config = SIZES | {"architectures": ["MistralForCausalLM"], "sliding_window": size}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert ModelConfig.from_dir(tmp_path).scoring.windows == expected
+        assert read_config(tmp_path).scoring.windows == expected
 
 
 def test_longrope_takes_the_factors_of_the_longest_sequence_that_is_served(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ def test_longrope_had_other_names(name: str, tmp_path: Path) -> None:
     for rope_type in (name, "longrope"):
         config = SIZES | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE | {"rope_type": rope_type}}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        found.append(ModelConfig.from_dir(tmp_path))
+        found.append(read_config(tmp_path))
     assert found[0] == found[1]
     assert found[0].rope.type == "longrope"
 

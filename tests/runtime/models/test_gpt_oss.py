@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.gpt_oss import GptOssDecoder
 from treeline_runtime.models.mxfp import dequantise
 
@@ -133,14 +133,14 @@ def config_of(path: Path, **changes: Any) -> Path:
 
 
 def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path) -> None:
-    whole = ModelConfig.from_dir(config_of(tmp_path))
+    whole = read_config(config_of(tmp_path))
     assert whole.scoring.windows[:3] == (128, None, 128)
     assert whole.longest_context == 131072
     names = (
         "attention_bias head_dim layer_types num_experts_per_tok num_key_value_heads rms_norm_eps rope_parameters "
         "sliding_window swiglu_alpha swiglu_limit tie_word_embeddings"
     )
-    assert ModelConfig.from_dir(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
+    assert read_config(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
     rope = {
         "rope_parameters": ...,
         "rope_theta": 150000,
@@ -155,7 +155,7 @@ def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_
     }
     published = {"experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9}
     quantization = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    assert ModelConfig.from_dir(config_of(tmp_path, **rope, **published, **quantization)) == whole
+    assert read_config(config_of(tmp_path, **rope, **published, **quantization)) == whole
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(config_of(tmp_path, **changes))
+        read_config(config_of(tmp_path, **changes))

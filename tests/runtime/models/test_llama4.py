@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, SIZES, Runner, fed_in_pieces, logits_of, ours, save
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.llama4 import Llama4Decoder
 from treeline_runtime.models.pooling import pooling_of
 from treeline_runtime.models.scoring import Scoring
@@ -174,7 +174,7 @@ def wrapped(path: Path, around: dict[str, Any] | None = None, **changes: Any) ->
 
 
 def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path) -> None:
-    whole = ModelConfig.from_dir(config_of(tmp_path))
+    whole = read_config(config_of(tmp_path))
     assert whole.irope is not None
     assert whole.moe is not None
     assert whole.scoring.windows[:5] == (8192, 8192, 8192, None, 8192)
@@ -187,10 +187,10 @@ def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_
         "num_experts_per_tok num_key_value_heads num_local_experts rms_norm_eps rope_parameters tie_word_embeddings "
         "use_qk_norm"
     )
-    assert ModelConfig.from_dir(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
+    assert read_config(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
     old = {"attn_temperature_tuning": 4, "no_rope_layers": [], "for_llm_compressor": False, "rope_theta": 500000.0}
-    assert ModelConfig.from_dir(config_of(tmp_path, rope_parameters=..., rope_scaling=None, **old)) == whole
-    assert ModelConfig.from_dir(wrapped(tmp_path, torch_dtype="bfloat16")) == whole
+    assert read_config(config_of(tmp_path, rope_parameters=..., rope_scaling=None, **old)) == whole
+    assert read_config(wrapped(tmp_path, torch_dtype="bfloat16")) == whole
     assert pooling_of(tmp_path) is None
 
 
@@ -201,7 +201,7 @@ def test_maverick_has_experts_on_every_second_layer(tmp_path: Path) -> None:
         "use_qk_norm": False,
         "num_local_experts": 128,
     }
-    model = ModelConfig.from_dir(wrapped(tmp_path, **changes))
+    model = read_config(wrapped(tmp_path, **changes))
     assert model.moe is not None
     assert model.moe.layers == set(range(1, 48, 2))
     assert not model.qk_norm
@@ -228,11 +228,11 @@ def test_llama_guard_has_neither_experts_nor_chunks(tmp_path: Path) -> None:
     assert model.config.scoring == Scoring()
     assert_close(Runner(model).feed(IDS), logits_of(theirs))
     for found in (wrapped(tmp_path, no_rope_layers=[], layer_types=..., **GUARD), config_of(tmp_path, **GUARD)):
-        assert ModelConfig.from_dir(found).scoring.windows == ()
+        assert read_config(found).scoring.windows == ()
 
 
 def test_null_within_is_not_a_missing_key_but_does_not_take_back_what_is_around(tmp_path: Path) -> None:
-    model = ModelConfig.from_dir(wrapped(tmp_path, {"eos_token_id": 7}, num_key_value_heads=None, eos_token_id=None))
+    model = read_config(wrapped(tmp_path, {"eos_token_id": 7}, num_key_value_heads=None, eos_token_id=None))
     assert (model.num_heads, model.num_kv_heads) == (40, 40)
     assert model.eos_token_ids == (7,)
 
@@ -270,7 +270,7 @@ def test_null_within_is_not_a_missing_key_but_does_not_take_back_what_is_around(
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(config_of(tmp_path, **changes))
+        read_config(config_of(tmp_path, **changes))
 
 
 @pytest.mark.parametrize(
@@ -290,13 +290,13 @@ def test_what_cannot_be_served_of_one_with_images_is_named(
     tmp_path: Path, around: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(wrapped(tmp_path, around))
+        read_config(wrapped(tmp_path, around))
 
 
 def test_two_quantizations_are_one_too_many(tmp_path: Path) -> None:
     around, within = ({"quantization_config": {"quant_method": method}} for method in ("fp8", "awq"))
     with pytest.raises(ModelError, match="quantization_config, and another in its text_config"):
-        ModelConfig.from_dir(wrapped(tmp_path, around, **within))
+        read_config(wrapped(tmp_path, around, **within))
 
 
 def test_experts_are_not_quantised_as_they_are_loaded(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
-from treeline_runtime.core import Context
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.context import Context
+from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.moe import MoeDecoder, new_moe, take_experts
 from treeline_runtime.models.moe_config import ClampedGate, MoeConfig
 from treeline_runtime.models.weights import RandomWeights
@@ -186,7 +186,7 @@ class Asked:
 
 
 def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path) -> None:
-    config = ModelConfig.from_dir(save(reference(*CASES["qwen2"]), tmp_path))
+    config = read_config(save(reference(*CASES["qwen2"]), tmp_path))
     assert config.moe is not None
     weights, ops, asked = RandomWeights(0, torch.float32, torch.device("cpu")), TorchOps(), Asked()
     nothing = torch.empty(0)
@@ -234,14 +234,14 @@ def test_random_weights_are_repeatable_and_of_the_right_sizes(tmp_path: Path) ->
 
 
 def test_memory_is_kept_for_a_chunk_whose_tokens_all_go_to_their_experts(tmp_path: Path) -> None:
-    moe = ModelConfig.from_dir(config_of(tmp_path / "moe", "Qwen3Moe"))
+    moe = read_config(config_of(tmp_path / "moe", "Qwen3Moe"))
     dense = replace(moe, moe=None)
     kept = [_reserved(64, 64, 0, 8192, 4096, model, torch.bfloat16) for model in (moe, dense)]
     assert kept[0] - kept[1] == 8192 * 8 * (768 + 2048) * 2
 
 
 def test_memory_is_kept_for_what_captured_steps_of_prompts_compute(tmp_path: Path) -> None:
-    moe = replace(ModelConfig.from_dir(config_of(tmp_path, "Qwen3Moe")), hidden_size=2048, intermediate_size=6144)
+    moe = replace(read_config(config_of(tmp_path, "Qwen3Moe")), hidden_size=2048, intermediate_size=6144)
     for model, widest in ((moe, 8 * (768 + 2048)), (replace(moe, moe=None), 3 * 6144)):
         kept = [_reserved(64, 64, tokens, 8192, 4096, model, torch.bfloat16) for tokens in (0, 1024)]
         assert kept[1] - kept[0] == 1024 * (2 * 2048 + widest) * 2
@@ -294,13 +294,13 @@ def config_of(path: Path, family: str, **changes: Any) -> Path:
 def test_what_transformers_writes_is_accepted_and_a_missing_key_means_what_it_means_there(
     family: str, tmp_path: Path
 ) -> None:
-    whole = ModelConfig.from_dir(config_of(tmp_path, family))
+    whole = read_config(config_of(tmp_path, family))
     assert whole.architecture == f"{family}ForCausalLM"
     names = (
         "num_key_value_heads num_experts_per_tok rms_norm_eps norm_topk_prob decoder_sparse_step mlp_only_layers "
         "qkv_bias eos_token_id rope_parameters tie_word_embeddings output_router_logits router_jitter_noise"
     )
-    missing = ModelConfig.from_dir(config_of(tmp_path, family, **dict.fromkeys(names.split(), ...)))
+    missing = read_config(config_of(tmp_path, family, **dict.fromkeys(names.split(), ...)))
     assert missing == whole
 
 
@@ -346,4 +346,4 @@ def test_what_transformers_writes_is_accepted_and_a_missing_key_means_what_it_me
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ModelConfig.from_dir(config_of(tmp_path, family, **changes))
+        read_config(config_of(tmp_path, family, **changes))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.pooling_models import TRANSFORMER, add_logit_score, add_modules
 from treeline_runtime.config import EngineConfig
-from treeline_runtime.models.config import ModelConfig, ModelError
+from treeline_runtime.models.config import ModelError, read_config
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.models.pooling import Pooling, pooling_of
 
@@ -255,4 +255,4 @@ def test_a_token_beyond_the_vocabulary_and_a_head_of_another_size(tmp_path: Path
 def test_architectures_that_nobody_knows_stay_refused_by_their_own_name(tmp_path: Path) -> None:
     for name in ("BertModel", "Qwen2ForRewardModel", "BertForSequenceClassification", "Model"):
         with pytest.raises(ModelError, match=f"architecture {name} is not supported"):
-            ModelConfig.from_dir(checkpoint(tmp_path, name))
+            read_config(checkpoint(tmp_path, name))

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from support import fp8
 from support.runtime_engine import Harness, write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
-from treeline_runtime.core import Context
-from treeline_runtime.models import ModelConfig, ModelError
+from treeline_runtime.context import Context
+from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.decoder import Decoder, Linear
 from treeline_runtime.models.quantization.fp8 import dequantise, quantise, to_e4m3
 from treeline_runtime.models.quantization.scheme import ONLINE, Scheme, read_scheme
@@ -324,7 +324,7 @@ def test_what_is_not_finite_is_not_a_number_in_fp8() -> None:
 )
 def test_formats_that_are_not_served_are_refused_by_name(tmp_path: Path, settings: Any, message: str) -> None:
     with pytest.raises(ModelError, match=rf"config\.json: .*{message}"):
-        ModelConfig.from_dir(write_config(tmp_path, quantization_config=settings))
+        read_config(write_config(tmp_path, quantization_config=settings))
 
 
 def test_several_groups_of_one_scheme_are_one_and_of_two_are_refused() -> None:

@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
-from treeline_runtime.core import Context  # noqa: E402
+from treeline_runtime.context import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
 from treeline_runtime.models.moe_config import ClampedGate  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from treeline_runtime.attention import Layout
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
 from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.scoring import PLAIN, Scoring

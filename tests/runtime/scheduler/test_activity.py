@@ -19,7 +19,7 @@ def test_the_batch_that_hangs_is_described_without_its_text(tiny: Path, where: s
         engine.step()
     engine.submit("second", prompt(2, 9))
     hanging, go_on = threading.Event(), threading.Event()
-    launch = engine.executor.launch
+    launch = engine._compute
 
     def hang() -> None:
         hanging.set()
@@ -39,12 +39,12 @@ def test_the_batch_that_hangs_is_described_without_its_text(tiny: Path, where: s
         launched.result = slow_result  # type: ignore[method-assign]
         return launched
 
-    engine.executor.launch = slow  # type: ignore[method-assign]
+    engine._compute = slow  # type: ignore[method-assign]
     stepping = threading.Thread(target=engine.step)
     stepping.start()
     assert hanging.wait(30)
     said = engine.activity.describe().splitlines()
-    engine.executor.launch = launch  # type: ignore[method-assign]
+    engine._compute = launch  # type: ignore[method-assign]
     go_on.set()
     stepping.join(30)
     what = {"launch": "launching", "result": "waiting for results"}[where]

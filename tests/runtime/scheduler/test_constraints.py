@@ -10,11 +10,12 @@ import pytest
 import torch
 from support.runtime_constraints import Constrained, Rule, Toy, alternating, anything, follows, obeys, only
 from support.runtime_engine import VOCAB, Harness, prompt
-from treeline_runtime.core import Batch, Req
+from treeline_runtime.core import Batch
 from treeline_runtime.messages import AbortReq, StopReq
 from treeline_runtime.sampling import Row
-from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, Executor, Launched
+from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, Choices, Executor, Launched, Step
 from treeline_runtime.scheduler.forward import Tokens
+from treeline_runtime.scheduler.plan import StepPlan
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 SEQUENCE = (90, 3, 3, 64, 31, 32, 0, 95)
@@ -133,15 +134,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     numbers: dict[Launched, int] = {}
     launch, sample, result = Executor.launch, Executor.sample_delayed, Launched.result
 
-    def launching(self: Executor, batch: Batch) -> Launched:
-        launched = launch(self, batch)
+    def launching(self: Executor, plan: StepPlan) -> Launched:
+        launched = launch(self, plan)
         numbers[launched] = len(numbers)
         calls.append(f"launch {numbers[launched]}")
         return launched
 
-    def sampling(self: Executor, launched: Launched) -> None:
+    def sampling(self: Executor, launched: Launched, choices: Choices) -> None:
         calls.append(f"sample {numbers[launched]}")
-        sample(self, launched)
+        sample(self, launched, choices)
 
     def taking(self: Launched) -> Any:
         calls.append(f"take {numbers[self]}")
@@ -173,11 +174,10 @@ def test_free_requests_are_sampled_as_they_are_launched(tiny: Path, monkeypatch:
         engine.ask(rid, prompt(len(rid), 5), Toy(alternating) if rid == "bound" else None, **options)
     sample, seen = Executor.sample_delayed, list[dict[str, int]]()
 
-    def looking(self: Executor, launched: Launched) -> None:
-        pool = self._table.token_pool
-        batch = launched.batch
+    def looking(self: Executor, launched: Launched, choices: Choices) -> None:
+        pool, batch = self._table.token_pool, engine._pending[-1][0]
         seen.append({req.rid: int(pool[req.row, end]) for req, end in zip(batch.reqs, batch.ends, strict=True)})
-        sample(self, launched)
+        sample(self, launched, choices)
 
     monkeypatch.setattr(Executor, "sample_delayed", looking)
     engine.run()
@@ -309,13 +309,13 @@ def test_a_row_that_cannot_be_sampled_is_found_among_the_others(
     engine = Constrained(tiny, overlap_depth=1)
     row = engine.executor._row
 
-    def failing(req: Req, end: int) -> Row:
-        if req.rid == "bad" and req.output_len == 2:
+    def failing(step: Step, j: int) -> Row:
+        if step.plan.seeds[j] == 1234 and step.plan.indices[j] == 2:
             raise RuntimeError("no such row")
-        return row(req, end)
+        return row(step, j)
 
     monkeypatch.setattr(engine.executor, "_row", failing)
-    engine.ask("bad", prompt(20, 8), Toy(alternating))
+    engine.ask("bad", prompt(20, 8), Toy(alternating), seed=1234)
     ask_everybody(engine).run()
     assert "RuntimeError('no such row')" in engine.fault("bad")
     assert len(engine.tokens("bad")) == 2
@@ -355,7 +355,7 @@ def test_who_ends_while_a_failed_launch_is_repeated_is_not_launched(
     engine = Constrained(tiny, overlap_depth=1)
     engine.ask("first", prompt(1, 5), Toy(alternating), max_new_tokens=6)
     engine.ask("ends", prompt(2, 5), Toy(only(5, 6, 7)), max_new_tokens=6)
-    launch, alone = engine.executor.launch, list[str]()
+    launch, alone = engine._compute, list[str]()
 
     def flaky(batch: Batch) -> Launched:
         if len(batch.reqs) > 1 and engine.steps == 3:
@@ -364,7 +364,7 @@ def test_who_ends_while_a_failed_launch_is_repeated_is_not_launched(
             alone.extend(req.rid for req in batch.reqs)
         return launch(batch)
 
-    monkeypatch.setattr(engine.executor, "launch", flaky)
+    monkeypatch.setattr(engine, "_compute", flaky)
     engine.run()
     assert alone == ["first"]
     assert engine.tokens("ends") == [5, 6, 7]

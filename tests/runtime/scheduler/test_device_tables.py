@@ -6,31 +6,39 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from treeline_runtime.scheduler.device_tables import DeviceTables
 from treeline_runtime.scheduler.forward import DecodeInputs, OnDevice
 from treeline_runtime.scheduler.graphs import sizes_up_to
+from treeline_runtime.scheduler.plan import StepPlan, Writes
 from treeline_runtime.scheduler.table import TableManager
 
 
-def a_table_of_a_device() -> TableManager:
+def tables_of_a_device() -> tuple[TableManager, DeviceTables]:
     """As on CUDA: what the device has is a copy."""
-    table = TableManager(4, 64, 4, torch.device("cpu"), scratch_page=99)
-    table.page_table = table.page_table.clone()
-    table._mirrored = True
-    return table
+    there = DeviceTables(4, 64, 4, torch.device("cpu"), scratch_page=99)
+    there.page_table = there.page_table.clone()
+    there._mirrored = True
+    return TableManager(4, 64, 4), there
 
 
-def test_what_is_written_reaches_the_device_with_the_next_flush() -> None:
-    table = a_table_of_a_device()
+def tell(table: TableManager, there: DeviceTables) -> None:
+    tokens, pages = table.news()
+    there.write(StepPlan([], [], [], tokens=tokens, pages=pages))
+    table.told()
+
+
+def test_what_is_written_reaches_the_device_with_the_next_plan() -> None:
+    table, there = tables_of_a_device()
     row = table.alloc([5, 6, 7])
     table.write_pages(row, 0, np.array([8, 9]))
-    assert table.token_pool[row, :3].tolist() == [0, 0, 0]
-    table.flush()
-    assert table.token_pool[row, :4].tolist() == [5, 6, 7, 0]
-    assert table.page_table[row, :3].tolist() == [8, 9, 0]
+    tell(table, there)
+    assert there.token_pool[row, :4].tolist() == [5, 6, 7, 0]
+    assert there.page_table[row, :3].tolist() == [8, 9, 0]
+    assert table.news() == (Writes(), Writes())
 
 
-def test_of_two_owners_of_a_row_between_flushes_the_later_one_counts() -> None:
-    table = a_table_of_a_device()
+def test_of_two_owners_of_a_row_between_plans_the_later_one_counts() -> None:
+    table, there = tables_of_a_device()
     first = table.alloc([1, 2, 3])
     table.write_pages(first, 0, np.array([1, 2]))
     table.free(first)
@@ -38,26 +46,38 @@ def test_of_two_owners_of_a_row_between_flushes_the_later_one_counts() -> None:
     assert first == second
     table.write_pages(second, 0, np.array([3]))
     table.write_pages(second, 0, np.array([7]))
-    table.flush()
-    assert table.token_pool[second, :2].tolist() == [4, 5]
-    assert table.page_table[second, 0] == 7
+    tell(table, there)
+    assert there.token_pool[second, :2].tolist() == [4, 5]
+    assert there.page_table[second, 0] == 7
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(1, 4)), max_size=20))
-def test_after_a_flush_both_tables_of_pages_are_the_same(writes: list[tuple[int, int, int]]) -> None:
-    table = a_table_of_a_device()
+def test_after_a_plan_all_tables_of_pages_are_the_same(writes: list[tuple[int, int, int]]) -> None:
+    table, there = tables_of_a_device()
     for number, (row, start, count) in enumerate(writes):
         table.write_pages(row, start, np.arange(count) + 10 * number)
         if number % 7 == 6:
-            table.flush()
-    table.flush()
-    assert torch.equal(table.page_table, torch.from_numpy(table.pages))
+            tell(table, there)
+    tell(table, there)
+    assert there.page_table[:4].equal(torch.from_numpy(table.pages))
+    assert (there.on_host([]).pages == there.page_table.numpy()).all()
+
+
+def test_rows_that_begin_with_other_pages_are_another_version() -> None:
+    table, there = tables_of_a_device()
+    row = table.alloc([1])
+    versions = []
+    for start in (0, 1, 2, 0):
+        table.write_pages(row, start, np.array([start]))
+        tell(table, there)
+        versions.append(there.on_host([row]).version)
+    assert versions == [1, 1, 1, 2]
 
 
 def test_the_row_of_nobody_has_pages_of_nobody() -> None:
-    table = a_table_of_a_device()
-    assert (table.page_table[table.scratch_row] == 99).all()
-    assert table.scratch_row not in [table.alloc([1]) for _ in range(4)]
+    table, there = tables_of_a_device()
+    assert (there.page_table[there.scratch_row] == 99).all()
+    assert there.scratch_row not in [table.alloc([1]) for _ in range(4)]
 
 
 def test_inputs_come_out_as_they_went_in_and_the_rest_is_greedy_and_nobodys() -> None:

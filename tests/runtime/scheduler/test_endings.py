@@ -197,14 +197,14 @@ def test_state_can_be_asked_for(tiny: Path) -> None:
 
 def fail_on(engine: Harness, monkeypatch: pytest.MonkeyPatch, rid: str) -> None:
     """The model raises whenever `rid` is in the batch."""
-    launch = engine.executor.launch
+    launch = engine._compute
 
     def broken(batch: Batch) -> Launched:
         if any(req.rid == rid for req in batch.reqs):
             raise RuntimeError("bad luck")
         return launch(batch)
 
-    monkeypatch.setattr(engine.executor, "launch", broken)
+    monkeypatch.setattr(engine, "_compute", broken)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

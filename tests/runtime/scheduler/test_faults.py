@@ -190,7 +190,7 @@ CONFIGS: list[dict[str, Any]] = [
 def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
     """Before every batch, whatever is not owned by a request or the tree is overwritten; as are the ends of pages
     that a request has not written yet, which it got with whatever was in them."""
-    launch = engine.executor.launch
+    launch = engine._compute
 
     def launch_on_garbage(batch: Batch) -> Launched:
         pool = engine.executor.pool
@@ -205,7 +205,7 @@ def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
                 tail.copy_(garbage[torch.arange(tail.numel()) % len(garbage)].view_as(tail))
         return launch(batch)
 
-    engine.executor.launch = launch_on_garbage  # type: ignore[method-assign]
+    engine._compute = launch_on_garbage  # type: ignore[method-assign]
 
 
 def traffic(tiny: Path, settings: dict[str, Any], garbage: list[float], seed: int) -> dict[str, list[TokenOut]]:

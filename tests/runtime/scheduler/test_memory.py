@@ -10,7 +10,7 @@ from support.runtime_engine import Harness, prompt
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
-from treeline_runtime.models import ModelConfig
+from treeline_runtime.models import read_config
 from treeline_runtime.scheduler import memory
 from treeline_runtime.scheduler.admission import (
     DECAY_STEPS,
@@ -153,7 +153,7 @@ def test_running_requests_are_limited(tiny: Path) -> None:
 
 
 def test_the_pool_is_sized_from_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cpu = ModelConfig.from_dir(tiny), torch.device("cpu")
+    model, cpu = read_config(tiny), torch.device("cpu")
     per_token = memory.bytes_per_token(model, torch.float32)
     assert per_token == 2 * 2 * 2 * 8 * 4
     assert memory.bytes_per_token(model, torch.bfloat16) == per_token // 2

@@ -152,14 +152,14 @@ def test_a_request_that_breaks_a_mixed_batch_fails_alone(
         engine.submit(rid, REQUESTS[rid][0], **REQUESTS[rid][1])
     for _ in range(3):
         engine.step()
-    launch = engine.executor.launch
+    launch = engine._compute
 
     def broken(batch: Batch) -> Launched:
         if any(req.rid == bad for req in batch.reqs):
             raise RuntimeError("bad luck")
         return launch(batch)
 
-    monkeypatch.setattr(engine.executor, "launch", broken)
+    monkeypatch.setattr(engine, "_compute", broken)
     for rid in ("long", "same"):
         engine.submit(rid, REQUESTS[rid][0], **REQUESTS[rid][1])
     engine.run()

@@ -152,3 +152,16 @@ def test_a_wasted_step_leaves_no_trace(tiny: Path) -> None:
     tokens = engine.generate("a", ids, max_new_tokens=12, stop_token_ids=(stop,))
     assert tokens == free[: free.index(stop) + 1]
     assert engine.last("a").completion_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_who_comes_while_a_prefix_is_being_computed_waits_for_its_pages(tiny: Path, depth: int) -> None:
+    beginning = prompt(1, 48)
+    engine = Harness(tiny, overlap_depth=depth, prefills_in_a_row=5)
+    engine.submit("computes", beginning + prompt(2, 4))
+    engine.step()
+    engine.submit("waits", beginning + prompt(3, 4))
+    engine.submit("has nothing to wait for", prompt(4, 40))
+    engine.run()
+    assert [engine.last(rid).cached_tokens for rid in ("computes", "waits", "has nothing to wait for")] == [0, 48, 0]
+    assert engine.tokens("waits") == Harness(tiny).generate("alone", beginning + prompt(3, 4))

@@ -171,7 +171,7 @@ def test_a_batch_that_fails_is_tried_again_without_counting_twice(
 ) -> None:
     expected = [engine(mean[1]).pool("a", ids(i, 40)) for i in range(2)]
     running = engine(mean[1], chunked_prefill_size=64)
-    launch, failures = running.executor.launch, []
+    launch, failures = running._compute, []
 
     def flaky(batch: Any) -> Launched:
         launched = launch(batch)
@@ -180,7 +180,7 @@ def test_a_batch_that_fails_is_tried_again_without_counting_twice(
             raise RuntimeError("out of luck")
         return launched
 
-    monkeypatch.setattr(running.executor, "launch", flaky)
+    monkeypatch.setattr(running, "_compute", flaky)
     for i in range(2):
         running.submit(str(i), ids(i, 40), pools=True, max_new_tokens=0)
     running.run()

@@ -208,7 +208,7 @@ def refusal(engine: Harness, wanted: dict[str, Any], **options: Any) -> tuple[in
 
 def test_what_cannot_begin_is_refused_before_anything_is_computed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engines(tiny)
-    monkeypatch.setattr(engine.executor, "launch", lambda _: pytest.fail("launched"))
+    monkeypatch.setattr(engine, "_compute", lambda _: pytest.fail("launched"))
     for wanted, status, words in (
         (
             wants("favours", token=VOCAB),
@@ -290,13 +290,13 @@ def test_a_row_that_cannot_be_sampled_asks_no_processor_again(
     engine = Engines(tiny, overlap_depth=1)
     row = engine.executor._row
 
-    def failing(req: Any, end: int) -> Any:
-        if req.rid == "bad" and req.output_len == 2:
+    def failing(step: Any, j: int) -> Any:
+        if step.plan.seeds[j] == 1234 and step.plan.indices[j] == 2:
             raise RuntimeError("no such row")
-        return row(req, end)
+        return row(step, j)
 
     monkeypatch.setattr(engine.executor, "_row", failing)
-    engine.submit("bad", prompt(20, 8), **wants("follows", key="bad"))
+    engine.submit("bad", prompt(20, 8), seed=1234, **wants("follows", key="bad"))
     ask_everybody(engine).run()
     assert "RuntimeError('no such row')" in engine.fault("bad")
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone

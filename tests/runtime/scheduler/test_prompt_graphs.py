@@ -29,7 +29,7 @@ def captured(engine: Harness, largest: int) -> Harness:
     graphs = engine.executor._prompts = graphs_of(engine, largest)
     compute = graphs.hidden
     # on a CPU what is read back is the tensor itself, and no copy made before the next step overwrites it
-    graphs.hidden = lambda cells, plan: tuple(x.clone() for x in compute(cells, plan))  # type: ignore[method-assign]
+    graphs.hidden = lambda *step: tuple(x.clone() for x in compute(*step))  # type: ignore[method-assign]
     for size in graphs._captured.values():
         for call in size.calls:  # nobody attends for what pads a step: there is what others left in its memory
             with torch.inference_mode():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime import Engine, SamplingParams
-from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.models.config import ModelConfig, read_config
 from treeline_runtime.scheduler.prompt_graphs import sizes_up_to, worth_capturing
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
@@ -44,7 +44,7 @@ def test_the_larger_the_model_the_shorter_the_steps_that_are_worth_it() -> None:
 
 
 def a_config() -> ModelConfig:
-    return ModelConfig.from_dir(TINY_MODEL)
+    return read_config(TINY_MODEL)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from treeline_runtime.models.config import ModelConfig, ModelError
+from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 
-__all__ = ["ModelConfig", "ModelError"]
+__all__ = ["ModelConfig", "ModelError", "read_config"]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from treeline_runtime.models.families import FAMILIES, PRE_NORMS, Family, Norms
-from treeline_runtime.models.irope import IRope
+from treeline_runtime.models.families import FAMILIES, Family
 from treeline_runtime.models.keys import unknown_settings
-from treeline_runtime.models.moe_config import MoeConfig
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
-from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.models.settings import FULL, ModelError, flag
 from treeline_runtime.models.wrapped import WRAPPERS, language_model
 
-__all__ = ["ModelConfig", "ModelError", "RopeConfig"]
+__all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
 MOST_LAYERS = 4096
 """No model comes near: a number beyond is a slip, and memory would end before anything said so."""
@@ -32,124 +29,73 @@ FOREIGN_FILES = {
 """Files beside config.json that change what the weights mean."""
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder. Sizes in elements. The defaults are Llama's."""
+def read_config(path: str | Path) -> ModelConfig:
+    """Read config.json and, if there, generation_config.json. Raises ModelError."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(f"{directory} is not a directory")
+    config = _read_json(directory / "config.json")
+    for name, problem in FOREIGN_FILES.items():
+        if (directory / name).exists():
+            raise ModelError(problem.format(name))
+    generation = directory / "generation_config.json"
+    return parse_config(config, _read_json(generation) if generation.is_file() else {})
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    max_position: int
-    tie_word_embeddings: bool
-    rope: RopeConfig
-    eos_token_ids: tuple[int, ...]
-    quantization: Scheme | None
 
-    # how its family differs: `families/`
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    packed: bool = False
-    """The checkpoint has qkv_proj and gate_up_proj in place of q_proj, k_proj, v_proj and gate_proj, up_proj."""
-    qk_norm: bool = False
-    """Queries and keys have RMS norms: of each head, or over all heads of a token."""
-    qk_norm_over_heads: bool = False
-    norms: Norms = PRE_NORMS
-    norm_adds_one: bool = False
-    """Norms multiply by 1 + weight."""
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    embedding_scale: float = 1.0
-    logit_softcap: float | None = None
-    scoring: Scoring = PLAIN
-    local_rope: RopeConfig | None = None
-    """Of the layers that have a window; None: the same as of the others."""
-    irope: IRope | None = None
-    """None: every layer rotates queries and keys."""
-    moe: MoeConfig | None = None
-    """None: every layer's feed-forward is dense."""
+def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """generation: generation_config.json; {}: there is none."""
+    try:
+        config = language_model(config)
+        family = _family(config)
+        quantization = _quantization(config, family)
+        _refuse_unknown(config, family)
+        config = {**family.defaults, **config}
+        heads = int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
+        max_position = int(config["max_position_embeddings"])
+        common = ModelConfig(
+            architecture=family.architecture,
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=hidden,
+            intermediate_size=int(config["intermediate_size"]),
+            num_layers=int(config["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_position=max_position,
+            tie_word_embeddings=flag(config, "tie_word_embeddings"),
+            rope=family.rope(config, max_position),
+            eos_token_ids=_eos_ids(generation) or _eos_ids(config),
+            quantization=quantization,
+        )
+        if common.num_layers > MOST_LAYERS:  # families make lists of that length
+            raise ModelError(f"config.json: num_hidden_layers is {common.num_layers}, more than {MOST_LAYERS}")
+        model = family.describe(common, config)
+        _check(model, family)
+        return model
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error}") from error
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
+        raise ModelError(f"config.json: {error}") from error
 
-    @property
-    def longest_context(self) -> int:
-        """Positions that the rope scaling makes usable."""
-        if self.rope.type in ("linear", "dynamic"):
-            return max(self.max_position, int(self.max_position * self.rope.factor))
-        if self.rope.type == "yarn":
-            return max(self.max_position, int(self.rope.original_max_position * self.rope.factor))
-        return self.max_position
 
-    @classmethod
-    def from_dir(cls, path: str | Path) -> ModelConfig:
-        """Read config.json and, if there, generation_config.json. Raises ModelError."""
-        directory = Path(path)
-        if not directory.is_dir():
-            raise ModelError(f"{directory} is not a directory")
-        config = _read_json(directory / "config.json")
-        for name, problem in FOREIGN_FILES.items():
-            if (directory / name).exists():
-                raise ModelError(problem.format(name))
-        generation = directory / "generation_config.json"
-        return cls._parse(config, _read_json(generation) if generation.is_file() else {})
-
-    @classmethod
-    def _parse(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-        """generation: generation_config.json; {}: there is none."""
-        try:
-            config = language_model(config)
-            family = _family(config)
-            quantization = _quantization(config, family)
-            _refuse_unknown(config, family)
-            config = {**family.defaults, **config}
-            heads = int(config["num_attention_heads"])
-            hidden = int(config["hidden_size"])
-            max_position = int(config["max_position_embeddings"])
-            common = cls(
-                architecture=family.architecture,
-                vocab_size=int(config["vocab_size"]),
-                hidden_size=hidden,
-                intermediate_size=int(config["intermediate_size"]),
-                num_layers=int(config["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
-                rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                max_position=max_position,
-                tie_word_embeddings=flag(config, "tie_word_embeddings"),
-                rope=family.rope(config, max_position),
-                eos_token_ids=_eos_ids(generation) or _eos_ids(config),
-                quantization=quantization,
-            )
-            if common.num_layers > MOST_LAYERS:  # families make lists of that length
-                raise ModelError(f"config.json: num_hidden_layers is {common.num_layers}, more than {MOST_LAYERS}")
-            model = family.describe(common, config)
-            model._check(family)
-            return model
-        except KeyError as error:
-            raise ModelError(f"config.json lacks {error}") from error
-        except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-            raise ModelError(f"config.json: {error}") from error
-
-    def _check(self, family: Family) -> None:
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
-        for name in (*sizes, "head_dim", "max_position"):
-            if getattr(self, name) < 1:
-                raise ModelError(f"config.json: {name} must be at least 1, not {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"config.json: {self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads"
-            )
-        if self.quantization is not None and self.moe is not None:
-            raise ModelError(f"fp8 weights are not supported for {self.architecture}, which has experts")
-        for rope in filter(None, (self.rope, self.local_rope)):
-            rope.check(self.head_dim)
-            if rope.partial_rotary_factor != 1 and not family.partial_rotary:
-                what = f"partial_rotary_factor {rope.partial_rotary_factor}"
-                raise ModelError(f"{what} is not supported for {self.architecture}; only 1.0 is")
+def _check(model: ModelConfig, family: Family) -> None:
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads")
+    for name in (*sizes, "head_dim", "max_position"):
+        if getattr(model, name) < 1:
+            raise ModelError(f"config.json: {name} must be at least 1, not {getattr(model, name)}")
+    if model.num_heads % model.num_kv_heads:
+        raise ModelError(
+            f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} key/value heads"
+        )
+    if model.quantization is not None and model.moe is not None:
+        raise ModelError(f"fp8 weights are not supported for {model.architecture}, which has experts")
+    for rope in filter(None, (model.rope, model.local_rope)):
+        rope.check(model.head_dim)
+        if rope.partial_rotary_factor != 1 and not family.partial_rotary:
+            what = f"partial_rotary_factor {rope.partial_rotary_factor}"
+            raise ModelError(f"{what} is not supported for {model.architecture}; only 1.0 is")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,28 +15,44 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.quantization.kv import kv_scales
 from treeline_runtime.models.quantization.product import float_product, new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.rope_config import RopeConfig
-from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
+from treeline_runtime.models.weights import EMBEDDING, HEAD, OUTPUTS, Shard, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
 
 logger = logging.getLogger(__name__)
 
 
 class Linear:
-    """Several projections of one input, stacked, in whatever format the weights are. `names` → their output sizes."""
+    """Several projections of one input, stacked, in whatever format the weights are. `names` → their output sizes.
+
+    shard: of a rank of several. Of `OUTPUTS` (column-parallel) it gives its slice of each projection's outputs; of
+    `INPUTS` (row-parallel) it takes its slice of the input, and the outputs of all ranks have to be added. A packed
+    projection, whose parts would have to be cut one by one, is not shared.
+    """
 
     def __init__(
-        self, weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int, *, bias: bool
+        self,
+        weights: Weights,
+        ops: Ops,
+        prefix: str,
+        names: dict[str, int],
+        size: int,
+        *,
+        bias: bool,
+        shard: Shard | None = None,
     ) -> None:
         self._name = prefix + "+".join(names)
-        self._product = new_product(weights, ops, prefix, names, size)
-        self._bias = stack([weights.take(f"{prefix}{n}.bias", out) for n, out in names.items()]) if bias else None
+        self._product = new_product(weights, ops, prefix, names, size, shard)
+        self._bias: torch.Tensor | None = None
+        if bias and (shard is None or shard.dim == OUTPUTS or shard.rank == 0):  # to a sum it is added once
+            own = shard if shard is not None and shard.dim == OUTPUTS else None
+            self._bias = stack([weights.take(f"{prefix}{n}.bias", out, shard=own) for n, out in names.items()])
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         y = self._product(x, self._bias)
@@ -187,11 +203,13 @@ class Decoder:
         """For these positions, as `Context` wants them."""
         return None
 
-    def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
-        """input_ids (tokens,) → normalised hidden states (tokens, hidden)."""
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids (tokens,) → (tokens, hidden), a new tensor."""
         x = F.embedding(input_ids, self._embedding)
-        if self._scale != 1:
-            x = x * self._scale
+        return x if self._scale == 1 else x * self._scale
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """x (tokens, hidden), from `embed` or from elsewhere → normalised hidden states (tokens, hidden)."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         for layer in self._layers:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, Layer, Linear
 from treeline_runtime.models.moe import Moe, new_stack

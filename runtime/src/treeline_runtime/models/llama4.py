@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Attention, Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.moe_config import MoeConfig
-from treeline_runtime.models.weights import Weights
+from treeline_runtime.models.weights import Shard, Weights
 from treeline_runtime.ops import Experts, Ops
 
 _QUERY_OR_KEY = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qk]_proj\.(weight|bias)")
@@ -51,10 +51,12 @@ class Translated:
     def ignore(self, name: str) -> None:
         self._weights.ignore(self._theirs(name))
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
         if _NORM.fullmatch(name):
-            return torch.ones(shape, device=self.device)
-        tensor = self._weights.take(self._theirs(name), *shape, dtype=dtype)
+            return torch.ones(shape, device=self.device)  # of heads: all ranks have them whole
+        tensor = self._weights.take(self._theirs(name), *shape, dtype=dtype, shard=shard)
         found = _QUERY_OR_KEY.fullmatch(name)
         if found is None or int(found[1]) not in self._rotated:
             return tensor

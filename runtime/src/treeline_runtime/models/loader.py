@@ -8,7 +8,7 @@ import logging
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig
-from treeline_runtime.models.config import ModelConfig, ModelError
+from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.gpt_oss import GptOssDecoder
 from treeline_runtime.models.llama4 import Llama4Decoder
@@ -73,7 +73,7 @@ def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
 
 def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
     """All that the checkpoint's files but its weights say of the model. Raises ModelError or ConfigError."""
-    return ModelConfig.from_dir(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
+    return read_config(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
 
 
 def _decoder(config: ModelConfig) -> type[Decoder]:

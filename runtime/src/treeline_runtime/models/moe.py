@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.moe_config import MoeConfig

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +37,29 @@ PROGRESS_S = 2.0
 """Seconds between two lines of the log that say how far loading is."""
 
 
+OUTPUTS, INPUTS = 0, 1
+"""Dimensions of a projection's weights."""
+
+
+class Shard(NamedTuple):
+    """The part of a tensor that one of several ranks has: equal slices of a dimension, in the order of the ranks."""
+
+    rank: int
+    ranks: int
+    dim: int
+
+    def size(self, whole: int) -> int:
+        """Raises ModelError where there are no equal slices."""
+        if whole % self.ranks:
+            raise ModelError(f"{whole} rows or columns of a projection cannot be shared by {self.ranks} ranks")
+        return whole // self.ranks
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        size = self.size(whole.shape[self.dim])
+        part = whole.narrow(self.dim, self.rank * size, size)
+        return part if part.device.type in MAPPED else part.clone()  # the rest of it is given back
+
+
 class Weights(Protocol):
     """A model takes each tensor once, by the name and shape it expects."""
 
@@ -53,9 +76,11 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor that may have several. Raises ModelError if it is missing."""
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The tensor on the engine's device, in its dtype or `dtype`; one of fp8 has to be that in the checkpoint.
-        Raises ModelError."""
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
+        """The tensor of this shape on the engine's device, or the shard of it, in its dtype or `dtype`; one of fp8 has
+        to be that in the checkpoint. Raises ModelError."""
 
     def ignore(self, name: str) -> None:
         """Nobody will take it: it need not be there, and may."""
@@ -172,7 +197,9 @@ class Checkpoint:
         name = self._saved(name)
         return tuple(self._handle(self._file(name)).get_slice(name).get_shape())
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
         name = self._saved(name)
         file = self._file(name)
         streamed = self._streamed if name in self._untaken else None  # which gives a tensor once
@@ -189,7 +216,7 @@ class Checkpoint:
         if tuple(tensor.shape) != shape:
             raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
         self._progress.add(tensor.nbytes)
-        return tensor.to(device=self.device, dtype=wanted)
+        return (tensor if shard is None else shard.cut(tensor)).to(device=self.device, dtype=wanted)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -228,11 +255,15 @@ class RandomWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         raise ModelError(f"tensor {name}: random weights have any shape, and no scales")
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
+    ) -> torch.Tensor:
         if "norm" in name:
-            return torch.ones(shape, dtype=dtype or self.dtype, device=self.device)
-        tensor = torch.randn(shape, generator=self._generator, device=self.device)
-        return tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)
+            tensor = torch.ones(shape, dtype=dtype or self.dtype, device=self.device)
+        else:
+            tensor = torch.randn(shape, generator=self._generator, device=self.device)
+            tensor = tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)
+        return tensor if shard is None else shard.cut(tensor)
 
 
 class _Progress:

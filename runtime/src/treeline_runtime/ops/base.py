@@ -6,15 +6,12 @@ Tensors are flat over the step: (tokens, …).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from treeline_runtime.context import Context
 from treeline_runtime.models.moe_config import ClampedGate
-
-if TYPE_CHECKING:
-    from treeline_runtime.core import Context
-
 
 Activation = Literal["silu", "gelu_tanh"]
 

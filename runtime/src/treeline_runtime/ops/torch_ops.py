@@ -8,7 +8,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.models.moe_config import ClampedGate
 from treeline_runtime.models.rope import rotate
 from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from treeline_runtime.core import Context
+from treeline_runtime.context import Context
 from treeline_runtime.ops import expert_kernels, kernels, mask_kernels
 from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
 from treeline_runtime.ops.early_kernels import early_launch

@@ -71,10 +71,10 @@ class Masks:
         self._next = 0
 
     def fill(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
-        """→ (constraints, words) int32 of `Ops.forbid`; which ones failed, and why: their rows mean nothing."""
+        """→ (constraints, words) int32 of `Ops.forbid`, on the host; which ones failed, and why: their rows mean
+        nothing."""
         if self._device.type == "cuda":
-            kept, copied = self._buffer(len(constraints))
-            masks = kept[: len(constraints)].zero_()
+            masks = self._buffer(len(constraints))[: len(constraints)].zero_()
         else:
             masks = torch.zeros(len(constraints), self._words, dtype=torch.int32)
         rows_of: dict[Filler, list[int]] = {}
@@ -83,12 +83,17 @@ class Masks:
         failed = dict[int, str]()
         for filler, rows in rows_of.items():
             failed |= _fill(filler, constraints, masks, rows)
-        if self._device.type == "cuda":
-            masks = masks.to(self._device, non_blocking=True)
-            copied.record()
         return masks, failed
 
-    def _buffer(self, rows: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def on_device(self, masks: torch.Tensor) -> torch.Tensor:
+        """What the last `fill` gave."""
+        if self._device.type != "cuda":
+            return masks
+        there = masks.to(self._device, non_blocking=True)
+        self._buffers[self._next][1].record()
+        return there
+
+    def _buffer(self, rows: int) -> torch.Tensor:
         """The one that was used longest ago, once it is copied; larger than before if need be."""
         if not self._buffers or len(self._buffers[0][0]) < rows:
             torch.cuda.synchronize(self._device)
@@ -100,7 +105,7 @@ class Masks:
         self._next = (self._next + 1) % _IN_FLIGHT
         kept, copied = self._buffers[self._next]
         copied.synchronize()
-        return kept, copied
+        return kept
 
 
 def _fill(filler: Filler, constraints: Sequence[Constraint], masks: torch.Tensor, rows: list[int]) -> dict[int, str]:

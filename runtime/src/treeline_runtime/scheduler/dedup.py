@@ -1,4 +1,4 @@
-"""Requests that share a prefix which nobody has computed yet: one should compute it, the others wait a step and hit."""
+"""Requests that share a prefix whose pages are on their way into the tree: one computes it, the others wait and hit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ MIN_SHARED_TOKENS = 32
 
 
 class PendingPrefixes:
-    """Prompts that are being prefilled now. Those that share less than MIN_SHARED_TOKENS never meet in the dict."""
+    """Prompts whose pages are being filled: in this step, or in one whose results are not known. Those that share less
+    than MIN_SHARED_TOKENS never meet in the dict."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str | None, bytes], list[bytes]] = {}

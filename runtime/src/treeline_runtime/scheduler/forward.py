@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import AttentionBackend
-from treeline_runtime.core import Batch, Context, Req
+from treeline_runtime.context import Attends, Context
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.ops import Tables
-from treeline_runtime.sampling import needs_more
 from treeline_runtime.sampling.noise import row_keys
-from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.scheduler.device_tables import DeviceTables
+from treeline_runtime.scheduler.plan import Embeddings, StepPlan
 from treeline_runtime.transfer import upload
 
 
@@ -61,27 +61,22 @@ class DecodeInputs:
     keys: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, reqs: Sequence[Req], positions: list[int]) -> DecodeInputs:
-        """positions: of the last token before the one that is sampled."""
-        # rows that need more, or are constrained, are sampled afterwards: drawing for them here would be done twice
-        plain = [not req.delays and not (req.sampling.greedy or needs_more(req.sampling)) for req in reqs]
-        temperatures = [req.sampling.temperature if draws else 0.0 for req, draws in zip(reqs, plain, strict=True)]
-        if any(temperatures):
-            indices = [position + 1 - req.prompt_len for req, position in zip(reqs, positions, strict=True)]
-            keys = row_keys([req.seed for req in reqs], indices)
+    def of(cls, plan: StepPlan) -> DecodeInputs:
+        """The last tokens of those who sample."""
+        rows = [plan.rows[i] for i in plan.sampling]
+        if any(plan.temperatures):
+            keys = row_keys(plan.seeds, plan.indices)
         else:  # nobody draws
-            keys = np.zeros((len(reqs), 2), dtype=np.int32)
-        rows = [req.row for req in reqs]
-        return cls(rows, positions, rows, temperatures, keys)
+            keys = np.zeros((len(rows), 2), dtype=np.int32)
+        return cls(rows, [plan.ends[i] - 1 for i in plan.sampling], rows, plan.temperatures, keys)
 
     @classmethod
-    def spread(cls, batch: Batch, scratch_row: int) -> DecodeInputs:
-        """Of a batch in which some requests have several tokens: only the last ones of those who sample are followed
+    def spread(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:
+        """Of a step in which some sequences have several tokens: only the last ones of those who sample are followed
         by a token that is kept."""
-        sampling, lasts = batch.sampling, batch.lasts
-        those = cls.of([batch.reqs[i] for i in sampling], [batch.ends[i] - 1 for i in sampling])
-        rows = np.repeat([req.row for req in batch.reqs], batch.q_lens).tolist()
-        positions = [at for start, end in zip(batch.starts, batch.ends, strict=True) for at in range(start, end)]
+        those, lasts = cls.of(plan), plan.lasts
+        rows = np.repeat(plan.rows, plan.q_lens).tolist()
+        positions = [at for start, end in zip(plan.starts, plan.ends, strict=True) for at in range(start, end)]
         targets, temperatures = [scratch_row] * len(rows), [0.0] * len(rows)
         keys = np.zeros((len(rows), 2), dtype=np.int32)
         keys[lasts] = those.keys
@@ -109,13 +104,18 @@ class DecodeInputs:
 class Forward:
     """Model, attention and table, put together."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, table: TableManager) -> None:
+    def __init__(self, model: Decoder, attention: AttentionBackend, table: DeviceTables) -> None:
         self._model = model
         self._attention = attention
         self._table = table
 
     def hidden(
-        self, rows: torch.Tensor, positions: torch.Tensor, plan: Any, attention: AttentionBackend | None = None
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        plan: Any,
+        attention: Attends | None = None,
+        embeddings: Sequence[Embeddings] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """rows, positions (tokens,) int32: the cells of the input → hidden states, whether keys and values are finite.
 
@@ -127,8 +127,11 @@ class Forward:
         attention = self._attention if attention is None else attention
         scales = self._model.query_scales(positions)
         context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite, query_scales=scales)
-        hidden = self._model.forward(found.ids, context)
-        return hidden, self._model.ops.stored_finite(context)
+        x = self._model.embed(found.ids)
+        for given in embeddings:
+            values = np.frombuffer(given.data, dtype="<f4").reshape(-1, x.shape[1])
+            x[given.first : given.first + len(values)] = upload(values.astype(np.float32), x.device)
+        return self._model.forward(x, context), self._model.ops.stored_finite(context)
 
     def empty_logits(self, rows: int) -> torch.Tensor:
         """(rows, vocabulary), to be given as `out`."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import AttentionBackend, Layout
+from treeline_runtime.scheduler.device_tables import DeviceTables
 from treeline_runtime.scheduler.forward import PACKED, DecodeInputs, Forward, OnDevice, Tokens
-from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.transfer import pinned
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class DecodeGraphs:
     """None are captured, and `largest` is 0, where the backend's steps cannot be."""
 
     def __init__(
-        self, forward: Forward, attention: AttentionBackend, table: TableManager, largest: int, device: torch.device
+        self, forward: Forward, attention: AttentionBackend, table: DeviceTables, largest: int, device: torch.device
     ) -> None:
         self._forward = forward
         self._attention = attention

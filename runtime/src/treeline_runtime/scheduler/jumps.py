@@ -79,22 +79,12 @@ class Jumps:
         if not _accepts(constraint, req.tokens[kept:], append):
             return None
         self._stats.on_jump(len(append) - jump.take_back)
-        self._replace(req, kept, append)
+        req.replace_tokens(kept, append)
+        if req.row >= 0:
+            self._table.write_tokens(req.row, kept, append)
         if constraint.finished:
             return FinishReason("stop")
         return FinishReason("length") if req.output_len >= req.max_new_tokens else None
-
-    def _replace(self, req: Req, kept: int, append: list[int]) -> None:
-        """The first `kept` tokens stay, these follow."""
-        req.replace_tokens(kept, append)
-        req.kv_len = min(req.kv_len, kept)
-        req.device_len = min(req.device_len, kept)
-        req.launched_tokens = req.output_len
-        if req.in_flight:
-            assert req.in_flight == 1, f"a jump from a token that is not the last one known: {req}"
-            req.overtaken = kept
-        if req.row >= 0:
-            self._table.write_tokens(req.row, kept, append)
 
 
 def _accepts(constraint: Constraint, gone: Sequence[int], append: Sequence[int]) -> bool:

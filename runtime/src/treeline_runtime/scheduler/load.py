@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.prefill import PrefillManager
+from treeline_runtime.scheduler.stats import SchedulerStats
 
-if TYPE_CHECKING:
-    from treeline_runtime.scheduler.scheduler import Scheduler
 
-
-def load_of(scheduler: Scheduler, running: int) -> LoadUpdate:
-    """running: requests that are being computed. Those whose grammar is being compiled wait, too."""
-    cache, stats, page_size = scheduler.cache, scheduler.stats, scheduler.config.page_size
+def load_of(
+    cache: CacheManager,
+    prefill: PrefillManager,
+    stats: SchedulerStats,
+    *,
+    running: int,
+    max_running: int,
+    compiling: int,
+    draining: bool,
+    asleep: int,
+) -> LoadUpdate:
+    """running: requests that are being computed, compiling: those whose grammar is; these wait, too. asleep: the level
+    of sleep."""
+    page_size = cache.page_size
     return LoadUpdate(
         running=running,
-        waiting=len(scheduler.prefill.waiting) + len(scheduler.grammars.waiting),
-        waiting_uncached_tokens=scheduler.prefill.uncached_tokens(),
+        waiting=len(prefill.waiting) + compiling,
+        waiting_uncached_tokens=prefill.uncached_tokens(),
         pages_used=cache.used_pages,
         pages_cached=cache.tree.evictable_pages,
         pages_total=cache.pool.num_pages,
@@ -28,7 +37,7 @@ def load_of(scheduler: Scheduler, running: int) -> LoadUpdate:
         total_forced_tokens=stats.total_forced_tokens,
         prefill_tokens_per_s=stats.prefill_tokens_per_s,
         decode_step_ms=stats.decode_step_ms,
-        draining=scheduler.draining,
-        max_running=scheduler.limits.max_running_requests,
-        asleep=scheduler.residence.level,
+        draining=draining,
+        max_running=max_running,
+        asleep=asleep,
     )

@@ -8,8 +8,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from treeline_runtime.core import Batch
 from treeline_runtime.models.pooler import Pooler, Vector
+from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import Readback
 
 
@@ -18,17 +18,16 @@ class Pooled:
     several steps has its parts added on the host, so a step that fails can be tried again, and a retracted request
     begins anew."""
 
-    def __init__(self, batch: Batch, hidden: torch.Tensor, pooler: Pooler) -> None:
-        """hidden (tokens of the batch, hidden)"""
-        bounds = [0, *accumulate(batch.q_lens)]
-        whole = [end == len(req.tokens) for req, end in zip(batch.reqs, batch.ends, strict=True)]
-        self._reqs = [i for i, is_whole in enumerate(whole) if is_whole or pooler.pooling.needs_all]
+    def __init__(self, plan: StepPlan, hidden: torch.Tensor, pooler: Pooler) -> None:
+        """hidden (tokens of the step, hidden)"""
+        bounds = [0, *accumulate(plan.q_lens)]
+        self._sequences = [i for i, is_whole in enumerate(plan.whole) if is_whole or pooler.pooling.needs_all]
         self._readback: Readback | None = None
-        if self._reqs:
-            self._readback = Readback(pooler.select(hidden, bounds[:-1], bounds[1:], whole))
+        if self._sequences:
+            self._readback = Readback(pooler.select(hidden, bounds[:-1], bounds[1:], plan.whole))
 
     def get(self) -> Iterator[tuple[int, Vector, bool]]:
-        """→ indices into batch.reqs, what the step gives each of them, and whether all of it is finite."""
+        """→ numbers of sequences, what the step gives each of them, and whether all of it is finite."""
         if self._readback is not None:
             rows = self._readback.get()[0].numpy()
-            yield from zip(self._reqs, rows, np.isfinite(rows).all(1).tolist(), strict=True)
+            yield from zip(self._sequences, rows, np.isfinite(rows).all(1).tolist(), strict=True)

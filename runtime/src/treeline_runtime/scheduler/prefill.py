@@ -151,6 +151,9 @@ class PrefillManager:
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
+        for req in running:
+            if req.in_flight and req.kv_len < req.prompt_len:  # launched, and not in the tree yet
+                pending.add(req)
         busy = {req.client for req in (*running, *batch.reqs)}
         full: set[str | None] = set()
 

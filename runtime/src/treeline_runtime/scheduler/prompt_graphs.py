@@ -12,6 +12,7 @@ import functools
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,8 +23,9 @@ import torch
 
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.models.config import ModelConfig
+from treeline_runtime.scheduler.device_tables import DeviceTables
 from treeline_runtime.scheduler.forward import Forward
-from treeline_runtime.scheduler.table import TableManager
+from treeline_runtime.scheduler.plan import Embeddings
 from treeline_runtime.transfer import pinned, upload
 
 logger = logging.getLogger(__name__)
@@ -169,7 +171,7 @@ class PromptGraphs:
     """largest: tokens of the largest step that is captured; 0: none is, nor where decode steps cannot be."""
 
     def __init__(
-        self, forward: Forward, attention: AttentionBackend, table: TableManager, largest: int, device: torch.device
+        self, forward: Forward, attention: AttentionBackend, table: DeviceTables, largest: int, device: torch.device
     ) -> None:
         self._forward = forward
         self._attention = attention
@@ -198,10 +200,10 @@ class PromptGraphs:
 
     def _capture_one(self, size: int, memory: Any) -> _Captured:
         cells = upload(self._cells(size), self._device)
-        passing: Any = _Passing(self._attention)
+        passing = _Passing(self._attention)
         self._forward.hidden(cells[0], cells[1], None, passing)
         torch.cuda.synchronize(self._device)
-        pieces: Any = _Pieces(self._attention, memory)
+        pieces = _Pieces(self._attention, memory)
         with pieces:
             hidden, finite = self._forward.hidden(cells[0], cells[1], None, pieces)
         return _Captured(cells, pieces.graphs, pieces.calls, (_borrowed(hidden), _borrowed(finite)))
@@ -212,13 +214,15 @@ class PromptGraphs:
         cells[0] = self._table.scratch_row
         return cells
 
-    def hidden(self, cells: npt.NDArray[np.int32], plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def hidden(
+        self, cells: npt.NDArray[np.int32], plan: Any, embeddings: Sequence[Embeddings] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Forward.hidden` of cells (2, tokens): rows and positions. The next step may overwrite the result."""
         tokens = cells.shape[1]
         at = bisect_left(self._sizes, tokens)
-        if at == len(self._sizes):
+        if at == len(self._sizes) or embeddings:
             there = upload(cells, self._device)
-            return self._forward.hidden(there[0], there[1], plan)
+            return self._forward.hidden(there[0], there[1], plan, embeddings=embeddings)
         captured = self._captured[self._sizes[at]]
         padded = self._cells(self._sizes[at])
         padded[:, :tokens] = cells

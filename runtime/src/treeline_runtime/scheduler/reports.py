@@ -82,7 +82,6 @@ class Reporter:
 def token_out(req: Req, result: Sampled | None) -> TokenOut:
     """What a step did to `req`: its new tokens, if there are any, and its end, if it has ended, with its vector."""
     first = req.return_logprob and not req.input_logprobs_sent
-    sampled = result is not None and result.token is not None
     untold, withdrawn = req.tokens[req.prompt_len + req.told :], req.withdrawn
     queued_s = 0.0 if req.told else req.waited_s
     req.told, req.withdrawn = req.output_len, 0
@@ -105,8 +104,10 @@ def token_out(req: Req, result: Sampled | None) -> TokenOut:
         extra["hidden_states"] = HiddenStates(req.hidden_from, rows.shape[1], data)
     if not req.return_logprob:
         return msgspec.structs.replace(out, **extra) if extra else out
-    if sampled and result is not None and result.logprob is not None:
-        extra |= {"output_token_logprobs": [result.logprob], "output_top_logprobs": [result.top_logprobs]}
+    if result is not None and result.logprobs:
+        taken = len(untold)  # fewer than the step gave, where one of them ends the output
+        extra["output_token_logprobs"] = result.logprobs[:taken]
+        extra["output_top_logprobs"] = result.top_logprobs[:taken]
     if first and req.logprob_start_len >= 0:
         known = req.input_logprobs
         if req.logprob_start_len == 0:

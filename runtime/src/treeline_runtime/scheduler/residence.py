@@ -22,7 +22,6 @@ from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.memory import TO_LOAD, give_back, let_go, told_as_settings
 from treeline_runtime.scheduler.resolve import Resolved
-from treeline_runtime.scheduler.table import TableManager
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +36,12 @@ class Residence:
         self,
         config: SchedulerConfig,
         limits: Resolved,
-        table: TableManager,
         model: Decoder,
         warm_up: Callable[[], None],
     ) -> None:
         """warm_up: what is done with a new executor after a sleep, before it is used."""
         self._config = config
         self._limits = limits
-        self._table = table
         self._warm_up = warm_up
         self._architecture = architecture_of(config)
         self._model: Decoder | None = model
@@ -68,7 +65,6 @@ class Residence:
         elif self._limits.device.type != "cpu":
             self._offloaded = Offloaded(self._model)  # raises where the host has no room, and has changed nothing
         self._executor = None
-        self._table.leave_device()
         self.level = level
         give_back(self._limits.device)
 
@@ -84,13 +80,11 @@ class Residence:
                 elif self._model is None:
                     self._model = load_model(self._config)
             assert self._model is not None
-            self._table.enter_device()
             self._executor = self._new_executor(self._model)
             self._warm_up()
         except BaseException as error:
             let_go(error)
             self._executor = None
-            self._table.leave_device()
             if offloaded is not None:
                 offloaded.release()
             elif self.level == NO_WEIGHTS:
@@ -145,7 +139,8 @@ class Residence:
             return Executor(
                 self._config,
                 model,
-                self._table,
+                num_rows=limits.max_running_requests,
+                context_length=limits.context_length,
                 num_pages=limits.num_pages,
                 dtype=limits.dtype,
                 kv_dtype=limits.kv_dtype,

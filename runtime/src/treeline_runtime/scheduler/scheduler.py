@@ -9,8 +9,8 @@ makes depth 1 safe:
 - a batch that still holds a finished request is computed for nothing there, and its result is dropped;
 - rows with a constraint or a logit processor are launched with the rest, and sampled once all results before theirs are
   taken (`_sample_delayed`), still before the next launch;
-- where a grammar forces what comes next, the request takes that as it takes a token (`jumps`): the batch launched
-  meanwhile is overtaken there, and computes and samples for nothing;
+- where a step gives a request several tokens or none, or a grammar forces what comes next (`jumps`), the batch
+  launched meanwhile is overtaken there, and computes and samples for nothing;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
 A `Transport` carries its messages; what a step has to say goes there through a `Reporter`, at its end.
@@ -22,6 +22,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from treeline_runtime.config import SchedulerConfig
@@ -46,10 +47,11 @@ from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
-from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
+from treeline_runtime.scheduler.executor import Choices, Executor, Launched, Sampled
 from treeline_runtime.scheduler.grammars import Grammars
 from treeline_runtime.scheduler.jumps import Jumps
 from treeline_runtime.scheduler.load import load_of
+from treeline_runtime.scheduler.plan import plan_of
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
 from treeline_runtime.scheduler.profiler import Profiler
@@ -84,13 +86,11 @@ class Scheduler:
             limits.max_running_requests,
             limits.context_length,
             config.page_size,
-            limits.device,
-            scratch_page=limits.num_pages,
         )
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
-        self.residence = Residence(config, limits, self.table, model, self.warm_up)
+        self.residence = Residence(config, limits, model, self.warm_up)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
@@ -103,7 +103,7 @@ class Scheduler:
         least_gain = 1 + limits.overlap_depth
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
-        self._pending: deque[tuple[Launched, float]] = deque()
+        self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
         self._last_step: dict[str, Req] = {}  # in a launched batch alone: nothing is left to do but take its result
         self._processed_at = 0.0
@@ -214,7 +214,7 @@ class Scheduler:
         started = time.perf_counter()
         self.activity.begin("launching", batch)
         try:
-            self._pending.append((self.executor.launch(batch), started))
+            self._pending.append((batch, self._compute(batch), started))
         except Exception as error:
             logger.exception("a batch of %d requests failed", len(batch.reqs))
             if len(batch.reqs) == 1:
@@ -236,21 +236,43 @@ class Scheduler:
             elif end == len(req.tokens):
                 self._last_step[req.rid] = req
 
+    def _compute(self, batch: Batch) -> Launched:
+        launched = self.executor.launch(plan_of(batch, *self.table.news(), pools=self._pooler is not None))
+        self.table.told()  # and not before: of a launch that failed everything is told again
+        return launched
+
     def _sample_delayed(self) -> None:
         """Rows of the newest batch with a constraint or a processor, which know by now what was sampled before."""
-        if self._pending and self._pending[-1][0].delayed is not None:
+        if self._pending and self._pending[-1][1].delayed is not None:
             self._process_all_but(1)
-            launched, _ = self._pending[0]
-            self.activity.begin("sampling delayed rows", launched.batch)
-            self.executor.sample_delayed(launched)
+            batch, launched, _ = self._pending[0]
+            self.activity.begin("sampling delayed rows", batch)
+            try:
+                self.executor.sample_delayed(launched, self._choices(batch))
+            except Exception as error:  # a device in trouble
+                launched.delayed, launched.error = None, error
+
+    def _choices(self, batch: Batch) -> Choices:
+        live = [(j, req) for j, i in enumerate(batch.sampling) if (req := batch.reqs[i]).finish is None]
+        processors = {
+            j: (req.processor.name, partial(req.processor.apply, req.tokens[req.prompt_len + req.processor.seen :]))
+            for j, req in live
+            if req.processor is not None
+        }
+        # nobody will look at what is sampled for who has jumped
+        bound = [(j, req.constraint) for j, req in live if req.constraint is not None and req.overtaken < 0]
+        if not bound:
+            return Choices([], None, {}, processors)
+        masks, failed = self.executor.fill_masks([constraint for _, constraint in bound])
+        masked = [j for j, _ in bound]
+        return Choices(masked, masks, {masked[i]: why for i, why in failed.items()}, processors)
 
     def _process_all_but(self, count: int) -> None:
         while len(self._pending) > count:
             self._process(*self._pending.popleft())
 
-    def _process(self, launched: Launched, started: float) -> None:
+    def _process(self, batch: Batch, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
-        batch = launched.batch
         self.activity.begin("waiting for results", batch)
         try:
             results = launched.result()
@@ -275,13 +297,13 @@ class Scheduler:
                 self._fail(req, result.failed)
             else:
                 try:
-                    self._advance(req, end, batch.phase_of(i), result)
+                    self._advance(req, end, batch.phase_of(i), result, samples=batch.samples[i])
                 except Exception as error:
                     logger.exception("a result could not be taken: %r", req)
                     self._fail(req, f"internal error: {error!r}")
 
-    def _advance(self, req: Req, end: int, phase: Phase, result: Sampled) -> None:
-        """One request is computed up to `end`, and perhaps one token longer, or a jump."""
+    def _advance(self, req: Req, end: int, phase: Phase, result: Sampled, *, samples: bool) -> None:
+        """One request is computed up to `end`, and longer by what it got, or by a jump."""
         if req.overtaken >= 0:
             req.kv_len, req.overtaken = min(end, req.overtaken), -1
             return
@@ -295,15 +317,19 @@ class Scheduler:
                 req.input_top_logprobs += result.input_top_logprobs
             if result.pooled is not None:
                 req.pooled = result.pooled if req.pooled is None else req.pooled + result.pooled
-            if result.token is None:
+            if not result.tokens:
                 if req.kv_len == len(req.tokens):  # nothing to produce: max_new_tokens is 0
                     if self._pooler is not None:
                         req.vector = self._pooler.finish(req.pooled, len(req.tokens))
                     self._finish(req, FinishReason("length"))
                 return
-        if result.token is None:  # not yet all of a long jump
+        if not samples:  # not yet all of a long jump
             return
-        if (finish := req.take_token(result.token) or self._jumps.after(req)) is not None:
+        finish = req.take_tokens(result.tokens)
+        if len(result.tokens) != 1:  # what was not accepted is computed again, what was accepted besides as a jump is
+            req.roll_back(min(end, len(req.tokens) - 1))
+            self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
+        if (finish := finish or self._jumps.after(req)) is not None:
             self._finish(req, finish, result)
         else:
             self.reporter.tell(token_out(req, result))
@@ -471,8 +497,16 @@ class Scheduler:
         return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        chunked = self.prefill.chunked is not None
-        return load_of(self, running=len(self.decode.running) + len(self._last_step) + chunked)
+        return load_of(
+            self.cache,
+            self.prefill,
+            self.stats,
+            running=len(self.decode.running) + len(self._last_step) + (self.prefill.chunked is not None),
+            max_running=self.limits.max_running_requests,
+            compiling=len(self.grammars.waiting),
+            draining=self.draining,
+            asleep=self.residence.level,
+        )
 
     def _end_step(self) -> None:
         self.reporter.flush(self.load())

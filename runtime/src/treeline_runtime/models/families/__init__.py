@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from treeline_runtime.models.families import gemma, gpt_oss, llama, llama4, mistral, moe, olmo, phi, qwen
-from treeline_runtime.models.families.base import PRE_NORMS, Family, Norms
+from treeline_runtime.models.families.base import Family
 
-__all__ = ["FAMILIES", "PRE_NORMS", "Family", "Norms"]
+__all__ = ["FAMILIES", "Family"]
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family

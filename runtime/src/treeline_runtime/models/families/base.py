@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 Config = Mapping[str, Any]
 """config.json, with the family's defaults for what is missing there."""
@@ -21,20 +19,6 @@ Config = Mapping[str, Any]
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Names of a layer's RMS norms: of what attention and feed-forward read, and of what they add to the residual."""
-
-    before_attention: str | None = None
-    after_attention: str | None = None
-    before_mlp: str | None = None
-    after_mlp: str | None = None
-
-
-PRE_NORMS = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
-"""As Llama has them; the second is named for where it stands."""
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeline_runtime.models.families.base import Config, Family, words
 from treeline_runtime.models.families.moe import count_experts, whole
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.moe_config import ClampedGate, MoeConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, positive, windows
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 _THETA = 150000.0
 _ROPE: dict[str, Any] = {

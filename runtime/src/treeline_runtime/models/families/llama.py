@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.settings import flag
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 
 def _describe(common: ModelConfig, config: Config) -> ModelConfig:

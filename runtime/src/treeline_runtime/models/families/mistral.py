@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.models.settings import FULL, SLIDING, ModelError, layer_types, windows
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 
 def window_on_all(common: ModelConfig, config: Config) -> Scoring:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeline_runtime.models.families.base import Config, Family, words
 from treeline_runtime.models.families.mistral import window_on_all
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.moe_config import MoeConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, windows
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 _QWEN = words(
     "decoder_sparse_step layer_types mlp_only_layers moe_intermediate_size norm_topk_prob num_experts "

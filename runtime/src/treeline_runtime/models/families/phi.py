@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from treeline_runtime.models.families.base import Config, Family, words
 from treeline_runtime.models.families.mistral import window_on_all
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.rope_config import RopeConfig, parse_rope
 from treeline_runtime.models.settings import ModelError
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 _OLD_NAMES = ("su", "yarn")
 """What longrope was called when the first of them were published."""

@@ -6,14 +6,11 @@ With `use_sliding_window` the layers from `max_window_layers` on have a window, 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.models.settings import FULL, SLIDING, flag, layer_types, windows
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.config import ModelConfig
 
 _WINDOW = "layer_types max_window_layers sliding_window use_sliding_window"
 _DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}

@@ -11,7 +11,7 @@ import torch
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
-from treeline_runtime.models.weights import Weights
+from treeline_runtime.models.weights import Shard, Weights
 from treeline_runtime.ops import Ops, obstacle_to_triton, onednn
 
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
@@ -99,27 +99,33 @@ class Fp8:
         return self._linear(x, matrix.values, matrix.scales, matrix.group, matrix.input_scale, bias)
 
 
-def new_product(weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int) -> Product:
-    """Take the weights of these projections of one input. `names` → their outputs; size: inputs. Raises ModelError."""
+def new_product(
+    weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int, shard: Shard | None = None
+) -> Product:
+    """Take the weights of these projections of one input, or the shard of each. `names` → their outputs; size: inputs.
+    Raises ModelError."""
     scheme = weights.scheme
     if scheme is None or scheme.at_load:
         quantised = list(names) if scheme else []
     else:
         quantised = [name for name in names if _find(weights, f"{prefix}{name}.", WEIGHT_SCALES)]
     if scheme is None or not quantised:
-        return float_product(ops, stack([weights.take(f"{prefix}{n}.weight", out, size) for n, out in names.items()]))
+        parts = [weights.take(f"{prefix}{n}.weight", out, size, shard=shard) for n, out in names.items()]
+        return float_product(ops, stack(parts))
+    if shard is not None:
+        raise ModelError(f"{prefix}{quantised[0]} is quantised, and cannot be shared by several ranks yet")
     if len(quantised) < len(names):
         other = next(name for name in names if name not in quantised)
         raise ModelError(
             f"{prefix}{quantised[0]} is quantised and {prefix}{other} is not: as both read the same input, they are "
             "one matrix here, and have to be quantised alike"
         )
-    parts = [_take(weights, scheme, f"{prefix}{name}.", out, size) for name, out in names.items()]
-    static = [part.input_scale for part in parts if part.input_scale is not None]
+    matrices = [_take(weights, scheme, f"{prefix}{name}.", out, size) for name, out in names.items()]
+    static = [part.input_scale for part in matrices if part.input_scale is not None]
     matrix = Fp8Matrix(
-        stack([part.values for part in parts]),
-        torch.cat([part.scales for part in parts], dim=1),
-        parts[0].group,
+        stack([part.values for part in matrices]),
+        torch.cat([part.scales for part in matrices], dim=1),
+        matrices[0].group,
         # they were measured on the same input; if they differ, nothing that one of them allows is cut off
         max(static) if static else None,
     )

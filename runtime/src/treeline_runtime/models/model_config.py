@@ -1,0 +1,78 @@
+"""A decoder, in our words. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from treeline_runtime.models.irope import IRope
+from treeline_runtime.models.moe_config import MoeConfig
+from treeline_runtime.models.quantization.scheme import Scheme
+from treeline_runtime.models.rope_config import RopeConfig
+from treeline_runtime.models.scoring import PLAIN, Scoring
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of a layer's RMS norms: of what attention and feed-forward read, and of what they add to the residual."""
+
+    before_attention: str | None = None
+    after_attention: str | None = None
+    before_mlp: str | None = None
+    after_mlp: str | None = None
+
+
+PRE_NORMS = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
+"""As Llama has them; the second is named for where it stands."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder. Sizes in elements. The defaults are Llama's."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    eos_token_ids: tuple[int, ...]
+    quantization: Scheme | None
+
+    # how its family differs: `families/`
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    packed: bool = False
+    """The checkpoint has qkv_proj and gate_up_proj in place of q_proj, k_proj, v_proj and gate_proj, up_proj."""
+    qk_norm: bool = False
+    """Queries and keys have RMS norms: of each head, or over all heads of a token."""
+    qk_norm_over_heads: bool = False
+    norms: Norms = PRE_NORMS
+    norm_adds_one: bool = False
+    """Norms multiply by 1 + weight."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    logit_softcap: float | None = None
+    scoring: Scoring = PLAIN
+    local_rope: RopeConfig | None = None
+    """Of the layers that have a window; None: the same as of the others."""
+    irope: IRope | None = None
+    """None: every layer rotates queries and keys."""
+    moe: MoeConfig | None = None
+    """None: every layer's feed-forward is dense."""
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that the rope scaling makes usable."""
+        if self.rope.type in ("linear", "dynamic"):
+            return max(self.max_position, int(self.max_position * self.rope.factor))
+        if self.rope.type == "yarn":
+            return max(self.max_position, int(self.rope.original_max_position * self.rope.factor))
+        return self.max_position

@@ -1,0 +1,123 @@
+"""A step is computed from its plan alone: one made by hand, one that was sent as bytes, one with given embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.config import EngineConfig, SchedulerConfig
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import load_model
+from treeline_runtime.scheduler.executor import Executor, Launched
+from treeline_runtime.scheduler.plan import Embeddings, InputLogprobs, StepPlan, Writes
+
+TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
+IDS = prompt(7, 21)
+PAGES = [9, 2, 5, 11]
+"""Of 8 tokens, in any order."""
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return load_model(SchedulerConfig(model=str(TINY_MODEL), dtype="float32"))
+
+
+@pytest.fixture
+def executor(model: Decoder) -> Executor:
+    config, cpu = EngineConfig(model=str(TINY_MODEL), page_size=8), torch.device("cpu")
+    return Executor(config, model, num_rows=4, context_length=64, num_pages=12, dtype=torch.float32, device=cpu)
+
+
+def as_bytes(plan: StepPlan) -> StepPlan:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan)
+
+
+def prompt_plan(**more: Any) -> StepPlan:
+    one = {"sampling": [0], "temperatures": [0.0], "seeds": [1], "indices": [0]}
+    tokens, pages = Writes([3], [0], [len(IDS)], IDS), Writes([3], [0], [len(PAGES)], PAGES)
+    return StepPlan([3], [0], [len(IDS)], tokens=tokens, pages=pages, **(one | more))
+
+
+def decode_plan(step: int) -> StepPlan:
+    """One more token, which only the executor knows."""
+    at = len(IDS) + step
+    one: dict[str, Any] = {"sampling": [0], "temperatures": [0.0], "seeds": [1], "indices": [step + 1]}
+    return StepPlan([3], [at], [at + 1], decodes=True, logprobs={0: 3}, **one)
+
+
+def test_plans_made_by_hand_give_the_tokens_and_logprobs_of_transformers(executor: Executor, theirs: Any) -> None:
+    wanted = InputLogprobs(0, 0, len(IDS) - 1, 2)
+    first = executor.launch(as_bytes(prompt_plan(logprobs={0: 3}, input_logprobs=[wanted]))).result()[0]
+    steps = [first, *(executor.launch(as_bytes(decode_plan(i))).result()[0] for i in range(6))]
+    with torch.inference_mode():
+        output = list(IDS)
+        for _ in steps:
+            output.append(theirs(torch.tensor([output])).logits[0, -1].argmax().item())
+        expected = theirs(torch.tensor([output])).logits[0].log_softmax(-1)
+    assert [token for step in steps for token in step.tokens] == output[len(IDS) :]
+    for i, step in enumerate(steps):
+        best = expected[len(IDS) - 1 + i].topk(3)
+        assert [token for _, token in step.top_logprobs[0]] == best.indices.tolist()
+        assert [logprob for logprob, _ in step.top_logprobs[0]] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert [token for _, token in first.input_logprobs] == IDS[1:]
+    own = [expected[at, token].item() for at, token in enumerate(IDS[1:])]
+    assert [logprob for logprob, _ in first.input_logprobs] == pytest.approx(own, abs=1e-4)
+
+
+def test_a_prompt_may_be_given_as_embeddings(executor: Executor, model: Decoder, theirs: Any) -> None:
+    """Those of other ids than the tokens that stand in the table."""
+    ids = prompt(8, 5)
+    whole = prompt_plan().tokens.values
+    with torch.inference_mode():
+        data = model.embed(torch.tensor(ids)).numpy().tobytes()
+        expected = theirs(torch.tensor([[*whole[:4], *ids, *whole[9:]]])).logits[0, -1].argmax()
+    plan = as_bytes(prompt_plan(embeddings=[Embeddings(4, data)]))
+    assert executor.launch(plan).result()[0].tokens == [expected]
+
+
+def through_bytes(engine: Harness, seen: list[StepPlan]) -> Callable[[StepPlan], Launched]:
+    launch = engine.executor.launch
+
+    def launching(plan: StepPlan) -> Launched:
+        seen.append(plan)
+        assert as_bytes(plan) == plan
+        return launch(as_bytes(plan))
+
+    return launching
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_scheduler_whose_plans_are_sent_as_bytes_answers_the_same(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    beginning = prompt(1, 40)
+    asked: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.2, "seed": 5},
+        {"temperature": 1.2, "top_p": 0.8, "logit_bias": {3: 4.0}, "bad_words": ((5, 6),), "min_new_tokens": 3},
+        {"return_logprob": True, "logprob_start_len": 4, "top_logprobs_num": 2, "frequency_penalty": 0.5},
+        {"return_hidden_states": True, "seed": 1, "temperature": 0.7},
+    ]
+    answers, seen = [], list[StepPlan]()
+    for sent in (False, True):
+        engine = Harness(tiny, overlap_depth=depth, chunked_prefill_size=32, mixed_chunk=True)
+        if sent:
+            monkeypatch.setattr(engine.executor, "launch", through_bytes(engine, seen))
+        for i, options in enumerate(asked):
+            engine.submit(str(i), beginning[: 10 * i] + prompt(20 + i, 9), max_new_tokens=9, **{"seed": i, **options})
+        engine.run()
+        answers.append(engine.outs)
+    assert answers[0] == answers[1]
+    assert any(plan.rows_sampling for plan in seen)
+    assert {plan.decodes for plan in seen} == {True, False}

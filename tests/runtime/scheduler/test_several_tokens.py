@@ -1,0 +1,109 @@
+"""A step may give a request several tokens, or none: the answer is what it is with one at a time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.runtime_constraints import Toy
+from support.runtime_engine import Harness, prompt
+from treeline_runtime.core import Batch, Req
+from treeline_runtime.messages import GenerateReq, SamplingParams, TokenLogprob
+from treeline_runtime.scheduler.executor import Launched, Sampled
+
+
+def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: random.Random) -> None:
+    """From now on a step that samples gives 0 to 5 of the tokens that are known to follow, a prompt one at least: as
+    if somebody had guessed them."""
+    compute = engine._compute
+
+    def computing(batch: Batch) -> Launched:
+        launched = compute(batch)
+        result, indices = launched.result, dict(zip(batch.sampling, launched.plan.indices, strict=True))
+
+        def several() -> list[Sampled]:
+            results = result()
+            for i, index in indices.items():
+                most = counts.choice([0, 1, 1, 2, 5]) if launched.plan.decodes else counts.choice([1, 3])
+                found = known[batch.reqs[i].rid][index : index + most]
+                results[i].tokens = [token for _, token in found]
+                results[i].logprobs, results[i].top_logprobs = found, [[one] for one in found]
+            return results
+
+        launched.result = several  # type: ignore[method-assign]
+        return launched
+
+    engine._compute = computing  # type: ignore[method-assign]
+
+
+def ask(engine: Harness, seed: int, stops: dict[str, int]) -> None:
+    """Prompts with a beginning in common; some stop at a token, some are limited."""
+    rng = random.Random(seed)
+    for i in range(7):
+        ids = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(1, 20))
+        options: dict[str, Any] = {"stop_token_ids": (stops[str(i)],)} if str(i) in stops else {}
+        options["max_new_tokens"] = rng.choice([1, 4, 19, 40])
+        engine.submit(str(i), ids, top_logprobs_num=1, return_logprob=True, **options)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@given(seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans())
+def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
+    tiny: Path, depth: int, seed: int, page_size: int, mixed: bool
+) -> None:
+    settings: dict[str, Any] = {"page_size": page_size, "mixed_chunk": mixed, "chunked_prefill_size": 32}
+    settings["max_total_tokens"] = 256  # retractions happen
+    free = Harness(tiny, **settings)
+    ask(free, seed, {})
+    free.run()
+    known = {rid: free.logprobs(rid) for rid in free.outs}
+    rng = random.Random(seed)
+    stops = {rid: rng.choice(free.tokens(rid)) for rid in known if rng.random() < 0.5}
+    plain, several = Harness(tiny, **settings), Harness(tiny, overlap_depth=depth, **settings)
+    compute = several._compute
+    accepting(several, known, rng)
+    for engine in (plain, several):
+        ask(engine, seed, stops)
+        engine.run()
+    for rid in known:
+        assert several.tokens(rid) == plain.tokens(rid)
+        assert several.logprobs(rid) == free.logprobs(rid)[: len(plain.tokens(rid))]
+        assert several.last(rid).finish == plain.last(rid).finish
+        assert several.last(rid).completion_tokens == plain.last(rid).completion_tokens
+    several._compute = compute  # type: ignore[method-assign]
+    # what is cached was computed: the next turn of a conversation is what it is for others
+    for rid in known:
+        turn = prompt(1, 9) + plain.tokens(rid)
+        assert several.generate(f"next {rid}", turn) == plain.generate(f"next {rid}", turn)
+
+
+@given(
+    tokens=st.lists(st.integers(1, 9), max_size=12),
+    cuts=st.lists(st.integers(0, 5), max_size=12),
+    stop=st.integers(1, 9),
+    most=st.integers(1, 12),
+    least=st.integers(0, 4),
+)
+def test_an_output_is_the_same_however_its_tokens_come(
+    tokens: list[int], cuts: list[int], stop: int, most: int, least: int
+) -> None:
+    message = GenerateReq("a", [1, 2, 3], SamplingParams(stop_token_ids=(stop,), min_new_tokens=least))
+    one, several = (Req.of(message, seed=0, eos_ids=(), max_new_tokens=most, arrival=0) for _ in range(2))
+    for req in (one, several):
+        req.constraint = Toy(lambda _: range(10))
+    end = next((end for end in (one.take_tokens([token]) for token in tokens) if end is not None), None)
+    found, taken = None, 0
+    for count in [*cuts, len(tokens)]:
+        found = several.take_tokens(tokens[taken : taken + count])
+        if found is not None:
+            break
+        taken += count
+        several.device_len = several.kv_len = len(several.tokens) + count
+        several.roll_back(len(several.tokens) - 1)
+        assert several.device_len == several.kv_len == len(several.tokens) - 1
+        assert several.launched_tokens == several.output_len
+    assert (several.tokens, found) == (one.tokens, end)
