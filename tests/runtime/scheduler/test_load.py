@@ -116,8 +116,8 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
 def test_an_arrival_does_not_look_through_launched_batches(tiny: Path) -> None:
     engine = crowded(tiny, 0, rows=32)
     assert engine._pending
-    for launched, _ in engine._pending:
-        launched.batch.reqs = CountedList(launched.batch.reqs)
+    for batch, _, _ in engine._pending:
+        batch.reqs = CountedList(batch.reqs)
     CountedList.looks = 0
     for i in range(100):
         engine._handle(GenerateReq(f"more {i}", prompt(2, 8), SamplingParams(max_new_tokens=1)))
