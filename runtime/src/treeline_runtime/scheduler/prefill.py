@@ -92,7 +92,9 @@ class PrefillManager:
         self._estimated_version = -1
 
     def leave(self, req: Req) -> None:
-        """It waits no longer, if it did."""
+        """It waits no longer, nor for the rest of its prompt, if it did."""
+        if self.chunked is req:
+            self.chunked = None
         if self.waiting.pop(req.rid, None) is not None:
             self._uncached_waiting -= req.uncached_tokens
             self._estimated_version = -1
@@ -101,6 +103,14 @@ class PrefillManager:
                 line.leave(req)
                 if not len(line):
                     del self._replaceable[req.client]
+
+    def find(self, rid: str) -> Req | None:
+        """The request of this id, if it waits or a part of its prompt is computed."""
+        return self.chunked if self.chunked is not None and self.chunked.rid == rid else self.waiting.get(rid)
+
+    def reqs(self) -> list[Req]:
+        """Those who wait, after the one of which a part is computed."""
+        return [*([] if self.chunked is None else [self.chunked]), *self.waiting.values()]
 
     def check_integrity(self) -> None:
         assert self._uncached_waiting == sum(req.uncached_tokens for req in self.waiting.values())

@@ -22,7 +22,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from treeline_runtime.config import SchedulerConfig
@@ -46,8 +45,9 @@ from treeline_runtime.scheduler.administration import Administration
 from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.choices import choices_of
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
-from treeline_runtime.scheduler.executor import Choices, Executor, Launched, Sampled
+from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.grammars import Grammars
 from treeline_runtime.scheduler.jumps import Jumps
 from treeline_runtime.scheduler.load import load_of
@@ -82,11 +82,7 @@ class Scheduler:
         """clock: seconds, by which waiting is measured."""
         self.config = config
         limits = self.limits = resolve(config, model)
-        self.table = TableManager(
-            limits.max_running_requests,
-            limits.context_length,
-            config.page_size,
-        )
+        self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
@@ -248,24 +244,9 @@ class Scheduler:
             batch, launched, _ = self._pending[0]
             self.activity.begin("sampling delayed rows", batch)
             try:
-                self.executor.sample_delayed(launched, self._choices(batch))
+                self.executor.sample_delayed(launched, choices_of(batch, self.executor.fill_masks))
             except Exception as error:  # a device in trouble
                 launched.delayed, launched.error = None, error
-
-    def _choices(self, batch: Batch) -> Choices:
-        live = [(j, req) for j, i in enumerate(batch.sampling) if (req := batch.reqs[i]).finish is None]
-        processors = {
-            j: (req.processor.name, partial(req.processor.apply, req.tokens[req.prompt_len + req.processor.seen :]))
-            for j, req in live
-            if req.processor is not None
-        }
-        # nobody will look at what is sampled for who has jumped
-        bound = [(j, req.constraint) for j, req in live if req.constraint is not None and req.overtaken < 0]
-        if not bound:
-            return Choices([], None, {}, processors)
-        masks, failed = self.executor.fill_masks([constraint for _, constraint in bound])
-        masked = [j for j, _ in bound]
-        return Choices(masked, masks, {masked[i]: why for i, why in failed.items()}, processors)
 
     def _process_all_but(self, count: int) -> None:
         while len(self._pending) > count:
@@ -345,9 +326,10 @@ class Scheduler:
                 victim = order.pop(0)
             elif self.prefill.chunked is not None:
                 victim = self.prefill.chunked
-                self.prefill.chunked = None
             else:
-                self._abort_last(order.pop())
+                last = order.pop()
+                why = f"out of memory: the KV cache cannot hold more than {len(last.tokens)} tokens of this request"
+                self._finish(last, FinishReason("abort", message=why, status=500))
                 return []
             self._retract(victim)
             retracted += 1
@@ -362,8 +344,6 @@ class Scheduler:
         if victims and self._pending:
             return False
         for req in victims:
-            if req is self.prefill.chunked:
-                self.prefill.chunked = None
             self._retract(req)
         if victims:
             logger.info("%d requests gave way to a more urgent one", len(victims))
@@ -372,6 +352,7 @@ class Scheduler:
     def _retract(self, req: Req) -> None:
         """Release without caching, and wait at the front of the queue."""
         self.decode.running.pop(req.rid, None)
+        self.prefill.leave(req)
         self.cache.release(req, insert=False)
         req.launched_tokens = req.output_len
         req.input_logprobs.clear()
@@ -379,10 +360,6 @@ class Scheduler:
         req.pooled = None
         req.retractions += 1
         self.prefill.requeue(req)
-
-    def _abort_last(self, req: Req) -> None:
-        message = f"out of memory: the KV cache cannot hold more than {len(req.tokens)} tokens of this request"
-        self._finish(req, FinishReason("abort", message=message, status=500))
 
     # ---- endings ------------------------------------------------------------------------------------------
 
@@ -398,8 +375,6 @@ class Scheduler:
         self.decode.running.pop(req.rid, None)
         self._last_step.pop(req.rid, None)
         self._time_limits.end(req)
-        if self.prefill.chunked is req:
-            self.prefill.chunked = None
         self.reporter.tell(token_out(req, result))
         if req.row >= 0:
             self._leaving[req] = trusted
@@ -457,23 +432,13 @@ class Scheduler:
 
     def _find(self, rid: str) -> Req | None:
         """The request of this id that has not ended."""
-        chunked = self.prefill.chunked
-        if chunked is not None and chunked.rid == rid:
-            return chunked
-        waiting = self.prefill.waiting.get(rid) or self.grammars.find(rid)
-        return self.decode.running.get(rid) or waiting or self._last_step.get(rid)
+        running = self.decode.running.get(rid) or self._last_step.get(rid)
+        return running or self.prefill.find(rid) or self.grammars.find(rid)
 
     def _everything(self) -> list[Req]:
         """Requests that have not ended, each once."""
-        chunked = [self.prefill.chunked] if self.prefill.chunked is not None else []
-        reqs = [
-            *self.decode.running.values(),
-            *chunked,
-            *self._last_step.values(),
-            *self.prefill.waiting.values(),
-            *self.grammars.reqs(),
-        ]
-        return list(dict.fromkeys(reqs))
+        running = *self.decode.running.values(), *self._last_step.values()
+        return list(dict.fromkeys((*running, *self.prefill.reqs(), *self.grammars.reqs())))
 
     def _on_abort(self, message: AbortReq) -> None:
         rids = [message.rid] if isinstance(message.rid, str) else message.rid
