@@ -5,7 +5,7 @@ have at most `series.MOST_VALUES` values, and sets of them are bounded. Names an
 
 Series of metrics that cost little to count and to show: labels that are bounded, histograms without a lock.
 
-They are counted by one thread, the event loop's, which also renders the page, as those of `counters`. The page is in
+They are counted by one thread, the event loop's, which also renders the page, as those of `metrics`. The page is in
 Prometheus' text format 0.0.4; prometheus_client takes some twenty times as long for a histogram, and the loop waits.
 """
 

@@ -46,7 +46,7 @@ class Own:
         self._refs: dict[tuple[str, str], bytes] = {}
 
     def opened(self, lease: Lease, now: float) -> None:
-        """See `picking.lease.Elsewhere`. O(bytes of the key) at memory speed."""
+        """See `picking.decision.Elsewhere`. O(bytes of the key) at memory speed."""
         request, best, spec = lease.decision.request, lease.decision.best, lease.endpoint.spec
         told: tuple[tuple[int, ...], int, int] = (), 0, 0
         if request.key and lease.predicted_until is not None:
@@ -69,7 +69,7 @@ class Own:
         self._tell(record)
 
     def closed(self, lease: Lease, outcome: Outcome, *, began: bool) -> None:
-        """See `picking.lease.Elsewhere`. O(1)."""
+        """See `picking.decision.Elsewhere`. O(1)."""
         record = self._open.pop(lease, None)
         if record is None:
             return
@@ -80,7 +80,7 @@ class Own:
         self._tell(Closed(record.id, how))
 
     def foreseen(self, match: Match, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
-        """See `picking.lease.Elsewhere`. O(bytes of the key) at memory speed, or O(1) where nothing is foreseen."""
+        """See `picking.decision.Elsewhere`. O(bytes of the key) at memory speed, or O(1) where nothing is foreseen."""
         landmarks = self._landmarks
         return landmarks.foreseen(match, landmarks.trail(scope, namespace, key), now) if len(landmarks) else match
 
