@@ -1,7 +1,6 @@
-"""Writes the code map in docs/architecture.md: every module once, with the first sentence of its docstring.
+"""Writes docs/code-map.md: every module once, with the first sentence of its docstring.
 
-`python scripts/code_map.py` rewrites what stands between the markers; with `--check` it only says, by its exit status,
-whether that is current.
+`python scripts/code_map.py` writes the page; with `--check` it only says, by its exit status, whether that is current.
 """
 
 from __future__ import annotations
@@ -12,9 +11,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "code-map.md"
 ROOMS = ("wire", "kube", "runtime", "epp", "operator", "lang", "sim", "bench", "conformance", "cli")
-BEGIN, END = "<!-- code map: begin -->\n", "<!-- code map: end -->"
+HEAD = """# Code map
+
+Every module once, by the first sentence of its docstring; `scripts/code_map.py` writes this page.
+
+"""
 
 
 def first_sentence(path: Path) -> str:
@@ -25,31 +28,24 @@ def first_sentence(path: Path) -> str:
 
 
 def code_map() -> str:
-    """A heading and a table a room."""
+    """The page: a heading and a table for each room."""
     lines: list[str] = []
     for room in ROOMS:
         package = next((ROOT / room / "src").glob("treeline*/py.typed")).parent
-        lines += [f"### {room}/ (`{package.name}`)", "", f"{first_sentence(package / '__init__.py')}.", ""]
+        lines += [f"## {room}/ (`{package.name}`)", "", f"{first_sentence(package / '__init__.py')}.", ""]
         modules = sorted(path for path in package.rglob("*.py") if not path.name.startswith("__"))
         if modules:
             lines += ["| Module | |", "|---|---|"]
             lines += [f"| `{room}/{path.relative_to(package)}` | {first_sentence(path)} |" for path in modules]
             lines += [""]
-    return "\n".join(lines)
-
-
-def with_map(page: str) -> str:
-    """The page with today's map between its markers."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}{code_map()}{END}{rest.split(END)[1]}"
+    return HEAD + "\n".join(lines)
 
 
 def main() -> int:
-    page = PAGE.read_text()
-    current = with_map(page)
+    page = code_map()
     if "--check" in sys.argv[1:]:
-        return 0 if page == current else 1
-    PAGE.write_text(current)
+        return 0 if PAGE.read_text() == page else 1
+    PAGE.write_text(page)
     return 0
 
 

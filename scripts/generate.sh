@@ -11,4 +11,4 @@ $py scripts/chart_readme.py           # charts/treeline/README.md
 scripts/control_plane.sh helm >/dev/null
 $py scripts/install_manifest.py       # manifests/install.yaml, from the chart
 $py scripts/step_timeline.py docs/img/*-timeline.json # docs/img/, from records of a GPU
-$py scripts/code_map.py               # the code map in docs/architecture.md
+$py scripts/code_map.py               # docs/code-map.md
