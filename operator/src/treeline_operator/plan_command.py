@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -334,7 +335,7 @@ def _unowned(obj: Object) -> Object:
 
 
 def _print(out: TextIO, lines: Iterator[str]) -> None:
-    colours = _COLOURS if out.isatty() else {}
+    colours = _COLOURS if out.isatty() and not os.environ.get("NO_COLOR") else {}
     for line in lines:
         colour = colours.get(line[:1])
         out.write(f"{line}\n" if colour is None else f"\x1b[{colour}m{line}\x1b[0m\n")

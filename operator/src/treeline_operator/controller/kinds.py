@@ -21,7 +21,7 @@ class Watched:
 
     @property
     def api(self) -> str:
-        """`group/version/Kind`, as discovery names it."""
+        """`group/version/Kind`."""
         return self.resource.api
 
 
