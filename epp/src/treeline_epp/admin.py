@@ -175,7 +175,7 @@ class PageServer:
             return Page({"error": "internal error"}, 500)
 
     def _why_not(self, request: web.Request) -> str | None:
-        """Why it gets no answer. What comes to loopback must be meant for it; private pages must come to loopback."""
+        """Why it gets no answer. What comes to loopback must be meant for it; only there are private pages shown."""
         transport = request.transport
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
         if request.path in PROBES or not (request.path in self._private or is_loopback(own_address)):
