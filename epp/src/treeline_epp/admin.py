@@ -30,7 +30,7 @@ PROBES = frozenset({"/live", "/ready"})
 _TIMEOUT_S = 10.0
 """A connection is for one request, and lasts no longer than this."""
 _MOST_STREAMS = 16
-"""Clients that follow streams at once: an operator and its successor, and whoever looks."""
+"""Clients that follow streams at once: an operator and its successor, and people who look."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -63,10 +63,10 @@ class PageServer:
     What comes to an address of loopback must name it as its Host, and must not come from a web page: the pages of
     others in a browser on this machine reach it, too. `PROBES` alone are for all.
 
-    `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that
-    its browser shows: whoever may start a process there or forward a port to it. `token` is known to a page of this
-    server alone, which is private itself: by it the requests of that page's script are told from those of others.
-    `questions` are pages that are asked by POST, with at most `question_bytes`.
+    `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that its
+    browser shows: that is, anybody who may start a process there or forward a port to it. `token` is known to a page of
+    this server alone, which is private itself: by it the requests of that page's script are distinguished from those of
+    others. `questions` are pages that are asked by POST, with at most `question_bytes`.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class PageServer:
             return Page({"error": "internal error"}, 500)
 
     def _why_not(self, request: web.Request) -> str | None:
-        """Why it gets no answer. Whatever comes to loopback must be meant for it; private pages are for nobody else."""
+        """Why it gets no answer. What comes to loopback must be meant for it; only there are private pages shown."""
         transport = request.transport
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
         if request.path in PROBES or not (request.path in self._private or is_loopback(own_address)):

@@ -46,7 +46,7 @@ class _Decisions(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status: 1 where the request would be refused or nobody can be asked."""
+    """Run the command; returns its exit status: 1 where the request would be refused or no picker can be asked."""
     given = _parser().parse_args(argv)
     try:
         if given.last is not None:

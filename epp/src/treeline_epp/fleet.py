@@ -142,8 +142,8 @@ class Fleet:
             member.watcher.probe_now()
 
     def ask_for_models(self) -> None:
-        """A request named a model that nobody is known to have: engines are asked in the background, so that the next
-        request finds it."""
+        """A request named a model that no engine is known to have: engines are asked in the background, so that the
+        next request finds it."""
         if self._sweep.due(now := time.monotonic()):
             self._sweep.begin(list(self.members), now)
 
@@ -413,7 +413,7 @@ class Fleet:
             return ()
         return subscription.on_heartbeat(load.epoch, None, now)
 
-    # --- what Envoy and the picker are told ---------------------------------------------------------------------------
+    # --- what Envoy and the picker know -------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
         """Whenever something has changed, tell Envoy which endpoints there are, and let the picker choose among those

@@ -1,4 +1,4 @@
-"""What the fleet says of its endpoints: to Prometheus, to the operator, and to whoever looks for a fault."""
+"""What the fleet says of its endpoints: to Prometheus, to the operator, and to people who look for a fault."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _TELL_S = 1.0
 
 
 class Health:
-    """What probes are answered; `starting` makes one, `set_ready` is told."""
+    """What probes are answered; `starting` makes one, `set_ready` changes it."""
 
     def __init__(self, servicer: health.aio.HealthServicer) -> None:
         self.ready = False

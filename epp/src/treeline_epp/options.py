@@ -1,4 +1,4 @@
-"""The picker's settings: its flags, and those of other endpoint pickers, which are understood or told to be ignored."""
+"""The picker's settings: its own flags and other endpoint pickers', which are understood or reported as ignored."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DECISIONS, EXPLAIN = "/debug/decisions", "/debug/explain"
 LAST = "20"
-"""So many decisions are shown, if nobody says how many."""
+"""So many decisions are shown, if the query does not say how many."""
 _MOST_BODY_BYTES = 4 << 20
 
 
@@ -45,7 +45,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def decisions_page(log: DecisionLog, *, prompts: bool) -> dict[str, Handler]:
-    """The page that shows them; `prompts`: with the beginnings of prompts for whoever asks."""
+    """The page that shows them; `prompts`: with the beginnings of prompts for clients that ask."""
 
     def listing(query: Mapping[str, str]) -> Page:
         last, asked = query.get("last", LAST), query.get("prompts", "") in ("1", "true")
@@ -116,7 +116,7 @@ def admin_pages(
     look: Callable[[], Signals],
     quotas: QuotaFile | None = None,
 ) -> PageServer:
-    """What the kubelet, the operator and whoever looks for a fault read."""
+    """What the kubelet, the operator and people who look for a fault read."""
     token = secrets.token_urlsafe()
 
     def detail() -> dict[str, object]:

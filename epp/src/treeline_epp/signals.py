@@ -1,7 +1,7 @@
 """The demand for pools: what is counted of requests, the picture of it, and the stream of pictures.
 
-`Demand` is told of each pick, and of each request whose pool has no ready endpoint. All else is read from its owners
-when somebody looks.
+`Demand` is called for each pick, and for each request whose pool has no ready endpoint. All else is read from its
+owners when somebody looks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Recent:
 
 class Demand:
     """What requests for each pool came to, lately. O(1) and a fraction of a microsecond for each. `held` says what is
-    held for each pool; whoever holds requests sets it."""
+    held for each pool; the owner of the waiting requests sets it."""
 
     def __init__(self) -> None:
         self.held: Callable[[], Mapping[str, Held]] = dict

@@ -46,12 +46,12 @@ class Tracing(Observer):
         await tracing.stop(self._provider, _STOP_S)
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
-        """The request's span begins; where it is recorded, the engine is told."""
+        """The request's span begins; where it is recorded, the engine gets its context."""
         parent = self._propagator.extract(headers)
         span = self._tracer.start_span(REQUEST, parent, kind=SpanKind.SERVER, start_time=int(exchange.wall_time * 1e9))
         if not span.is_recording():
             if not trace.get_current_span(parent).get_span_context().is_valid:
-                self._tell(exchange, span)  # whoever comes after is not to sample it either
+                self._tell(exchange, span)  # the engine is not to sample it either
             return
         self._open[exchange] = span
         self._tell(exchange, span)

@@ -96,7 +96,7 @@ class WayJudge:
             pod.precise = False
 
     def _unheard(self, member: Member, info: EngineInfo) -> Unheard | None:
-        """Why nothing is heard of it, and what to do; None if something is, or nobody knows yet."""
+        """Why nothing is heard of it, and what to do; None if something is, or if that is not known yet."""
         if member.hearing.state is HearingState.UNREACHED:
             return Unheard(WayReason.EVENTS_UNREACHABLE, self._why_unreached(member, info))
         if member.hearing.state is HearingState.UNREADABLE:

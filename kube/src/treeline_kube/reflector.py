@@ -1,6 +1,6 @@
 """One collection as the API server has it: list, then watch, and again where that breaks. No socket, no clock.
 
-Theory of operation. A reflector says what to ask next (`request`) and is told what came of it; what it learns goes to a
+Theory of operation. A reflector says what to ask next (`request`) and is given the outcome; what it learns goes to a
 sink. A sink keeps what it has until something newer has arrived in full, whatever breaks. The reflector is in one of
 three states, which `_transition` moves as this table says; a dash is an order of events that cannot be, OutOfOrder:
 

@@ -1,9 +1,9 @@
-"""The demand for pools, as pickers stream it to whoever scales them.
+"""The demand for pools, as pickers stream it to what scales them.
 
 `GET /signals` of a picker's admin port answers with lines of JSON, each a whole `Signals`: the first at once, another
-when something has changed, `MOST_PER_S` a second at most, and one every `HEARTBEAT_S` where nothing does. Whoever hears
-nothing for `SILENT_S` has lost the picker. Each number says what is true now or was within a stated time: nothing adds
-up over the life of a process, so that a picker that starts anew is understood. Fields are only added.
+when something has changed, `MOST_PER_S` a second at most, and one every `HEARTBEAT_S` where nothing does. A reader that
+hears nothing for `SILENT_S` has lost the picker. Each number says what is true now or was within a stated time: nothing
+adds up over the life of a process, so that a picker that restarts is understood. Fields are only added.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NOTHING_WAITS: Final = Waiting()
 class Asked(msgspec.Struct, frozen=True):
     """What this picker alone knows of the requests for a pool, or for one of its models.
 
-    `held` wait here for an endpoint; they are told of the pool alone. `missed` came lately while none was ready,
+    `held` wait here for an endpoint; they are reported for the pool alone. `missed` came lately while none was ready,
     and were turned away, or went to another pool. `picks` were given one lately, and `ttft_p50_s` and `ttft_p90_s` are
     quantiles of the time to first token that was predicted for them; None without picks.
     """

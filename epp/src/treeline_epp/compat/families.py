@@ -352,7 +352,7 @@ _LOADS: tuple[tuple[str, str, Callable[[Endpoint], float | None]], ...] = (
 
 
 def _known(endpoints: Sequence[Endpoint], now: float, read: Callable[[Endpoint], float | None]) -> dict[str, float]:
-    """Of the endpoints that have told lately."""
+    """Values of the endpoints that have reported lately."""
     found = {one.spec.name: read(one) for one in endpoints if one.load.fresh(now)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -366,7 +366,7 @@ def _one_of(known: Collection[Labels], labels: Labels, most: int) -> Labels:
 
 
 def _error(exchange: Exchange) -> str:
-    """The code that it counts under; empty where it was answered well, or nobody knows."""
+    """The code that it counts under; empty where it was answered well, or where its status is unknown."""
     status = exchange.status
     if status is None or status < 400:
         return ""

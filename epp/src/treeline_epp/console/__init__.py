@@ -1,1 +1,1 @@
-"""The console: a page for whoever runs the picker, on the admin port beside the debug pages."""
+"""The console: a page for the picker's administrators, on the admin port beside the debug pages."""

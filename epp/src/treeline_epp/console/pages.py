@@ -20,7 +20,7 @@ _TOKEN = "CONSOLE-TOKEN"
 
 
 def console_pages(fleet: Fleet, log: DecisionLog, *, token: str, texts: bool) -> dict[str, Handler]:
-    """The pages by their paths. `texts`: prompts are shown to whoever asks there."""
+    """The pages by their paths. `texts`: prompts are shown to clients that ask for them."""
     page = page_of(token)
 
     def data(query: Mapping[str, str]) -> Page:

@@ -2,10 +2,10 @@
 
 The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?, engine?, kv_events?,
 api_key_file?}`. `engine` is one of the adapters; without it the engine is asked what it is. `kv_events` says where an
-engine publishes that does not tell: `{port, replay_port?, topic?, ranks?}`, ports of rank 0. `api_key_file` has the key
-without which it tells its models to nobody. The file is replaced by renaming a new one over it, or by the symlink swap
-of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list stays, and the log says what is
-wrong.
+engine publishes that does not say so itself: `{port, replay_port?, topic?, ranks?}`, ports of rank 0. `api_key_file`
+has the key that it requires to list its models. The file is replaced by renaming a new one over it, or by the symlink
+swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list stays, and the log says what
+is wrong.
 """
 
 from __future__ import annotations

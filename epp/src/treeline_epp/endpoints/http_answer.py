@@ -1,5 +1,5 @@
-"""The answer to one GET, read as it comes (HTTP/1.1, RFC 9112), without I/O: bounded in bytes, in pieces and in what
-is around its body, whoever answers.
+"""The answer to one GET, read as it comes (HTTP/1.1, RFC 9112), without I/O: bounded in bytes, in pieces and in what is
+around its body, from any server.
 
 Nothing of an answer is used before it is whole. Interim responses (1xx) are passed over; a few, since each costs as
 much as an answer. A body has a length, comes in chunks, or lasts until the connection ends. The grammar is llhttp's,

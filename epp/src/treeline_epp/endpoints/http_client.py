@@ -76,7 +76,7 @@ class HttpClient:
         return answer
 
     def _keep(self, address: str, connection: _Connection) -> None:
-        """And drop those that nobody asks any more: engines come and go under new addresses."""
+        """Keep it, and close those unused for `IDLE_S`: engines come and go under new addresses."""
         connection.used_at = asyncio.get_running_loop().time()
         self._kept[address] = connection
         while (oldest := next(iter(self._kept.items())))[1].used_at < connection.used_at - IDLE_S:
@@ -143,7 +143,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._reader is None:  # nobody asked
+        if self._reader is None:  # no request is open
             self.close()
             return
         try:

@@ -70,7 +70,7 @@ OVERLOADED_FOR_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A load report in the picker's own terms. Zeros mean "not told". `tokens_held` of `tokens_total` are in memory,
+    """A load report in the picker's own terms. Zeros mean "unknown". `tokens_held` of `tokens_total` are in memory,
     running or cached (SGLang's report names the running ones only). `in_flight` are all requests that it has."""
 
     at: float
@@ -286,7 +286,7 @@ def _faded(samples: Number, measured_at: Number, now: float) -> Number:
 
 def _average(old: float, sample: float) -> float:
     """A rate after one more measurement. It rises faster than it falls: what an engine has once done it can do, while a
-    slow measurement may have been a start, a stall, or work that nobody knew of."""
+    slow measurement may have been a start, a stall, or work that the picker did not know of."""
     if old <= 0:
         return sample
     return old + (_ALPHA if sample < old else _ALPHA_UP) * (sample - old)

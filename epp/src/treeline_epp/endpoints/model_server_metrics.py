@@ -126,7 +126,7 @@ TENSORRT_LLM = MetricNames(
 )
 
 KNOWN = (VLLM, SGLANG, TENSORRT_LLM)
-"""For servers of which nobody says what they are."""
+"""For servers whose type is not known."""
 
 
 def with_configured(known: Sequence[MetricNames], configured: MetricNames | None) -> tuple[MetricNames, ...]:
@@ -151,7 +151,7 @@ def with_configured(known: Sequence[MetricNames], configured: MetricNames | None
 class PageReader:
     """Reads the pages of one engine, by the first of these names whose prefix is on them. Of a page on which nothing of
     that prefix has changed since the last one, which is what an idle engine has, nothing is read again; that takes a
-    tenth of the time. Whether it is unchanged is told by its length and its 64-bit hash, which no engine can foresee.
+    tenth of the time. It counts as unchanged by its length and its 64-bit hash, which no engine can foresee.
     """
 
     def __init__(self, candidates: Iterable[MetricNames]) -> None:
@@ -240,7 +240,7 @@ def _requests(value: float | None) -> int:
 
 
 def _capacity(page: bytes, capacity: Capacity) -> int:
-    """Tokens that the cache has room for; 0 where that is not told."""
+    """Tokens that the cache has room for; 0 where the page does not say."""
     told = _first(page, capacity.tokens)
     if told is None and capacity.blocks is not None and capacity.block_size is not None:
         blocks, sizes = _first(page, (capacity.blocks,)), _values(page, capacity.block_size)

@@ -1,7 +1,7 @@
 """What a picker learns from one look after another at an engine's metrics.
 
-Gauges are the load itself. Totals that only grow tell by how much they have grown since a look before; one that has
-become less belongs to another process, and begins anew. From two kinds of them the prefill rate is measured:
+Gauges are the load itself. Of totals, which only grow, the growth since an earlier look counts; one that has become
+less belongs to another process, and is counted from there. From two kinds of them the prefill rate is measured:
 
 - While requests waited at both ends of the time between two looks, the engine had work all the time: its rate is what
   it computed in that time. Decodes that shared its steps are in it, as they will be for the next request.
@@ -33,7 +33,7 @@ Totals: TypeAlias = tuple[float, float]
 
 
 class ScrapedLoad(Struct, frozen=True):
-    """What one page said. Zeros and `None` mean "not told". `kv_usage` is the share of `tokens_total` that running
+    """What one page said. Zeros and `None` mean "not reported". `kv_usage` is the share of `tokens_total` that running
     requests hold. For the totals see `model_server_metrics.MetricNames`."""
 
     running: int = 0

@@ -128,7 +128,7 @@ class Scraper:
         self._scraping = scraping
         self._on_load = on_load
         self._known: tuple[MetricNames, ...] = ()
-        self._followed = 0  # how often it was told what to look for
+        self._followed = 0  # how often `follow` has changed the names
         self._reader = PageReader(())
         self._urls: list[str] = []
         self._changed = asyncio.Event()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class KvPorts:
-    """Where an engine publishes its KV events, told by discovery for engines that do not say it themselves.
+    """Where an engine publishes its KV events, from discovery, for engines that do not say it themselves.
 
     Ports are those of rank 0; rank r has them r further. `ranks` ranks are at this endpoint, from `first_rank` on.
-    `dials`: what the engine was configured with is an endpoint to which it connects: nobody may listen at that port.
+    `dials`: what the engine was configured with is an endpoint to which it connects: that port may be closed.
     """
 
     events_port: int

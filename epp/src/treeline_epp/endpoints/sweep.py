@@ -1,8 +1,8 @@
 """Asking all engines once more what they serve, because a request named a model that none is known to have.
 
-An engine that pushes its load is asked seldom, and may have got a model since. Who asks for a name that nobody has
-could keep a picker busy with that: one sweep at a time, spread over time, and the next one no sooner than the engines
-would be asked anyway.
+An engine that pushes its load is asked seldom, and may have got a model since. A client that asks for a name that no
+engine has could keep a picker busy with sweeps. So there is one at a time, spread over time, and the next one comes no
+sooner than the engines would be asked anyway.
 """
 
 from __future__ import annotations

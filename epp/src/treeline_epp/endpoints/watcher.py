@@ -48,7 +48,7 @@ class EngineState(enum.StrEnum):
 class EngineClient:
     """One engine, asked by the adapter of its type (`engine`; where that says nothing the engine is asked what it is,
     as often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
-    `told`: where it publishes, as far as discovery knows."""
+    `told`: where it publishes, according to discovery."""
 
     def __init__(self, http: HttpClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
         self._http = EngineHttp(http, address)
@@ -96,7 +96,7 @@ class EngineClient:
     async def info(self) -> EngineInfo:
         """What it says of itself. Raises `EngineError`."""
         adapter = self._known
-        if adapter is None or (adapter is ANYTHING and self._fixed is None):  # it may not have told all at first
+        if adapter is None or (adapter is ANYTHING and self._fixed is None):  # its first answers may have been partial
             adapter = self._known = await recognise(self._http)
         return await adapter.info(self._http, self._told)
 

@@ -94,7 +94,7 @@ class Present:
         self._coming = 0
 
     def lose(self) -> None:
-        """Nobody will tell when it has gone: with a key it counts for `LOST_S`, whatever closes it before."""
+        """We will not learn when it has gone: with a key it counts for `LOST_S`, whatever closes it before."""
         if self.keyed and self._here:
             self._clients.lost(Present(self._clients, self._client, keyed=True, coming=0))
             self._here = 0

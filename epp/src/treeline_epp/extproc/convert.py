@@ -116,7 +116,7 @@ def _serialize(message: pb.ProcessingResponse | base_pb2.HeaderValueOption) -> b
 
 
 def _telling(reply: Reply, *, strip_response_headers: bool) -> bytes:
-    """To response headers, that the client be told who answered, or what is left of its quota."""
+    """To response headers: they tell the client who answered, or what is left of its quota."""
     response = pb.ProcessingResponse()
     mutation = response.response_headers.response.header_mutation
     if reply.served is not None:

@@ -32,7 +32,7 @@ _FORGIVEN = 1000
 """Frames that bring nothing, in that time."""
 _CERTIFICATE_S = 1.0
 _ABORT_S = 1.0
-"""Until the loop has told that a connection is closed: a round of it."""
+"""Until the loop has reported that a connection is closed: a round of it."""
 _TURN_S = 0.004
 """Of work on one connection before others have theirs; nothing more of it is read meanwhile."""
 _FRAMES = 256
@@ -69,7 +69,7 @@ class Call(Protocol):
         ...
 
     def close(self, *, lost: bool) -> None:
-        """The call is over. `lost`: its connection is, and nobody knows whether the peer goes on without us."""
+        """The call is over. `lost`: its connection has broken, and the peer may go on without us or not."""
 
 
 class Certificate(Protocol):

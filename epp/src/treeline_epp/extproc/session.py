@@ -160,7 +160,7 @@ class ExtProcSession:
     def _account(
         self, routed: RoutedRequest, state: ExtProcState, message: Message, outputs: list[Output], *, begins: bool
     ) -> list[Output]:
-        """Of the response, as far as it is shown. Its client is told what is left of its quota."""
+        """Of the response, as far as it is shown. Headers tell its client what is left of its quota."""
         told = self._router.complete(routed, message.headers, message.served) if begins else ()
         ended = state.response_phase is ResponsePhase.DONE
         if message.kind is Kind.RESPONSE_BODY or ended:

@@ -190,9 +190,9 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
 
     `destination` is the value for the destination header and for dynamic metadata. `chunk` is a body chunk in full
     duplex (`None`: the body is left as it is), `end_of_stream` belongs to it. `body` replaces a buffered body.
-    `content_length` is set where the proxy dropped the header, or it has changed, and the length is known. `served` is
-    told to the client in a header of conformance tests, `headers` are besides, on response headers. `added` are request
-    headers that go on beside the destination.
+    `content_length` is set where the proxy dropped the header, or it has changed, and the length is known. `served`
+    goes to the client in a response header of conformance tests; `headers` are further response headers. `added` are
+    request headers that go on beside the destination.
     """
 
     kind: Kind
@@ -250,7 +250,7 @@ class ExtProcState:
     def finished(self) -> bool:
         """Nothing is left to be said: the stream may end, and the response goes on without us.
 
-        A generation takes minutes after its headers. Whoever holds no stream for that time loses none when it ends.
+        A generation takes minutes after its headers. A picker without open streams breaks none when it exits.
         """
         answered = self.response_phase is not ResponsePhase.WAITING and self._response_mode is BodyMode.NONE
         return self.closed or (answered and self.request_phase in (_DONE, _ABANDONED))
@@ -405,7 +405,7 @@ class ExtProcState:
         if self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED:
             return [Reply(Kind.REQUEST_BODY)]
         if before is _ABANDONED and Kind.REQUEST_HEADERS not in self._seen and not ended:
-            return _echoed(message)  # the headers went on without us, and whoever answered waits for the rest
+            return _echoed(message)  # the headers went on without us, and the server that answered waits for the rest
         return []  # in full duplex a proxy expects nothing
 
     def _on_request_trailers(self, before: RequestPhase) -> list[Output]:

@@ -3,7 +3,7 @@
 Sans-IO: the clock is given, and a driver calls `pump` every few milliseconds while something waits (`pump.py`). A
 request comes to `admit`. Where nothing waits before it, it is decided at once, at no cost; only where that finds no
 room (`Saturated`), or no endpoint at all (`NoEndpoints`), does it become a `Ticket`. Each ticket is finished exactly
-once: by its turn, the end of its time, the end of the picker, or because nobody wants it any more.
+once: by its turn, the end of its time, the end of the picker, or because its caller no longer wants it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST_LOOKS = 64
 """For room, between two turns of others, where requests wait for many models: some milliseconds with many endpoints."""
 _MOST_POOLS = 1000
 _RETRY_S = 1.0
-"""What a refused client is told to wait: queues move within a second, or their time is over."""
+"""How long a refused client should wait: queues move within a second, or their time is over."""
 
 
 class Room(Protocol):
@@ -80,7 +80,7 @@ class Queue(FairQueue):
 
 class FlowControl(Generic[R]):
     """The requests that wait, of all pools. `cost` says what a decision takes, in tokens of prompt and output;
-    `dispatched` is told how long each waited whose turn has come."""
+    `dispatched` is called with the seconds that a request waited, when its turn has come."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class FlowControl(Generic[R]):
         self._by_limit: dict[float, OrderedDict[Ticket[R], None]] = {}
         """All that wait, by how long they may, the oldest first: times of one limit end in the order they began in."""
         self._pools: set[str] = set()
-        """Those for which something has waited: what is told of them goes back to 0, and does not end."""
+        """Those for which something has waited: their metrics go back to 0, and do not end."""
         self._closed = False
 
     @property
@@ -163,7 +163,7 @@ class FlowControl(Generic[R]):
         return self.waiting and (more or not left)
 
     def cancel(self, ticket: Ticket[R]) -> None:
-        """Nobody wants it any more. Nothing where it is done."""
+        """Its caller no longer wants it. Does nothing where it is done."""
         if not ticket.done:
             self._leave(ticket)
             self._end(ticket, "cancelled")
@@ -254,7 +254,7 @@ class FlowControl(Generic[R]):
             self._check_room(ticket, now)
             result = ticket.decide()
         except (Saturated, NoEndpoints) as error:
-            # Whoever waits for room keeps its place while endpoints are gone: most come back.
+            # A request that waits for room keeps its place while endpoints are gone: most come back.
             if isinstance(error, NoEndpoints) or not self._may_not_wait(ticket.asked, error):
                 blocked[ticket.target] = error
                 return False

@@ -131,7 +131,7 @@ class Band:
         self.active = 0
         """Flows of which something waits."""
         self._floor = 0.0
-        """Nobody who comes now was served less than this: the count of the flow that was served last."""
+        """A flow that comes now counts as served no less than this: the count of the flow that was served last."""
         self._order: list[tuple[float, int, Flow]] = []
         """A heap. An entry that is not its flow's is of the past."""
         self._entries = count()
@@ -224,8 +224,8 @@ class Band:
 
     def to_displace(self, name: str, size: int, *, by_bytes: bool) -> Ticket[Any] | None:
         """Who gives way to one more request of this flow: the last of the flow that has most, if it still has as much
-        afterwards as this one. None: nobody. A queue that is full would else be shared as it is asked for. As
-        `Largest.first`.
+        afterwards as this one. None: no ticket does. Without this a full queue would be shared in proportion to what is
+        asked for. As `Largest.first`.
         """
         most = (self._most_bytes if by_bytes else self._most_requests).first()
         mine = self.flows.get(name) or Flow(0.0)

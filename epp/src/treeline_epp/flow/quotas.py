@@ -37,8 +37,8 @@ class QuotaFileError(ValueError):
 
 
 class QuotaFile:
-    """Keeps quotas as their file has them. One that cannot be used changes nothing, and is told: in a line of the log
-    when that is new, and by `error` until it can be used again."""
+    """Keeps quotas as their file has them. One that cannot be used changes nothing, and is reported: in a line of the
+    log when that is new, and by `error` until it can be used again."""
 
     def __init__(self, file: Path, read: Callable[[Path, int], bytes] = read_file) -> None:
         """Raises QuotaFileError."""
@@ -205,7 +205,7 @@ class Spend:
 
 
 class Quotas:
-    """The accounts of all clients. They begin full, and with each picker anew."""
+    """The accounts of all clients. They begin full, and again whenever a picker starts."""
 
     def __init__(self, table: QuotaTable) -> None:
         self.exceeded = 0

@@ -11,7 +11,7 @@ from treeline_epp.picking.request import PickRequest
 
 R = TypeVar("R")
 ANY_NAME = ""
-"""Models that nobody has named: the same endpoints may serve all of them, and clients may think of as many as wait."""
+"""All models that are not listed: the same endpoints may serve them, and each request may invent another name."""
 
 
 class Served(Protocol):
@@ -37,7 +37,7 @@ class Target(NamedTuple):
 
 
 class Ticket(Generic[R]):
-    """A request that waits for its turn. Owner: `FlowControl`, which finishes it once; who holds it is told once.
+    """A request that waits for its turn. Owner: `FlowControl`, which finishes it once; then its holder is called, once.
 
     `flow` is whose it is, `size` its body in bytes, `uncached_tokens` what an endpoint would compute of its prompt.
     Times are seconds of the clock.
@@ -109,7 +109,7 @@ class Ticket(Generic[R]):
             callback()
 
     def result(self) -> R | None:
-        """What came of it; None where nobody wanted it any more. Raises why it was refused."""
+        """What came of it; None where its caller no longer wanted it. Raises why it was refused."""
         assert self.done
         if self._error is not None:
             raise self._error

@@ -4,7 +4,7 @@ Theory of operation. `receive` reads whole frames and keeps the rest. A stream i
 have ended it; closed ones are remembered for a while (`_Closed`), since frames that were on their way are no fault.
 
 Flow control. What a peer sends on a stream is credited again when the caller has read it (`read`), so a stream whose
-messages wait does not fill our memory; the connection's own window is credited at once, so nobody waits for others.
+messages wait does not fill our memory; the connection's own window is credited at once, so no stream waits for others.
 What we send waits in its stream until the peer's windows have room (`sending.py`); `waiting` tells how much.
 
 A fault of a stream ends the stream, a fault of the connection says GOAWAY and makes `finished` true.

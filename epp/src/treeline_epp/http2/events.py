@@ -1,4 +1,4 @@
-"""What a connection tells whoever serves its streams."""
+"""What a connection reports to the server of its streams."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class FieldReader:
         return _checked(self._read(block), is_request=False)
 
     def skip(self, block: bytes) -> None:
-        """A block that nobody wants: the tables go on. Raises BadBlock, TooLong."""
+        """Read a block that is not needed, only to keep the tables in step. Raises BadBlock, TooLong."""
         self._read(block)
 
     def _read(self, block: bytes) -> list[tuple[bytes, bytes]]:

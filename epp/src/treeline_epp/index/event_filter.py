@@ -20,9 +20,7 @@ class Skip(StrEnum):
     EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is not all of the key
     HASHES = "hashes"  # a hash twice in one event, or its own parent
     NAMESPACE = "namespace"  # a first block that another namespace has
-    ADAPTER = (
-        "adapter"  # an adapter that has a number and no name (vLLM up to 0.11): no request can be told to be for it
-    )
+    ADAPTER = "adapter"  # an adapter that has a number and no name (vLLM up to 0.11): no request can be matched to it
     CROWDED = "crowded"  # the same text under other hashes, again and again
     FULL = "full"  # the index is at its limit
     UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen

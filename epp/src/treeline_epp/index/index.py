@@ -58,8 +58,8 @@ class Index:
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
     `changed` are pods whose `blocks` may have changed, `new_adapters` those whose events have named an adapter for the
-    first time: for whoever keeps them elsewhere, too, and clears this. `skipped` is what pods that are no more had
-    skipped.
+    first time: for a caller that keeps them elsewhere, too, and clears this. `skipped` is what pods that are no more
+    had skipped.
     """
 
     def __init__(self, limits: IndexLimits | None = None) -> None:
@@ -107,8 +107,8 @@ class Index:
 
     def respell(self, name: str) -> None:
         """The events of a scope's pods are read by other keys from now on, or by none. What is known of their blocks is
-        spelled by the old ones and would be found again by its hashes, so all of it goes at once; whoever follows the
-        pods has to begin anew. O(pods), and the tree's memory is freed."""
+        spelled by the old ones and would be found again by its hashes, so all of it goes at once; the pods'
+        subscriptions have to start again. O(pods), and the tree's memory is freed."""
         for pod in {pod for pod in self._bits.owners.values() if pod.scope == name}:
             self.clear(pod)
             pod.precise = False
@@ -118,8 +118,8 @@ class Index:
 
     def age(self, pod: Pod, now: float) -> None:
         """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How
-        many copies there are of a block is not known any more: what is announced from now on is counted anew, and the
-        next removal is believed to take the last."""
+        many copies there are of a block is not known any more: counting starts again with what is announced from now
+        on, and the next removal is believed to take the last."""
         pod.copies.clear()
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None
@@ -239,7 +239,7 @@ class Index:
             known.predictions.withdraw(known.tree, root, key, pod.bit, ends_at)
 
     def request_rebuild(self, pod: Pod) -> None:
-        """What is known of this pod was found wrong: whoever follows its events is to build it anew."""
+        """What is known of this pod was found wrong: its subscriptions are to build it again."""
         pod.rebuild_wanted = True
 
     def cap_hit(self, pod: Pod, namespace: str | None, key: bytes, tokens: int, now: float) -> None:

@@ -3,10 +3,10 @@
 A pod's hit is the longest run of blocks from the beginning of the prompt, each the parent of the next, all held by the
 pod, whose text the key begins with. Its tokens are a guess, though: the tree knows texts, and the engine will cut the
 key's text in its own way. A block only counts if its chain *proves* the cut at its end: blocks after it in the same
-hash chain (whoever holds them), or a prediction that they came from, go on to match for GUARD_BYTES more. That the tree
-knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not make another pod's `your` a part
-of it, since the one chain never was cut there. An engine always computes a prompt's last token, so a key that ends with
-a block loses nothing by this that the engine would have used.
+hash chain (whichever pods hold them), or a prediction that they came from, go on to match for GUARD_BYTES more. That
+the tree knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not make another pod's
+`your` a part of it, since the one chain never was cut there. An engine always computes a prompt's last token, so a key
+that ends with a block loses nothing by this that the engine would have used.
 
 The walk compares whole edges at memory speed; only then are blocks looked at, one run per edge in the common case.
 """
@@ -233,7 +233,7 @@ class _Prefix(Struct):
 
 class _Seen(Struct):
     """A run on the path: where its edge begins in the key, which pods hold everything before it, and what it hangs on:
-    a slot of the run `above`, or nothing that is seen (the beginning, the prefix, a block that nobody holds).
+    a slot of the run `above`, or nothing that is seen (the beginning, the prefix, a block that no pod holds).
 
     `proved` is how many of its slots are, `extent` how many bytes of the key its chain matches from there on.
     """
@@ -283,7 +283,7 @@ class _Chains:
         return True
 
     def _see(self, run: BlockRun, start: int) -> _Seen | None:
-        """Who holds everything before a run; None if that cannot be told from the nodes followed."""
+        """Who holds everything before a run; None if the nodes followed do not show it."""
         if not run.base:
             return _Seen(start, self._pods)
         parent = run.chain[:8]
@@ -292,7 +292,7 @@ class _Chains:
             return _Seen(start, self.prefix.pods)
         above = self._run_of(int.from_bytes(parent, "little"))
         if above is None:
-            return _Seen(start, 0)  # nobody holds the parent
+            return _Seen(start, 0)  # no pod holds the parent
         known = self._seen.get(above)
         if known is None:
             return None if self.prefix.tokens else _Seen(start, 0)

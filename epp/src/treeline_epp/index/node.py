@@ -14,16 +14,16 @@ PredictedRange = tuple[int, int, float]
 """A part of an edge: first byte, byte after the last, time at which the prediction ends."""
 
 _MOST_GROUPS = 64
-"""Of an edge that a match looks at. Ranges of one prompt on many pods are one group; whoever sends a prompt longer and
-longer, to another pod each time, makes one each time."""
+"""Of an edge that a match looks at. Ranges of one prompt on many pods are one group; a client that sends a prompt
+longer and longer, to another pod each time, makes one each time."""
 _NEVER = float("-inf")
 NO_CHILDREN: dict[int, Node] = {}
 """The children of every leaf: one dict, never written."""
 MAX_POD_RUNS, MAX_RUNS = 64, 1024
 """Runs that begin on one edge: of one pod, and of all. An engine that never announces the same blocks under the same
-hashes, by mistake or on purpose, would have any number, and each one costs whoever comes by. Pods that draw the seed of
-their hashes have one each (vLLM without PYTHONHASHSEED); salts that events do not name make more (`extra_key` of
-SGLang)."""
+hashes, by mistake or on purpose, would have any number, and each one slows whatever passes that edge. Pods that draw
+the seed of their hashes have one each (vLLM without PYTHONHASHSEED); salts that events do not name make more
+(`extra_key` of SGLang)."""
 
 
 class Ranges(dict[int, PredictedRange]):

@@ -1,4 +1,4 @@
-"""Blocks whose parent nobody is known to hold: kept until the parent comes, so that order of arrival does not matter.
+"""Blocks whose parent no pod is known to hold: kept until the parent comes, so that order of arrival does not matter.
 
 An event gives the text of its own blocks only, so it can be placed in the tree only below a placed parent. Late
 joins, gaps and engines that drop ancestors first make orphans; when the parent is stored by any pod they are grafted,

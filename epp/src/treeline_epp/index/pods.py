@@ -24,9 +24,8 @@ class Pod:
 
     `row` is the owner's number for it, -1 without one: see `Index.holders`. `precise`: its events are in the tree, so
     predictions only bridge the time until events arrive. `blocks` counts held blocks, `staged` those of the snapshot
-    that is being taken in. `block_size` is that of its
-    newest event, 0 before the first. `rebuild_wanted`: it was found to hold other blocks than the index says; whoever
-    follows its events builds it anew.
+    that is being taken in. `block_size` is that of its newest event, 0 before the first. `rebuild_wanted`: it was found
+    to hold other blocks than the index says; its subscriptions build it again.
     """
 
     name: str
@@ -132,8 +131,8 @@ class Match(Struct, frozen=True):
 class PodBits:
     """Which pod has which bit. `owners` are the pods of all bits in use.
 
-    A bit that is given back is *retired*: nobody asks for it, but marks in the trees still have it. A round of sweeping
-    takes those out (`begin_round` … `end_round`), then its bits are free.
+    A bit that is given back is *retired*: no match asks for it, but marks in the trees still have it. A round of
+    sweeping takes those out (`begin_round` … `end_round`), then its bits are free.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ Invariants, all asserted by `check`:
 
 - siblings differ in their first byte, which is their key in the parent's `children`;
 - a node with one child could not swallow it: together they would exceed `max_edge`;
-- a leaf's text ends with its last block or prediction: nothing is kept that nobody holds;
+- a leaf's text ends with its last block or prediction: nothing is kept that no pod holds;
 - `blocks[h & KEY_MASK]` is run R ⇔ R has a slot with hash h that some pod holds; of two hashes that differ in the
   high bits only, the second one is not stored;
 - runs neither begin nor end with a hole.
@@ -106,10 +106,10 @@ class RadixTree:
     ) -> tuple[int, list[int]]:
         """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at `root`).
 
-        `texts(i, j)` gives the texts of blocks i … j−1, which nobody holds. `width` is tokens per block. Returns how
+        `texts(i, j)` gives the texts of blocks i … j−1, which no pod holds. `width` is tokens per block. Returns how
         many blocks were stored, from the first on, and which of them the pod held already. It stops short where a text
         is needed but is None, where a prompt's first block has no byte of text, where a hash has the key of another,
-        and where an edge has no room for another run. Raises KeyError if nobody holds `parent` nor the first block,
+        and where an edge has no room for another run. Raises KeyError if no pod holds `parent` or the first block,
         ValueError if a hash occurs twice or is its own ancestor; nothing is stored.
 
         Complexity: known blocks cost one comparison per run, new ones O(bytes) and one dict entry each.
@@ -192,7 +192,7 @@ class RadixTree:
         """Take pods out of the next nodes' blocks and predictions; nothing may be stored for these pods until the end.
 
         Returns the nodes left to visit. `budget` bounds what is done: a node counts one, and so do `_SWEPT_AS_ONE`
-        blocks that nobody holds afterwards; the last run that is begun is done.
+        blocks that no pod holds afterwards; the last run that is begun is done.
         """
         blocks, nodes = self.blocks, self.nodes
         while nodes.ahead and budget > 0:
@@ -254,7 +254,7 @@ class RadixTree:
                     self._mark(other, there, there + 1, bit, held_before)
 
     def _insert(self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks) -> int:
-        """Put blocks with these texts, held by nobody yet, below slot `slot` of `run` (None: below `root`).
+        """Put blocks with these texts, held by no pod yet, below slot `slot` of `run` (None: below `root`).
 
         Returns how many there was room for; `new.base` and `new.ends` are found here.
         """
@@ -483,7 +483,7 @@ class RadixTree:
 
 
 class _NewBlocks(Struct):
-    """A chain of blocks that nobody holds yet, on its way into the tree.
+    """A chain of blocks that no pod holds yet, on its way into the tree.
 
     `chain` is the parent's hash and then each block's, `keys` what `blocks` knows them by; `base` counts the tokens
     before the first; `ends` are offsets in the text of the new.

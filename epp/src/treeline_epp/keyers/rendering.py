@@ -1,4 +1,4 @@
-"""Rendering chats in the event loop, where nobody may wait for long.
+"""Rendering chats in the event loop, where no request may wait for long.
 
 A template may take time that grows with the square of the messages (one that looks ahead for the results of each tool
 call does). So a rendering has 3 ms of the processor. One that takes longer is given up, and the chat's beginning is
@@ -33,8 +33,8 @@ _REMEMBERED: Final = 1024
 
 
 class Bounds:
-    """How many messages of a chat fit: of one that continues another whatever was learnt of that. Chats are told apart
-    by their clients and the texts of their first two messages, the system's and the first question."""
+    """How many messages of a chat fit: of one that continues another whatever was learnt of that. A chat is known by
+    its client and the texts of its first two messages, the system's and the first question."""
 
     def __init__(self) -> None:
         self._most: Shares[int, int] = Shares(_REMEMBERED)

@@ -1,4 +1,4 @@
-"""What clients share of a bound: whoever has most gives way, so that many of one's entries are paid by their owner."""
+"""How clients share a bound: who has most entries loses one first, so a client with many pays for them itself."""
 
 from __future__ import annotations
 

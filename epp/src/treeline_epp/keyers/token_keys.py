@@ -201,7 +201,7 @@ class Stretches:
                 self._reader.start()
 
     def _read(self) -> None:
-        """Until nothing waits: a thread that stayed would keep a tokenizer that nobody uses any more."""
+        """Until nothing waits: a thread that stayed would keep a tokenizer that is no longer used."""
         while True:
             with self._idle:
                 if not len(self._waiting):

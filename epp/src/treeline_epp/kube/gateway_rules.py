@@ -12,7 +12,7 @@ _DEFAULT_GROUP = "inference.networking.k8s.io"
 
 
 class PoolRef(msgspec.Struct):
-    """The pool of an object; its group is what the CRD fills in where nobody says it."""
+    """The pool of an object; its group defaults to the CRD's default."""
 
     name: str
     group: str = _DEFAULT_GROUP

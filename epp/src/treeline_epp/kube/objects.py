@@ -169,7 +169,7 @@ class ModelSpec(msgspec.Struct, rename="camel"):
 def read_model(data: msgspec.Raw) -> ModelRule | None:
     """An InferenceModel from its JSON; `None` when it is being deleted. Raises `msgspec.MsgspecError`.
 
-    Whoever deletes one takes its name away at once, also where a finalizer keeps the object: the operator sees it so.
+    Deleting one takes its name away at once, even while a finalizer keeps the object: as the operator sees it.
     """
     found = _decode_model(data)
     meta, spec = found.metadata, found.spec

@@ -1,6 +1,6 @@
 """The Kubernetes source: which kinds are followed for a scope, and the lists of endpoints that come of it.
 
-Everything here is level-triggered: when an object has changed, the whole view is computed anew from all of them, so
+Everything here is level-triggered: when an object has changed, the whole view is computed again from all of them, so
 seldom that it takes a tenth of the time. What cannot be followed stays as it was last seen; `describe` says so.
 """
 
@@ -326,7 +326,7 @@ def _of(pools: Mapping[tuple[str, str], str], found: Iterable[tuple[PoolRef, R] 
 
 
 def _advice(collection: Collection) -> dict[str, str]:
-    """What whoever has just started the picker can do about an error."""
+    """What a person who has just started the picker can do about an error."""
     label, namespace = collection.resource.label, collection.namespace
     flag = "--rules-group" if collection.resource.plural in _RULES else "--pool-group"
     return {

@@ -116,7 +116,7 @@ class AppliedBatches:
         self._doubt(now)
 
     def accept_unverified(self, now: float) -> None:
-        """Nobody can tell whether this is still the same process, unless its next batch has a number that was there
+        """Whether this is still the same process cannot be known, unless its next batch has a number that was there
         before: let what is known grow old."""
         self.counts["unverified"] += 1
         self._doubt(now)

@@ -2,7 +2,7 @@
 
 That an engine says where it publishes is no proof: the port may be closed by a NetworkPolicy, the engine may connect to
 that address instead of listening there, the topic may be another, its prefix cache may be off. Its requests are routed
-by history then, and somebody has to be told why.
+by history then, and the administrator has to learn why.
 
     UNKNOWN      followed, but neither connected nor given up yet
     HEARD        connected

@@ -3,13 +3,13 @@
 ZMQ bounds each frame of a message, but not how many there are, and hands nothing over before the last one has come. So
 a message that does not end grows inside of it, and every frame costs 64 bytes there, even an empty one that has two on
 the wire. With one message in a socket's queue, no more than one can have been taken since the last one was read: a peer
-that has sent more is sending what nobody will take.
+that has sent more is sending what will never be read.
 
 The time on the loop that all publishers share.
 
 A loop runs all that is ready before it looks for more: a hundred publishers with something to do would each have their
 time, one after the other, and a request that comes meanwhile waits for all of them. So each piece of work needs the
-*turn*, which one has at a time. Whoever finds that the publishers have had `SLICE_S` in this round of the loop waits
+*turn*, which one has at a time. Work that finds that the publishers have had `SLICE_S` in this round of the loop waits
 for the next one, while everything else that is ready is run.
 """
 

@@ -1,4 +1,4 @@
-"""Messages of a publisher, read: batches decoded and in pieces, so that whoever applies them has none that is large.
+"""Messages of a publisher, read: batches decoded, and cut so that no piece to be applied is large.
 
 Pure. A large message is read in another thread, which takes the time of its cutting and of its freeing, too.
 """

@@ -1,7 +1,7 @@
 """A subscription to one engine's KV events: what to ask of its publisher so that the index equals its cache. Sans-IO.
 
-Two rules. All questions to a publisher come from here, at most one is open at a time, and nobody else applies its
-events. The driver (`connection`) owns the sockets: it feeds what arrives, sends the requests that are returned on the
+Two rules. All questions to a publisher come from here, at most one is open at a time, and only this applies its events.
+The driver (`connection`) owns the sockets: it feeds what arrives, sends the requests that are returned on the
 publisher's replay socket (a DEALER; a fresh one after each reconnect, so that no answer to an old question can arrive),
 and ticks. What is fed may leave work: while this is `busy`, the driver gives it turns of a millisecond each, and feeds
 nothing. `TABLE` (see `table`) says which method handles an event in a state; `states` explains them.
@@ -295,7 +295,7 @@ class KvSubscription:
         return sends
 
     def _late_hello(self, hello: frames.Hello, now: float) -> list[Request]:
-        """Nobody waits for it any more; but it says that the publisher is one of ours."""
+        """No question waits for it any more; but it says that the publisher is one of ours."""
         if self.peer is Peer.OURS or not self._ours:
             return self._unasked(hello, now)
         self.peer = Peer.OURS
@@ -329,7 +329,7 @@ class KvSubscription:
             self._drop()
             self._replay.uncovered = True  # ask again, from 0, when this replay is over
         elif not self._verified and not self.applied.has(seq, batch):
-            self.applied.accept_gap(max(seq, known + 1), now)  # that one it has no more: nobody knows
+            self.applied.accept_gap(max(seq, known + 1), now)  # it no longer has that batch: no way to know
         self._verified = True
 
     def _replay_end(self, end: frames.ReplayEnd, now: float) -> list[Request]:

@@ -1,7 +1,7 @@
 """The socket by which pickers tell each other what they have in flight: UDP, to every address of every peer's name.
 
-Datagrams, because nothing has to be kept open or made anew with others that come and go: what is lost is noticed by its
-number and asked for again (`gossip.py`).
+Datagrams, because no connection has to be kept open, or opened again, with others that come and go: what is lost is
+noticed by its number and asked for again (`gossip.py`).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ async def _tick(gossip: Gossip, protocol: _Socket) -> None:
 
 
 async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> None:
-    """Keep the addresses up to date. Names that are not there (yet) are nobody; what was known of them stays."""
+    """Keep the addresses up to date. A name that does not resolve (yet) adds none; what was known of it stays."""
     loop = asyncio.get_running_loop()
     known: dict[Address, frozenset[Address]] = {}
     failing: set[Address] = set()

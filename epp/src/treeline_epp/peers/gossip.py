@@ -1,9 +1,9 @@
 """What one picker says to the others and makes of what they say: datagrams and the time in, datagrams out.
 
 Each picker sends what happens to its requests to all others, some milliseconds of it in one datagram, numbered; and at
-least every `BEAT_S` that it is still there. Whoever is heard for the first time, or has left a gap, is asked for all
-that it has in flight. A picker that falls silent for `DEAD_S` is forgotten with its requests, and so is one in whose
-place (its address) another has begun.
+least every `BEAT_S` that it is still there. A picker that is heard for the first time, or has left a gap, is asked for
+all that it has in flight. A picker that falls silent for `DEAD_S` is forgotten with its requests, and so is one in
+whose place (its address) another has begun.
 
 Everybody holds one key (`seal.py`); what is not sealed with it is dropped unread. Nothing that a peer sends makes this
 grow beyond `MOST_PEERS` × (`ledger.MOST_OPEN` requests, `sequence.MOST_WAITING` deltas, one snapshot) and
@@ -106,7 +106,7 @@ class Gossip:
     # What comes
 
     def on_datagram(self, datagram: bytes, address: Address, now: float) -> Sequence[Outgoing]:
-        """Take a datagram, whoever has sent it; what is to be sent for it. Never raises."""
+        """Take a datagram from any sender; returns what is to be sent for it. Never raises."""
         self.counts["received"] += 1
         opened = self._seal.open(datagram)
         if opened is None:
@@ -201,7 +201,7 @@ class Gossip:
         """What has happened since the last time, for all. Call it `due_in` after `own.wake`."""
         records = self.own.take()
         if len(records) > MOST_PENDING:
-            self._seq += 1  # nobody gets this one, so that everybody asks
+            self._seq += 1  # no picker gets this one, so that each of them asks
             records = []
         out, start = [], 0
         for count in packed(records):

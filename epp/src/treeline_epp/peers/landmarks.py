@@ -31,7 +31,7 @@ MOST_KEPT = 200_000
 MOST_PODS = 32
 """Pods that one mark is kept for: the newest. What all hold is no reason to choose one of them."""
 MOST_LENGTHS = 4
-"""Whole prompts that are told apart after one place of the grid."""
+"""Lengths of whole prompts that are kept apart after one place of the grid."""
 _SWEPT = 512
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -133,7 +133,7 @@ class Foresight:
 
 
 class Landmarks:
-    """The marks that other pickers have told of. `secret` is 64 bits that they share."""
+    """The marks that other pickers have sent. `secret` is 64 bits that they share."""
 
     def __init__(self, secret: int, most: int = MOST_KEPT) -> None:
         self._secret = secret

@@ -25,7 +25,7 @@ from treeline_epp.picking.picker import Picker
 MOST_OPEN = 16_384
 """Requests of one picker that others count; of more, the oldest are let go of."""
 MOST_PENDING = 16_384
-"""Records that wait to be sent; beyond that others are told by a snapshot."""
+"""Records that wait to be sent; beyond that others get a snapshot."""
 MOST_TOKENS = 1 << 28
 MOST_PREFILL_MS = 600_000
 """What a picker may claim of one request: it is held until it should be done, and three times that."""

@@ -43,7 +43,7 @@ class Seal:
         return head + self._cipher.encrypt(_nonce(self.sender, self._counter), message, head)
 
     def open(self, datagram: bytes) -> tuple[bytes, bytes] | None:
-        """`(sender, message)`; None for what nobody with the key has made, or in another version."""
+        """`(sender, message)`; None for one made without the key, or in another version."""
         if len(datagram) > MOST_BYTES + OVERHEAD_BYTES or not datagram.startswith(_BEGINNING):
             return None
         sender = datagram[1 : 1 + SENDER_BYTES]

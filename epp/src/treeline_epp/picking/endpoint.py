@@ -9,7 +9,7 @@ The audit: every answered request says how much of its prompt was cached; compar
 
 One error means little: between pick and prefill a pod may have evicted the blocks. It is believed for that prefix only
 (`AuditResult.CAP_HIT`: see `Index.cap_hit`). Errors across unrelated prefixes mean that the index is wrong about the
-pod as a whole, after lost removals for instance: it is built anew (`AuditResult.REBUILD`), not more often than a
+pod as a whole, after lost removals for instance: it is built again (`AuditResult.REBUILD`), not more often than a
 back-off allows.
 """
 

@@ -29,7 +29,7 @@ class Verdict(Struct, frozen=True, omit_defaults=True):
 
 
 class Explanation(Struct, frozen=True, omit_defaults=True):
-    """A decision with all that were considered, the best first. `refusal` is what the client is told where there is
+    """A decision with all that were considered, the best first. `refusal` is the message to the client where there is
     none."""
 
     policy: str

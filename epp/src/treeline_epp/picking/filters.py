@@ -6,8 +6,8 @@ and its place in `FILTERS`.
 
 When an endpoint has no room for another request, so that it had better wait in the picker.
 
-There it can still be overtaken by one that is more urgent or whose client got less, and go to whoever is free first; in
-an engine's queue it can do neither.
+There it can still be overtaken by one that is more urgent or whose client got less, and go to the endpoint that is free
+first; in an engine's queue it can do neither.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treeline_epp.picking.table import ELIGIBLE, HEALTHY, REQUESTS, UNANSWERED, 
 
 
 class Filter(Protocol):
-    """Leaves out endpoints. `refusal` is what the client is told where it leaves none; where that is empty, a filter
+    """Leaves out endpoints. `refusal` is the message to the client where it leaves none; where that is empty, a filter
     that would leave none is passed over."""
 
     name: str

@@ -46,7 +46,7 @@ from treeline_epp.picking.table import (
 )
 
 CAPACITY_SLACK = 1.1
-"""An engine may announce this much more than its memory holds: blocks just stored, whose victims are not told."""
+"""An engine may announce this much more than its memory holds: blocks just stored, before the evictions for them."""
 
 _FEW = 8
 """The costs of so many endpoints take less time one by one than in arrays, which take the same for one and hundreds."""
@@ -91,7 +91,7 @@ class Picker:
         self.index = index or Index()
         self.endpoints: dict[str, Endpoint] = {}
         self.elsewhere: Elsewhere | None = None
-        """Where there are other pickers: what they are told, and what is known of them."""
+        """Where there are other pickers: what is sent to them, and what is known of them."""
         self._table = Table()
         self._reserved: set[Endpoint] = set()
         self.policies = PoolPolicies(self.config.policy, self.config.seed)
@@ -250,7 +250,7 @@ class Picker:
             raise Saturated(why, soonest_s - limit)
 
     def check_room(self, request: PickRequest, now: float) -> None:
-        """Raises NoEndpoints, or Saturated where `config.saturation` says so: whoever waits for room asks it often.
+        """Raises NoEndpoints, or Saturated where `config.saturation` says so: asked often while requests wait.
 
         O(endpoints) at memory speed; its prompt is not looked at.
         """

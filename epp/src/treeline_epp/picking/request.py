@@ -13,10 +13,10 @@ class PickRequest(Struct, frozen=True):
     beginning of the prompt (else None). `max_output_tokens` is the longest output that the request allows, None where
     it does not say; it asks for so many `outputs`. `subset` limits the choice to these addresses: `ip:port`, or a bare
     IP for all its ports. `pool` limits it to one pool. `priority` is that of its objective, the higher the more urgent;
-    `sheddable`: refuse it rather than let it queue for long. `listed`: its model is one that somebody said is served;
-    else it is any name, which engines may take or which nobody knows yet. `fallback_pools` may take it, under other
-    names perhaps, while its pool has no endpoint. `session` is a number of the session that it belongs to, 0 of none
-    (`picking.sessions`); `fork`: how many requests that begin like this one follow at once, 0 where nobody says so.
+    `sheddable`: refuse it rather than let it queue for long. `listed`: an engine or the configuration names its model;
+    else it is any name, which engines may take or may not know yet. `fallback_pools` may take it, under other names
+    perhaps, while its pool has no endpoint. `session` is a number of the session that it belongs to, 0 of none
+    (`picking.sessions`); `fork`: how many requests that begin like this one follow at once, 0 where that is not known.
     """
 
     request_id: str

@@ -1,9 +1,9 @@
 """Sessions: requests that their clients say belong together, and the endpoint that each of them went to last.
 
 A session is a preference, not a chain: its next request goes where the last one went while that costs at most twice as
-much as elsewhere, so that one busy endpoint holds nobody up. What an endpoint is known to have cached is in the costs
-already; a session speaks for what nobody could know: prompts without keys, events that were lost, predictions that
-ended. Without an entry (a new session, one that was idle for long, a picker that has just started) costs alone decide.
+much as elsewhere, so that no request is held up by one busy endpoint. What an endpoint is known to have cached is in
+the costs already; a session adds what they lack: prompts without keys, events that were lost, predictions that ended.
+Without an entry (a new session, one that was idle for long, a picker that has just started) costs alone decide.
 
 A session is known by a number of 40 bits, made with a secret of the pool, the client and the name that the client gave.
 The first eight are the client's: where there are too many sessions, those who have most lose theirs.
@@ -21,7 +21,7 @@ MOST_SESSIONS: Final = 65_536
 """Some 15 MB."""
 WORSE_SHARE, WORSE_S = 2.0, 0.020
 """How much a session's endpoint may cost, beside the best one: as for a hot prefix, about as much as computing the
-prompt a second time. The constant is for costs that are too small to be told apart."""
+prompt a second time. The constant is for costs that are too small for a comparison to mean anything."""
 _OWN_BYTES: Final = 4
 
 

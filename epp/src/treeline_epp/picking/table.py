@@ -116,7 +116,7 @@ class Table:
         self._touched.discard(row)
 
     def give_row(self, row: int) -> None:
-        """Nobody has this row any more."""
+        """Free a row: its endpoint is gone."""
         self.columns[ELIGIBLE, row], self.columns[EDGE, row] = 0.0, _UNKNOWN
         self._free.append(row)
 

@@ -21,7 +21,7 @@ such requests leave is in a namespace that only the picker's own history fills."
 
 class Adapters(msgspec.Struct, frozen=True):
     """The adapters of a pool: the name that its engines are asked for → the one that their events carry. `engine` is
-    the type of its engines, empty where nobody tells it or they differ."""
+    the type of its engines, empty where it is not known or they differ."""
 
     engine: str = ""
     names: Mapping[str, str] = {}

@@ -217,7 +217,7 @@ class _Chat:
 
 
 def _brings_a_template(body: Mapping[str, Any]) -> bool:
-    """Engines may be told to render by a template that the request brings."""
+    """Whether the request brings a template: engines may be configured to render by it."""
     kwargs = body.get("chat_template_kwargs")
     return body.get("chat_template") is not None or (isinstance(kwargs, dict) and "chat_template" in kwargs)
 

@@ -1,4 +1,4 @@
-"""The last decisions, for whoever looks on: what was decided, what came of each endpoint in it, and the beginnings of
+"""The last decisions, for people to look at: what was decided, what came of each endpoint in it, and the beginnings of
 the prompts that they were for."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A request and its response as far as the proxy shows them, for whoever keeps accounts: metrics, usage, traces.
+"""A request and its response as far as the proxy shows them, for its observers: metrics, usage, traces.
 
-Nothing of it is made while nobody asks for it. Observers are told three times: when a request is there to be decided,
-when it is, and when its stream has ended. The router owns an exchange; the session adds what the response brings.
+None is made where there are no observers. They are called three times: when a request is there to be decided, when it
+is, and when its stream has ended. The router owns an exchange; the session adds what the response brings.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Exchange:
 
 
 class Observer:
-    """Whoever keeps accounts; each method may be left out."""
+    """Keeps accounts of exchanges; each method may be left out."""
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
         """A request is there to be decided."""
@@ -147,7 +147,7 @@ class Observer:
         """It has an endpoint (`decision`), a refusal, or neither: the picker answered it."""
 
     def ended(self, exchange: Exchange) -> None:
-        """Nothing more will be known of it. Not told of what the picker answered without a refusal."""
+        """Nothing more will be known of it. Not called for what the picker answered without a refusal."""
 
 
 class Observers:

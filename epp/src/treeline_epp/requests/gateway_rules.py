@@ -4,7 +4,7 @@ As GIE 1.5 has them (llm-d after it): an objective, which a request names in a h
 one is sheddable. A rewrite gives requests for a model another one, drawn by weight: of the rules that match, one that
 names the model goes before one for all models, then the older object's, then the first of an object. A rule goes before
 the header that names a model, and that before the body. Headers count where they are trusted. A rewrite takes no other
-pool's name: it counts for names of its own pool, and for those that nobody serves.
+pool's name: it counts for names of its own pool, and for those that no pool serves.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, trust_edge: bool, curve: CurveKeys | None) -> Self:
-        """With a key made from the key pair that all pickers of a gateway mount. Without a pair salts can be computed
-        by whoever knows a client's name; to use one, he must reach an engine past the edge."""
+        """With a key made from the key pair that all pickers of a gateway mount. Without a pair, anybody who knows a
+        client's name can compute its salt, but to use it must reach an engine past the edge."""
         secret = b"" if curve is None else curve.secret
         return cls(trust_edge, hashlib.sha256(b"treeline.client-salt\0" + secret).digest())
 
     def client(self, headers: Mapping[str, str]) -> str | None:
-        """Who asks, by the edge's word; `None` if nobody knows."""
+        """Who asks, by the edge's word; `None` if it is not known."""
         return headers.get(names.CLIENT) or None if self.trust_edge else None
 
     def tenant(self, headers: Mapping[str, str]) -> str | None:
@@ -58,7 +58,7 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
 
     def session(self, headers: Mapping[str, str], pool: str | None) -> int:
         """The session that a request says it belongs to (see `picking.sessions`); 0 without one. Clients that the edge
-        knows have sessions of their own, as pools have: nobody names another client's."""
+        knows have sessions of their own, as pools have: no client can name another's."""
         named = headers.get(names.SESSION_ID) or headers.get(ROUTING_KEY)
         return session_number(self.key, pool or "", self.client(headers) or "", named) if named else 0
 

@@ -1,4 +1,4 @@
-"""What passes between the proxy's protocol and whoever decides: a request in, a destination or an answer out."""
+"""What passes between the proxy's protocol and the router: a request in, a destination or an answer out."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class ModelTarget(msgspec.Struct, frozen=True):
 
 
 class ModelTable:
-    """Names of models → where they are served. Built anew when a rule, a pool or what an engine serves has changed.
+    """Names of models → where they are served. Built again when a rule, a pool or what an engine serves has changed.
 
     `served` maps a pool to the names that its engines answer to, `pools` a pool to the gateway it shares (all pools
     behind one picker share one) and the names it is configured to serve. Of names that only engines tell, `served`'s
@@ -175,7 +175,7 @@ class ModelRegistry:
         self._outdated = False
         self._started = int(time.time())
         self.version = 0
-        """Another one whenever anything was told: what was read of a request before may be wrong now."""
+        """Changes with whatever is learnt here: what was read of a request before may be wrong then."""
 
     def keyer(self, fingerprint: str) -> PromptKeyer | None:
         """The keyer of a tokenizer that was added before."""
@@ -272,7 +272,7 @@ class ModelRegistry:
         return self._adapters_by_pool.get(pool, NO_ADAPTERS)
 
     def engine_of(self, pool: str) -> str:
-        """The type of the engines of a pool; empty where nobody told it, or where they differ."""
+        """The type of the engines of a pool; empty where it is not known, or where they differ."""
         return self.adapters_of(pool).engine
 
     def isolates_clients(self, pool: str | None = None) -> bool:
@@ -282,7 +282,7 @@ class ModelRegistry:
 
     @property
     def empty(self) -> bool:
-        """Neither an endpoint nor discovery has told any model yet, so no name can be called unknown."""
+        """Neither an endpoint nor discovery has named a model yet, so no name can be called unknown."""
         self._refresh()
         return not self._served and not self._rules
 

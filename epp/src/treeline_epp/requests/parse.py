@@ -1,8 +1,8 @@
 """From the headers and body of an HTTP request to what the picker needs to know of it.
 
-Nothing is decided here, and little is refused: only what no runtime could answer (not JSON, a model that nobody
-serves). A prompt that we cannot render is routed without a key, and the runtime, which knows better, says what is
-wrong with it.
+Nothing is decided here, and little is refused: only what no runtime could answer (not JSON, a model that no pool
+serves). A prompt that we cannot render is routed without a key, and the runtime, which knows better, says what is wrong
+with it.
 
 The event loop waits meanwhile, so the work is bounded: of a large body, or one of many values, only an outline is read
 (see `outline` and `summary`), and a prompt's key covers no more than its first bytes and messages (see `prompts`).
@@ -176,8 +176,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         return target
 
     def _home(self, model: str) -> tuple[str | None, bool]:
-        """The pool that a model is of, and whether anybody says that it is served; one that nobody serves is the only
-        pool's, if there is but one."""
+        """The pool that a model belongs to, and whether it is known to be served; one that no pool serves belongs to
+        the only pool, if there is just one."""
         try:
             target = self.registry.resolve(model)
             return target.pool, target.listed

@@ -94,12 +94,12 @@ def no_room(limit: int) -> Refusal:
 
 
 def only_shown() -> Refusal:
-    """503, which nobody gets: there is no room for a request, and the proxy, which only shows it, has not waited."""
+    """503, which no client gets: there is no room for a request, and the proxy, which only shows it, has not waited."""
     return Refusal(503, "The request has gone on without a decision.", "only_shown")
 
 
 def client_gone() -> Refusal:
-    """503, which nobody gets: whoever waited for a decision has gone."""
+    """503, which no client gets: the one that waited for a decision has left."""
     return Refusal(503, "The client has gone.", "client_gone", reason="rejected-context-cancelled")
 
 

@@ -76,7 +76,7 @@ Routed = RoutedRequest | Refusal | Immediate
 @dataclass(eq=False)
 class Router:
     """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
-    failed one, `on_unknown_model()` when one names a model that nobody serves; `draw()` in [0, 1) chooses among
+    failed one, `on_unknown_model()` when one names a model that no pool serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to,
     whatever the proxy allows. `decisions` notes them, where they are looked at. `flow` lets requests wait; `quotas` are
     those of clients.
@@ -106,8 +106,8 @@ class Router:
     """Requests whose response has not begun, by their id."""
 
     def route(self, request: RouteRequest, outline: Outline | None = None) -> Routed | Ticket[Routed]:
-        """Where the request goes, or what the client is told instead; a ticket where it has to wait, which is to be
-        given to `resume` when it is done, or to `abandon`. Never raises.
+        """Where the request goes, or the answer that the client gets instead; a ticket where it has to wait, which is
+        to be given to `resume` when it is done, or to `abandon`. Never raises.
 
         `outline` as for `request.parse`.
         """
@@ -141,7 +141,7 @@ class Router:
         return result
 
     def abandon(self, ticket: Ticket[Routed]) -> None:
-        """Whoever waited for it has gone."""
+        """The client that waited for it has left."""
         assert self.flow is not None
         if not ticket.done:
             self.flow.cancel(ticket)
@@ -183,7 +183,7 @@ class Router:
         return exchange
 
     def _decided(self, exchange: Exchange | None, result: Routed) -> None:
-        """Whoever counts or keeps accounts is told."""
+        """Report the result to metrics and observers."""
         if isinstance(result, Refusal):
             self.metrics.refusals.labels(result.code).inc()
             if result.code == "model_not_found":
@@ -378,7 +378,7 @@ class Router:
         return decision
 
     def _ready(self, request: RouteRequest, pool: str, model: str) -> bool:
-        """Could a pool serve this request now? One that could not is wanted, whoever serves in its place."""
+        """Could a pool serve this request now? If not, it counts as missed, even where another pool serves it."""
         ready = self.picker.has_ready(pool, model)
         if not ready:
             self.demand.missed(request.id, pool, model, 0, self.clock())
@@ -401,7 +401,7 @@ class Router:
 
 class _Turn:
     """A request under flow control: decided at once, or when its turn comes. What is served, by which keys and whose
-    caches it keeps apart may have changed meanwhile (without an endpoint nobody knew it): then it is read anew."""
+    caches it keeps apart may have changed meanwhile (they are unknown without an endpoint): then it is read again."""
 
     __slots__ = ("_client", "_outline", "_parsed", "_request", "_router", "_version", "exchange", "spend")
 

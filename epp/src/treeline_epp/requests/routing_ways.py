@@ -173,7 +173,7 @@ def _worst(kinds: _Kinds) -> Routing:
     told = {message: times for message, times in found.items() if message}
     if not told:
         return Routing(*key)
-    if not key[1]:  # it is the best way, and what is told concerns some requests: only those who have it count
+    if not key[1]:  # the best way: a message concerns some requests only, so count the endpoints that have one
         count = sum(told.values())
     first = max(told, key=lambda message: (told[message], message))
     if len(found) == 1 and count == endpoints:

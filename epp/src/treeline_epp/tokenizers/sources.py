@@ -29,8 +29,8 @@ FILES: Final = (
 MORE_TEMPLATES: Final = "additional_chat_templates"
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 LOOK_S: Final = 2.0
-"""Folders are looked at so often. By `stat`, since network file systems (a claim that several pods mount) tell nobody
-of their changes."""
+"""Folders are looked at so often. By `stat`, since network file systems (a claim that several pods mount) do not report
+their changes."""
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 

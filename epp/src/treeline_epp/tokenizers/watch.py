@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S: Final = 2.0
-"""For so long the events of an engine wait for the first tokenizer of its source; later ones start it anew."""
+"""For so long the events of an engine wait for its source's first tokenizer; a later one makes them start again."""
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 300.0
 
@@ -105,8 +105,8 @@ class TokenizerSources:
         return cls([TokenizerSource(spec, _origin(spec, spec.source, kept)) for spec in specs])
 
     def of_models(self, models: Iterable[str]) -> TokenizerSource | None:
-        """The source for an engine that serves these models: of the first that a flag names, or the one for all. Of an
-        engine whose models nobody knows, the only one there is."""
+        """The source for an engine that serves these models: of the first that a flag names, or the one for all. For an
+        engine whose models are not known, the only one there is."""
         served = [model for model in models if model]
         named = (source for model in served if (source := self._by_model.get(model)) is not None)
         only = next(iter(self._by_model.values())) if not served and len(self._by_model) == 1 else None

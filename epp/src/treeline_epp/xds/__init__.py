@@ -1,1 +1,1 @@
-"""What Envoy is told of endpoints."""
+"""What Envoy learns of endpoints."""

@@ -42,7 +42,7 @@ class _Announced:
     version: int  # in which it became what it is
     at: float
     confirmed: bool = False  # it was selectable once; an Envoy that comes later does not change that
-    entry: bytes = b""  # as Envoy is told
+    entry: bytes = b""  # as Envoy gets it
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class EdsState:
         return stream
 
     def disconnect(self, stream: int) -> None:
-        """The stream has ended; nobody waits for it any more."""
+        """The stream has ended: endpoints no longer wait for its confirmation."""
         self._envoys.pop(stream, None)
 
     def on_request(self, stream: int, request: discovery_pb2.DiscoveryRequest) -> None:
@@ -125,7 +125,7 @@ class EdsState:
             envoy.acked = envoy.sent
 
     def write(self) -> Iterator[None]:
-        """Write what Envoys are to be told of endpoints that are new, so that `due` takes no time; others should have
+        """Write what is to be sent to Envoys of endpoints that are new, so that `due` takes no time; others should have
         a turn whenever this yields."""
         new = [(address, known) for address, known in self._endpoints.items() if not known.entry]
         for at, (address, known) in enumerate(new, 1):
@@ -172,7 +172,7 @@ class Eds:
         self._changed = asyncio.Event()
 
     def announce(self, endpoints: Mapping[str, bool]) -> None:
-        """Set the whole list: address → draining; all Envoys are told."""
+        """Set the whole list: address → draining; all Envoys get it."""
         if self.state.announce(endpoints, time.monotonic()):
             self._wake()
 

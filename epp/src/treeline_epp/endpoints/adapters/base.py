@@ -47,8 +47,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     than its own, which the engine names as the place of its sockets; never connected to. `dials`: the endpoint of its
     `--kv-events-config`, if it is one that the engine may connect to instead of listening there. `engine` is the name
     of the adapter that asked. `adapters` are the LoRA adapters among `models`, with what its events call each.
-    `wants_key`: it tells its models to nobody without its key, so that `models` is empty: it is asked for
-    any."""
+    `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for any
+    model."""
 
     models: tuple[str, ...] = ()
     epoch: str = ""

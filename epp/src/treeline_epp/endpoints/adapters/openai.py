@@ -34,7 +34,7 @@ class Model(msgspec.Struct):
 
     @property
     def owner(self) -> str:
-        """Who made it; empty where that is not told."""
+        """Who made it; empty where the engine does not say."""
         return _name(self.owned_by)
 
     @property
@@ -88,7 +88,7 @@ class OpenAIAdapter:
         without a base model: where all have parents, these mean something else. Raises `EngineError`."""
         try:
             served = await http.document("/v1/models", Models)
-        except RefusedError:  # clients have the key; health, metrics and events are told without it
+        except RefusedError:  # clients have the key; health, metrics and events are answered without it
             return Served((), wants_key=True)
         if served is None:
             raise EngineError(f"{http.base} has no /v1/models")

@@ -1,4 +1,4 @@
-"""The adapters by engine type, and which one an engine wants whose type nobody tells."""
+"""The adapters by engine type, and which one fits an engine whose type is not configured."""
 
 from __future__ import annotations
 

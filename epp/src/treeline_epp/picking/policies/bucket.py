@@ -2,7 +2,7 @@
 
 As sgl-model-gateway's policy of this name (sgl-model-gateway/src/policies/bucket.rs). Each endpoint has a range of
 lengths, in characters; at first 4,096 are shared out evenly, and the last has all that are longer. Every
-`bucket_adjust_interval_secs` the ranges are set anew, so that in what came during the last interval each has the same
+`bucket_adjust_interval_secs` the ranges are set again, so that in what came during the last interval each has the same
 share of all characters, if that share has more than doubled or halved. Where the characters sent to each in that time
 are uneven (by more than `balance_abs_threshold`, and the most more than `balance_rel_threshold` times the least), the
 one that got the fewest is next.

@@ -1,8 +1,8 @@
 """`cache_aware`: the longest prefix while loads are even, the lightest load when they are not.
 
 As sgl-model-gateway documents its policy of this name (src/policies/cache_aware.rs there): loads, requests in flight,
-are uneven if the highest and the lowest differ by more than `balance_abs_threshold` *and* the highest is more
-than `balance_rel_threshold` times the lowest. While they are even, whoever has the largest share of the prompt cached
+are uneven if the highest and the lowest differ by more than `balance_abs_threshold` *and* the highest is more than
+`balance_rel_threshold` times the lowest. While they are even, the endpoint with the largest share of the prompt cached
 gets the request if that share is above `cache_threshold`, and otherwise the lightest. Its tree is what it has sent to
 each worker; ours is what engines say they hold. The defaults are those of its command line.
 """

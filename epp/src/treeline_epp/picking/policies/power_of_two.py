@@ -10,7 +10,7 @@ from treeline_epp.picking.request import PickRequest
 
 class PowerOfTwo(Policy):
     """Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (2001): nearly as even as asking all, without
-    sending everybody to whoever was the lightest in the last report."""
+    sending every request to the endpoint that was the lightest in the last report."""
 
     name = "power_of_two"
 

@@ -13,8 +13,8 @@ from treeline_epp.picking.request import PickRequest
 
 
 class RoundRobin(Policy):
-    """Turns are taken by identity: whoever comes or goes, the next is the one behind the last. The models of a pool
-    take turns of their own, or they would share the endpoints between them unevenly."""
+    """Turns are taken by identity: whichever endpoints come or go, the next is the one behind the last. The models of a
+    pool take turns of their own, or they would share the endpoints between them unevenly."""
 
     name = "round_robin"
 
