@@ -275,7 +275,7 @@ class Probes:
         return Answer(metrics.render(elsewhere), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self) -> Response:
-        """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
+        """What the cache holds (the scheduler's tree) and which of it routers have been sent (the publisher)."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         manager = self._service.manager
@@ -302,7 +302,7 @@ def _pooling(pooling: Pooling) -> dict[str, Any]:
 
 
 _PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")
-"""Members of a load report that the publisher fills in, or nobody yet."""
+"""Members of a load report that the publisher fills in, or that nothing fills in yet."""
 
 
 def _load_entry(load: LoadUpdate) -> dict[str, Any]:
