@@ -186,7 +186,7 @@ async def not_selected(bench: Bench, mode: Mode) -> None:
         await stranger.stop()
 
 
-# --- P7 to P9: how it is told -----------------------------------------------------------------------------------------
+# --- P7 to P9: how it is reported -------------------------------------------------------------------------------------
 
 
 @case("P7.header-and-metadata", MUST, "The choice is in the header and in dynamic metadata.", modes=ALL_MODES)

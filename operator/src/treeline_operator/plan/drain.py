@@ -10,7 +10,7 @@ A pod that is to stay after all (a revert, a scale-up) gets its labels back befo
 gives up pods without a node, then pending, then not ready ones, whatever their cost; so victims are chosen in this
 order, and none is released while one that would go before it is still waited for.
 
-What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is told to end.
+What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is asked to end.
 """
 
 from __future__ import annotations

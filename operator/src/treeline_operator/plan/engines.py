@@ -83,7 +83,7 @@ class Engine:
     asks for it, request by request, or it is not reported. `serves_tokenizer`: the picker gets its tokenizer from the
     engine itself. `publishes`: it is started so that it publishes what its cache holds. `metrics`: it serves metrics,
     and nothing else, on a port of its own; others serve them on their API's. `untold` are flags of which the picker
-    would have to know, but is not told where they stand in `engine.args`, each with what to write instead.
+    would have to know, but does not where they stand in `engine.args`, each with what to write instead.
     """
 
     launch: Callable[[InferencePool, Files, Images], Launch]

@@ -5,7 +5,7 @@ tokenized again together with that text, as the tokenizer would have done (Zheng
 finite state machines): the last tokens may come out differently, and are replaced; the text so far never changes.
 
     tokens so far:   … | window, as context | differs   |
-    tokenized anew:        same             | replaced  | forced … | undecided |
+    tokenized again:       same             | replaced  | forced … | undecided |
 
 What follows the forced text is not known yet, and could join its last word: the last word is left to sampling. A word
 is what the tokenizer splits texts into before anything else, so what comes before it cannot change any more.

@@ -82,7 +82,7 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
 
 def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
     """Has the answer's header and the log name the words of a schema that say nothing. Raises ApiError 400 for them
-    where the schema is strict and the server is set to refuse them."""
+    where the schema is strict and the server refuses them (`STRICT`)."""
     shown = list[str]()
     for word in ignored(schema):
         ignore(f"{param}/{word}")
