@@ -275,7 +275,7 @@ class Probes:
         return Answer(metrics.render(elsewhere), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self) -> Response:
-        """What the cache holds (the scheduler's tree) and which of it routers have been sent (the publisher)."""
+        """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         manager = self._service.manager
