@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = WORDS[word].run(argv[1:])
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read the output, `head` for one, has enough of it
+    except BrokenPipeError:  # the reader of the output, `head` for one, has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:  # while it was still loading: once it runs, each word ends in its own way

@@ -21,7 +21,7 @@ _OTHERS: Final = "127.0.0.9"
 
 @dataclass
 class Pod:
-    """One pod. What it is told to be, it is until told otherwise."""
+    """One pod. It keeps each setting until the next one replaces it."""
 
     name: str
     ip: str

@@ -1,7 +1,7 @@
 """What a picker may see of its namespace: the rights that the operator grants to each picker's ServiceAccount.
 
 The operator's own rights are declared in `tools/treeline_tools/rbac.py`, from which the chart's Roles are made. It must
-hold all of these too: nobody may grant more than he has.
+hold all of these too: Kubernetes lets no account grant more than it has.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PICKER: Final = (
     Need("", ("pods",), WATCH, "the endpoints of its pools"),
     Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "pools and models that it serves"),
 )
-"""A picker of ours is told a gateway's name (`--gateway`), also behind a Gateway, and then asks for nothing else but
-what `rules_need` says. Whoever runs one for an upstream InferencePool (`--pool-name`) gives it the rights to that kind
-himself."""
+"""A picker of ours gets a gateway's name (`--gateway`), also behind a Gateway, and then asks for nothing else but what
+`rules_need` says. Users who run one for an upstream InferencePool (`--pool-name`) grant it the rights to that kind
+themselves."""
 
 RULES_GROUPS: Final = ("inference.networking.x-k8s.io", "llm-d.ai")
 """Where InferenceObjectives and InferenceModelRewrites (v1alpha2) are found: the API group of the Gateway API Inference

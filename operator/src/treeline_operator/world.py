@@ -112,8 +112,8 @@ PROMETHEUS: tuple[dict[str, Any], ...] = (
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
     },
 )
-"""Who reads metrics unless told otherwise, as peers of a NetworkPolicy. Not "such a pod in any namespace": whoever may
-start pods anywhere could call one of them prometheus; names of namespaces are given by who runs the cluster."""
+"""Who reads metrics by default, as peers of a NetworkPolicy. Not "such a pod in any namespace": a user who may start
+pods anywhere could call one of them prometheus; names of namespaces are given by who runs the cluster."""
 
 
 _PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
@@ -269,7 +269,7 @@ class PickerEndpoint(msgspec.Struct, frozen=True):
 
 
 class Event(NamedTuple):
-    """A Warning event: why, in words, when it was told last, and the name and uid of the object that it is about."""
+    """A Warning event: why, in words, when it was last seen, and the name and uid of the object that it is about."""
 
     reason: str
     message: str
@@ -311,7 +311,7 @@ class PickerView:
 
 
 class Scaled(NamedTuple):
-    """One time that the operator set a pool's replicas, and what its pickers told then, None if nothing."""
+    """One time that the operator set a pool's replicas, and what its pickers reported then, None if nothing."""
 
     at: datetime
     replicas: int
@@ -353,12 +353,11 @@ class GatewayWorld:
 class PoolWorld:
     """A pool and all that its plan and its status depend on.
 
-    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as
-    seen by the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then
-    `picker_silent_since` is when that was found. `events` are Warning events of its
-    pods and replica sets. `parents` are those of its Gateways that may be read.
-    `scaling` is None while nobody has looked whether to scale it by its pickers. `commits` are those of downloads that
-    run, by URI.
+    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as seen by
+    the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then `picker_silent_since`
+    is when that was found. `events` are Warning events of its pods and replica sets. `parents` are those of its
+    Gateways that may be read. `scaling` is None until it was checked whether to scale it by its pickers. `commits` are
+    those of downloads that run, by URI.
     """
 
     pool: InferencePool

@@ -64,7 +64,7 @@ def _port_or_off(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(SchedulerConfig):
-    """Everything `treeline serve` was told. None = decided from the checkpoint or the machine."""
+    """Every setting of `treeline serve`. None = decided from the checkpoint or the machine."""
 
     served_model_name: str | None = setting(
         None,

@@ -24,13 +24,13 @@ from treeline_runtime.ipc import Addresses, Failed, Outbox, Process
 from treeline_runtime.parent_end import end_with_parent
 
 NOTICE_S = 0.1
-"""Until a child has noticed that it is told to stop, beside those that were told with it."""
+"""Until a child has noticed the order to stop, where others have got it at the same time."""
 
 logger = logging.getLogger(__name__)
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """What every child is told."""
+    """What every child gets from its parent."""
 
     args: ServerArgs
     addresses: Addresses
@@ -62,8 +62,8 @@ def setup_logging(process: str, level: str) -> None:
 def run_child(
     kind: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None], *, farewell_s: float = 0.0
 ) -> int:
-    """Runs `run` as a child of this kind; returns the exit status (0 only when told to stop). `farewell_s`: what `run`
-    has to end by itself when standard input ends, if it has said how by then (`call_at_end`).
+    """Runs `run` as a child of this kind; returns the exit status (0 only after an order to stop). `farewell_s`: what
+    `run` has to end by itself when standard input ends, if it has said how by then (`call_at_end`).
     """
     if kind == "scheduler":
         end_with_parent()
@@ -80,7 +80,7 @@ def run_child(
     except StartError as error:
         _report(context, spec, Failed(process, str(error)))
     except Exception as error:
-        if _told_to_stop.wait(NOTICE_S):  # whoever notices first removes the folder of all children's sockets
+        if _told_to_stop.wait(NOTICE_S):  # the first to notice removes the folder of all children's sockets
             context.destroy(linger=0)
             return 0
         logger.exception("the %s process failed", process)

@@ -98,9 +98,9 @@ class Req:
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
     told: int = 0
-    """Output tokens that messages have told of and that still stand."""
+    """Output tokens that messages have reported and that still stand."""
     withdrawn: int = 0
-    """Output tokens that messages have told of and that were replaced since the last one."""
+    """Output tokens that messages have reported and that were replaced since the last one."""
     pooled: Vector | None = None
     """What the chunks so far add to the vector that is asked for; None before, and for text."""
     hidden_from: int = 0

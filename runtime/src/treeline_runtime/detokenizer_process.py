@@ -1,6 +1,6 @@
 """A detokenizer process: token ids in, text out, stop strings found on the way.
 
-A stop string ends a request here first: its text goes out as finished at once, the scheduler is told (StopReq), and
+A stop string ends a request here first: its text goes out as finished at once, the scheduler is sent a StopReq, and
 what it still sends for the request is dropped until its terminal message comes.
 """
 

@@ -186,8 +186,8 @@ class Engine:
     async def async_stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
     ) -> AsyncGenerator[tuple[str, Output], None]:
-        """`stream` for `async for`. Whoever leaves the loop early closes the iterator (`contextlib.aclosing`), or the
-        request goes on until Python does."""
+        """`stream` for `async for`. Callers that leave the loop early close the iterator (`contextlib.aclosing`), or
+        the request goes on until Python does."""
         requests = await asyncio.to_thread(self._requests, _single(prompt), sampling_params, options)
         woken, wake = _loops_event()
         with self._call(requests, wake, streams=True) as call:

@@ -1,8 +1,8 @@
 """Generations on their way to the scheduler: clients take turns, and few bytes are on the way at a time.
 
-The inboxes of the scheduler and of the detokenizer are lines in which nobody knows of clients. So what one client
-sends at once waits here, before it is encoded, and goes on as the scheduler says that it has taken what went before:
-another client's generation waits for `WINDOW_BYTES`, and for one generation of each client that waits.
+The inboxes of the scheduler and of the detokenizer are queues that know nothing of clients. So what one client sends at
+once waits here, before it is encoded, and goes on as the scheduler says that it has taken what went before: another
+client's generation waits for `WINDOW_BYTES`, and for one generation of each client that waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 MAX_GENERATIONS_OF_CLIENT = 16_384
 """In flight, at one HTTP process."""
 WINDOW_BYTES = 2 << 20
-"""On the way at most, or one generation that is larger: a few milliseconds for whoever sends or reads them."""
+"""On the way at most, or one generation that is larger: a few milliseconds for the process that sends or reads them."""
 MARK_BYTES = WINDOW_BYTES // 4
 """After so many the scheduler is asked to say when it has come so far."""
 

@@ -1,8 +1,8 @@
 """An HTTP worker: serves inference as the first HTTP process does, on a socket of the same port (`--http-workers`).
 
-What it knows of the server it is told by its parent (`workers`): that the engine is ready, that the server drains, how
-the engine is, that everything has to end. It tells the parent that it moves, what it sees of the engine, and that it
-has nothing in flight any more.
+What it knows of the server comes from its parent (`workers`): that the engine is ready, that the server drains, how the
+engine is, that everything has to end. It tells the parent that it moves, what it sees of the engine, and that it has
+nothing in flight any more.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ids of requests and questions between the runtime's processes: none is used twice, and each says who made it.
 
 An id is a name, `#`, a count, and for all HTTP processes but the first their rank before it: `cmpl-7#12`, `cmpl-7#2.0`.
-So answers find their way back although nobody on it knows how many HTTP processes there are.
+So answers find their way back although no process on the way knows how many HTTP processes there are.
 """
 
 from __future__ import annotations

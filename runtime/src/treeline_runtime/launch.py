@@ -58,8 +58,8 @@ class Ended:
 class SocketFolder:
     """A private folder for the ipc sockets, removed at the end.
 
-    If every process of a server is killed, nobody is left to remove it. So its owner holds a lock in it, and whoever
-    makes a folder first removes those of ours that no one holds any more.
+    If every process of a server is killed, none is left to remove it. So its owner holds a lock in it, and each process
+    that makes a folder first removes those of ours that no one holds any more.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class SocketFolder:
             base = "/tmp"
         _remove_stale(Path(base))
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
-        # locked before it has its name: nobody may find it unlocked
+        # locked before it has its name: no process may find it unlocked
         self._lock = os.open(self.path / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(self.path / "new", self.path / LOCK)

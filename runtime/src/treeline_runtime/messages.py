@@ -296,7 +296,7 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     hidden_states: HiddenStates | None = None
     """With `finish`, when asked for."""
     withdrawn: int = 0
-    """So many of the last ids told before are not part of the output: `token_ids` stand in their place, too, and begin
+    """So many of the last ids sent before are not part of the output: `token_ids` stand in their place, too, and begin
     with their text."""
 
 
@@ -342,7 +342,7 @@ class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     queued_s: float = 0.0
     """As in TokenOut."""
     logprobs: list[msgspec.Raw] = []
-    """`Logprobs`, encoded, in order: an answer may have millions, which are nobody's objects before they are shown."""
+    """`Logprobs`, encoded, in order: an answer may have millions, which become objects only where they are shown."""
     vector: bytes | None = None
     hidden_states: HiddenStates | None = None
     withdrawn: int = 0
@@ -401,7 +401,7 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     total_forced_tokens: int = 0
     """By which jumps made outputs longer, since start."""
     asleep: int = 0
-    """Its level (SleepReq); 0 = awake. Routers are told that it drains."""
+    """Its level (SleepReq); 0 = awake. Routers are sent that it drains."""
 
     @property
     def used_share(self) -> float:

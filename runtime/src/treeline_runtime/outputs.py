@@ -1,4 +1,4 @@
-"""Answers of an engine in this process: what the scheduler says becomes Output objects, for whoever waits for them."""
+"""Answers of an engine in this process: what the scheduler says becomes Output objects, for those who wait."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class Outputs:
             call.wake()
 
     def add(self, run: Running, out: TokenOut) -> str:
-        """Add to the output of a request, in the thread of whoever owns it: a stream's reader, or else the scheduler's.
-        → the new text."""
+        """Add to the output of a request, in the thread of its owner: a stream's reader, or else the scheduler's. → the
+        new text."""
         output = run.output
         if (states := out.hidden_states) is not None:
             known = len(output.token_ids) + (0 if output.finish is not None else len(out.token_ids))

@@ -64,7 +64,7 @@ INTERRUPT_DRAIN_S = 3.0
 """What Ctrl-C gives requests in flight."""
 LAST_WORDS_S = 0.2
 SCHEDULER_RANKS = 1
-"""Processes that compute one model together: the first is told everything, and passes it on to the others."""
+"""Processes that compute one model together: the first is sent everything, and passes it on to the others."""
 
 logger = logging.getLogger("treeline")
 
@@ -95,7 +95,7 @@ class Server:
         self._https = [Process("http", rank) for rank in range(1, args.http_workers)]
         self._ready: dict[str, dict[str, Any]] = {}
         self._begin: Begin | None = None
-        """What the workers were told when the engine was ready."""
+        """What the workers were sent when the engine was ready."""
         self._stopping = False
         self._to_publisher = None if args.no_events else Outbox(context, addresses.publisher)
         self._workers = HttpWorkers(context, addresses, self._https, self._state)
@@ -113,7 +113,7 @@ class Server:
     # ---- life -----------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Serves until told to stop; returns the exit status."""
+        """Serves until a signal or failure stops it; returns the exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signals.put_nowait, number)
@@ -126,7 +126,7 @@ class Server:
                 group.start(process, self._spec)
             for process, listener in zip(self._https, self._listeners.workers, strict=True):
                 group.start(process, self._spec, listener)
-                listener.close()  # only its owner holds it, so that nobody waits at the socket of one that has died
+                listener.close()  # only its owner holds it, so that no client waits at the socket of one that died
             serving = [server.start() for server in servers]
             watchdog = asyncio.create_task(self._watch(group))
             health = asyncio.create_task(self._probes.health.watch())
@@ -260,7 +260,7 @@ class Server:
                 self._report(f"the {message.process} process failed: {message.message}")
 
     def _on_engine_ready(self) -> None:
-        """The workers go first: whoever hears that the server is ready may reach any of them."""
+        """The workers go first: a client that sees the server ready may reach any of them."""
         publisher = self._ready.get("publisher")
         kv_events = None if publisher is None else _kv_events(publisher, self._args)
         self._begin = Begin(self._ready[self._schedulers[0].name], kv_events)

@@ -104,7 +104,7 @@ class RegexFinder:
         self._states = [one.start for _, one in self._found]
 
     def feed(self, text: str, *, ignore: bool = False) -> str | None:
-        """The first of the patterns that have a match now. `ignore`: what has one is looked for anew."""
+        """The first of the patterns that have a match now. `ignore`: what has one is looked for again."""
         matched = None
         for i, (pattern, one) in enumerate(self._found):
             self._states[i] = one.feed(self._states[i], text)

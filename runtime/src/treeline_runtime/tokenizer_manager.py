@@ -1,8 +1,8 @@
-"""Requests in flight, as the HTTP process sees them: text → ids → scheduler, and texts back to whoever waits.
+"""Requests in flight, as the HTTP process sees them: text → ids → scheduler, and texts back to the caller that waits.
 
-An `InflightRequest` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime:
-whoever opens it closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long
-as the HTTP request that asked for it. Closing is legal in every state and any number of times.
+An `InflightRequest` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime: its
+opener closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long as the
+HTTP request that asked for it. Closing is legal in every state and any number of times.
 
 Names belong to clients, who may use one again as soon as its request is over for them. Other processes may not be done
 with it then, so they see ids of ours that are never used twice (`ids`). Every tenant has names of its own: none learns
@@ -58,7 +58,7 @@ class NoReply(Exception):
 
 
 class _Generation:
-    """One request at the scheduler: its output that nobody has taken yet, and its times (monotonic seconds)."""
+    """One request at the scheduler: its output that has not been taken yet, and its times (monotonic seconds)."""
 
     __slots__ = ("first_at", "index", "inflight", "last_at", "pending", "started_at", "tokens")
 
@@ -260,7 +260,7 @@ class TokenizerManager:
         self._pump()
 
     def forget(self, inflight: InflightRequest) -> None:
-        """Aborts what has not ended of a request that nobody waits for any more. Idempotent."""
+        """Aborts what has not ended of a request that is no longer waited for. Idempotent."""
         if not inflight.names:
             return
         for tenant, name in inflight.names:

@@ -19,7 +19,7 @@ REPLACEMENT = "�"
 UNDECIDED_PUSHES = 32
 """Pushes after which a text that ends in U+FFFD, or that nothing was added to, is held back no longer. A character has
 four bytes at most and a token one at least, so a longer run is no character that is still to be completed, and must not
-be decoded anew with each token."""
+be decoded again with each token."""
 SETTLED_TOKENS = 4
 """Of such a run, what comes before its last so many tokens does not change any more."""
 

@@ -23,9 +23,9 @@ ROUTINE = ("heartbeats", "load")
 """What changes all the time and decides nothing."""
 ROUTINE_S = 0.25
 SAMPLES_S = 1.0
-"""For a worker's metrics; those that it told last are taken then."""
+"""For a worker's metrics; those that it sent last are taken then."""
 TOLD_S = 10.0
-"""For a worker to take what it is told: it may be at something else."""
+"""For a worker to take what it is sent: it may be busy with something else."""
 
 
 class HttpWorkers:

@@ -171,7 +171,7 @@ class SimEngine:
         return response(200, msgspec.json.encode(body), counts)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[Mapping[str, int]], None]) -> None:
-        """Serve until `stop` is set. `on_ready` is told the ports: http, events, replay, load."""
+        """Serve until `stop` is set. `on_ready` gets the ports: http, events, replay, load."""
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
             lambda: Connection(self._serve_request), self._options.host, self._options.port, backlog=1024

@@ -29,7 +29,7 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """What is told of a request once its first token is there: seconds since it came, and tokens."""
+    """What is reported of a request once its first token is there: seconds since it came, and tokens."""
 
     ttft_s: float
     cached_tokens: int
@@ -37,7 +37,7 @@ class Answer:
 
 
 class NoRoute(Exception):
-    """The router sends the request nowhere: the client is told 429 or 503."""
+    """The router sends the request nowhere: the client is answered 429 or 503."""
 
 
 Asks = Sequence[Question]

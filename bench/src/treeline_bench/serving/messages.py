@@ -65,9 +65,9 @@ class Record(msgspec.Struct):
 
     `due_ns`: when it should have been sent; everything its user waits for counts from there, so a client that is late
     makes latencies longer, not shorter. `begun_ns`: when we turned to it, `sent_ns` when it was written, which may have
-    had to wait for a connection. `tokens_ns`: when each chunk that carried output came. Token counts are the
-    server's; `cached_tokens` is -1 where it told none. `error` is the kind, empty for a whole answer. `conversation` is
-    the number of a call, where there are calls.
+    had to wait for a connection. `tokens_ns`: when each chunk that carried output came. Token counts are the server's;
+    `cached_tokens` is -1 where it reported none. `error` is the kind, empty for a whole answer. `conversation` is the
+    number of a call, where there are calls.
     """
 
     conversation: int

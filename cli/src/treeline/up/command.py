@@ -285,7 +285,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
 
 @contextlib.contextmanager
 def _workplace() -> Iterator[Path]:
-    """A folder of our own, gone at the end. Those that killed processes have left go now: nobody holds their locks."""
+    """A folder of our own, gone at the end. Those that killed processes have left go now: none holds their locks."""
     for old in Path(tempfile.gettempdir()).glob(f"{_WORKPLACE}*"):
         with contextlib.suppress(OSError):
             if old.lstat().st_uid == os.getuid():

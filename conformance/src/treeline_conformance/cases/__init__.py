@@ -2,7 +2,7 @@
 
 | module | cases |
 |---|---|
-| `choice` | P1 to P10, P12: how the choice is made and told |
+| `choice` | P1 to P10, P12: how the choice is made and reported |
 | `flow` | which messages are answered, in which order, in each body mode |
 | `errors` | requests that get no endpoint |
 | `bodies` | what becomes of a request's body and headers |

@@ -18,7 +18,7 @@ _ANEW: Final = "write it anew"
 
 
 def _body(size: int) -> bytes:
-    """Keys that are in no order, white space, escapes: what does not survive being decoded and written anew."""
+    """Keys that are in no order, white space, escapes: what does not survive being decoded and encoded again."""
     head = (
         b'{ "stream":false,\t"prompt":"caf\\u00e9 \\/ caf\xc3\xa9 ", "model" : "%s" ,"b":1.0,\n"a":[1e2], "pad":"'
         % MODEL.encode()

@@ -1,4 +1,4 @@
-"""P1 to P10 and P12 of the endpoint picker protocol: how the choice is made and told."""
+"""P1 to P10 and P12 of the endpoint picker protocol: how the choice is made and reported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def full_duplex(bench: Bench, mode: Mode) -> None:
         if rule in answer.reading.faults:
             raise Failed(answer.reading.faults[rule])
     sent, got = answer.asking.body or b"", answer.upstream_body
-    if got != sent and as_json(got) != as_json(sent):  # whether bytes may be written anew is another case's question
+    if got != sent and as_json(got) != as_json(sent):  # whether bytes may be rewritten is another case's question
         raise Failed(f"{len(sent)} bytes came back as {len(got)} others")
 
 
@@ -186,7 +186,7 @@ async def not_selected(bench: Bench, mode: Mode) -> None:
         await stranger.stop()
 
 
-# --- P7 to P9: how it is told -----------------------------------------------------------------------------------------
+# --- P7 to P9: how it is reported -------------------------------------------------------------------------------------
 
 
 @case("P7.header-and-metadata", MUST, "The choice is in the header and in dynamic metadata.", modes=ALL_MODES)

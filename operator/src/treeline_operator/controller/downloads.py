@@ -35,7 +35,7 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 @dataclass(slots=True)
 class Downloads:
-    """Follows the downloads of the pools that it is told of, and tells which pools are further than before."""
+    """Follows the downloads of the pools that it is given, and reports which pools are further than before."""
 
     store: Store
     source: Client

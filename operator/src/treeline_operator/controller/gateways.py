@@ -1,7 +1,7 @@
 """What Gateways of other people say of themselves: read one by one where that is allowed, and never watched.
 
-They may be in any namespace and belong to nobody of ours: a watch would take a right to all of them. One that does not
-listen yet is asked for often, others now and then; what is refused is not asked for again for a while.
+They may be in any namespace and none is ours: a watch would take a right to all of them. One that does not listen yet
+is asked for often, others now and then; what is refused is not asked for again for a while.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Gateways:
             async with asyncio.timeout(_PATIENCE_S):
                 gateway = Observed.of(await self.source.get(ref))
         except NotFound:
-            gateway = None  # its route says that nobody has judged it
+            gateway = None  # its route says that no controller has judged it
         except Forbidden as exc:
             log.info("%s %s/%s may not be read: %s", ref.kind, ref.namespace, ref.name, exc)
             gateway, read_at = None, read_at + _REFUSED_S

@@ -3,10 +3,10 @@
 It is embedded as its documentation says under "manual orchestration": in an event loop and a thread of its own, with
 its root tasks in our hands. Settings come from a startup handler, credentials from a login handler, and `on.event`
 handlers pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and
-instead of peering there is our lease: whoever runs this holds it.
+instead of peering there is our lease: the process that runs this holds it.
 
-What kopf does not tell its handlers, the informer finds out: what was deleted while nobody watched, whether a quiet
-watch still lives, and whether a kind is there at all.
+What kopf does not tell its handlers, the informer finds out: what was deleted while no watch ran, whether a quiet watch
+still lives, and whether a kind is there at all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def follow(
     ended: asyncio.Future[None] = ours.create_future()
 
     def tell(function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # our loop has ended, and with it whoever wanted to know
+        with suppress(RuntimeError):  # our loop has ended, and with it those that wanted to know
             ours.call_soon_threadsafe(function, *arguments)
 
     def run() -> None:
@@ -119,7 +119,7 @@ async def _clear(this: asyncio.Task[None]) -> None:
 
 def _end(ended: asyncio.Future[None], reason: Exception) -> None:
     ended.set_exception(reason)
-    ended.exception()  # whoever cancelled us does not ask for it
+    ended.exception()  # the canceller does not ask for it
 
 
 def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: Deliver) -> kopf.OperatorRegistry:
@@ -130,7 +130,7 @@ def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: De
     async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
         settings.posting.enabled = False
         settings.scanning.disabled = True  # which kinds and namespaces there are is known
-        settings.process.ultimate_exiting_timeout = None  # whoever does not end is left behind, not killed with us
+        settings.process.ultimate_exiting_timeout = None  # what does not end is left behind, not killed with us
         settings.networking.request_timeout = 30.0
         settings.networking.connect_timeout = 5.0
         settings.networking.error_backoffs = (0.2, 0.5, 1, 2)
@@ -171,7 +171,7 @@ def _pass_on(deliver: Deliver) -> Any:
 
 
 async def _connection(configuration: Any) -> kopf.ConnectionInfo:
-    """The credentials of our client, as kopf takes them; asked for anew when the API server refuses the old ones."""
+    """The credentials of our client, as kopf takes them; asked for again when the API server refuses the old ones."""
     auth = await configuration.auth_settings()
     scheme, _, token = str(auth.get(_TOKEN, {}).get("value", "")).rpartition(" ")
     return kopf.ConnectionInfo(

@@ -11,7 +11,7 @@ from aiohttp import web
 from treeline_operator.controller.metrics import Metrics
 
 STALE_WATCH_S: Final = 210.0
-"""Several times the minute after which a watch that is dead was begun anew."""
+"""Several times the minute after which a dead watch is restarted."""
 STUCK_KEY_S: Final = 600.0
 
 

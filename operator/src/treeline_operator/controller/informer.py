@@ -4,8 +4,8 @@ A reflector knows by itself what was deleted unseen and whether its watch lives.
 when a list has ended. So the names and versions of our own kinds are listed every minute, and at the start:
 
 - what the store has and the list has not was deleted unseen, and is dropped;
-- the kind is *synced* and *fresh* when the store has all that the list names. Where kopf does not tell of something for
-  some seconds, it is started anew.
+- the kind is *synced* and *fresh* when the store has all that the list names. Where kopf does not report
+  something for some seconds, it is restarted.
 
 What cannot be read: an absent kind is empty, but for our own, without which nothing is judged: they are waited for, and
 what is known of them stays. Of several namespaces one in which nothing may be read any more is *closed*: it, or its
@@ -49,7 +49,7 @@ class Timing:
     """Seconds.
 
     A watch ends every `watch_s` and is dead when it is silent for `silence_s`, so that what a dead one has missed is
-    known within a minute. Kopf is started anew when it has not told what an audit has found for `grace_s`.
+    known within a minute. Kopf is restarted when it has not reported for `grace_s` what an audit has found.
     """
 
     watch_s: float = 45.0
@@ -88,7 +88,7 @@ class _Followed:
 
 @dataclass(slots=True)
 class Informer:
-    """All kinds. `offered` is told which of the optional ones can be read, whenever that changes."""
+    """All kinds. `offered` is called with the optional ones that can be read, whenever that changes."""
 
     client: Connection
     store: Store
@@ -290,7 +290,7 @@ class Informer:
         self._delivered.set()
 
     async def _check(self, followed: _Followed, named: dict[Ref, Meta]) -> None:
-        """Returns when kopf has told all that a list named, or none of it for the length of the grace."""
+        """Returns when kopf has reported all that a list named, or none of it for the length of the grace."""
         while named := {ref: meta for ref, meta in named.items() if not self._is_told(ref, meta)}:
             left = len(named)
             try:

@@ -4,8 +4,8 @@ Clocks of different machines are never compared: a lease has run out when we hav
 A leader counts its own time from before the request that renewed it, and gives up earlier (`renew_s`) than anybody
 else may take over (`duration_s`).
 
-One holder is known to be gone without waiting: the former container of our own pod. The kubelet starts a container anew
-only when the one before has ended, so whoever holds the lease by our pod's uid is us, before the restart.
+One holder is known to be gone without waiting: the former container of our own pod. The kubelet restarts a container
+only when the one before has ended, so a holder with our pod's uid is us, before the restart.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Elector:
     """One candidate: `acquire()`, then `hold()` beside the work until it raises LostLease, or `release()`.
 
     `owner` is a reference to what the lease belongs to: when that is deleted, the lease goes too. `pod` is what the
-    identities of all containers of our pod begin with (see `identity_of`); empty where nobody can tell, and then every
+    identities of all containers of our pod begin with (see `identity_of`); empty where it is not known, and then every
     holder is waited for. `leader` is the last holder seen.
     """
 

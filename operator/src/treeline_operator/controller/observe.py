@@ -94,7 +94,7 @@ class Observer:
             members = self.store.gateway_pools(namespace, gateway)
             unreadable = tuple(o for o in members if isinstance(self._parse(o), Cause))
             known = changes, self._pools(members), unreadable
-            if members and not unreadable:  # what does not fit is told with its newest version
+            if members and not unreadable:  # what does not fit is reported with its newest version
                 self._kept[namespace, gateway] = known
             else:
                 self._kept.pop((namespace, gateway), None)

@@ -107,7 +107,7 @@ def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
     known = [e.in_flight for e in told if e.in_flight is not None]
     in_flight = max(known, default=None)
     if len(known) < len(told) or len({e.draining for e in told}) > 1:
-        in_flight = in_flight or None  # whoever does not know, or still sends requests, vouches for no 0
+        in_flight = in_flight or None  # a picker that does not know, or still sends requests, vouches for no 0
     return PickerEndpoint(
         name=first.name,
         address=first.address,

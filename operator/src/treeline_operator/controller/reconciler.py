@@ -48,7 +48,7 @@ _WHOLE: Final = (ConditionType.READY, ConditionType.WORKLOADS_READY)
 
 @dataclass(slots=True)
 class Reconciler:
-    """One `reconcile` for all kinds of keys. What a gateway's plan was refused is told by its pools."""
+    """One `reconcile` for all kinds of keys. What a gateway's plan was refused is reported by its pools."""
 
     observer: Observer
     executor: Executor
@@ -136,7 +136,7 @@ class Reconciler:
         return isinstance(known, InferencePool) and bool(known.status)
 
     def _planned(self, key: Key, plan: Callable[[], Plan]) -> Plan | None:
-        """The plan. A defect in making it is told in the status, not in the log alone, and tried again later."""
+        """The plan. A defect in making it is reported in the status, not in the log alone, and tried again later."""
         try:
             return plan()
         except Exception as exc:
@@ -147,7 +147,7 @@ class Reconciler:
             return None
 
     async def _status(self, key: Key, world: PoolWorld, refused: Cause | None) -> tuple[PoolStatus, float | None]:
-        """The status, and when it is to be looked at anew where no watch will tell of the next change."""
+        """The status, and when it is to be looked at again where no watch will report the next change."""
         world, again_s = await self._with_gateways(world)
         world = replace(world, events=self._warnings.about(world))
         status = pool_status(world, self.downloads.progress(key), refused)
@@ -273,7 +273,7 @@ class Reconciler:
             answer = await self.statuses.apply_status(obj)
         except (Conflict, NotFound):
             return due.again_s  # it has just gone, or another one has its name; the watch will say so
-        # Nobody else's plan depends on a status, and ours has just been made from it.
+        # No other plan depends on a status, and ours has just been made from it.
         self.observer.store.put(answer, notify=False)
         for note in transitions(before, status):
             self.recorder.emit(ref, uid, note.type, note.reason, note.message)

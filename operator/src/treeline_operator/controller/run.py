@@ -268,7 +268,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None] | Awaitab
 def _explain(exc: BaseException | None) -> bool:
     """Log why the work ended, the innermost reasons first; whether it was the loss of the lease and nothing else."""
     if isinstance(exc, BaseExceptionGroup):
-        return min([_explain(inner) for inner in exc.exceptions])  # all are told
+        return min([_explain(inner) for inner in exc.exceptions])  # all are logged
     if isinstance(exc, LostLease):
         log.error("%s; another replica may lead now, so this one stands by", exc)
         return True

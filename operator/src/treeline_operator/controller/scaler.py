@@ -1,7 +1,7 @@
 """Sets the replicas of pools with autoscaling.type Picker, by what their pickers stream.
 
-A pool is looked at whenever one of its pickers says something, and every other second. It is left to whoever else
-scales it: a HorizontalPodAutoscaler of somebody else (KEDA makes one, too) that names the pool.
+A pool is looked at whenever one of its pickers says something, and every other second. It is left alone where something
+else scales it: a HorizontalPodAutoscaler of somebody else (KEDA makes one, too) that names the pool.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Scaler:
         await self._queue.run()
 
     async def stop(self) -> None:
-        """Scale no more, and listen to nobody."""
+        """Stop scaling and listening."""
         await self._queue.stop(0.0)
         for following in list(self._following.values()):
             await following.stop()
@@ -173,7 +173,7 @@ class Scaler:
         self.changed(key)
 
     async def _owner(self, pool: InferencePool, *, writes: bool) -> str:
-        """Who else scales it, as kind and name; empty where nobody does. Looked at every so many seconds, and before
+        """Who else scales it, as kind and name; empty where nothing does. Looked at every so many seconds, and before
         what `writes`, unless somebody was known a moment ago."""
         looked_at, owners = self._owners.get(pool.namespace, (float("-inf"), {}))
         old = self.monotonic() - looked_at > _OWNERS_S

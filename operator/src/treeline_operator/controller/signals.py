@@ -83,7 +83,7 @@ class Following:
         return Heard(merged(told), whole=not missing) if told else None
 
     async def stop(self) -> None:
-        """Listen to nobody."""
+        """Stop listening."""
         tasks = list(self._tasks.values())
         self.set(())
         await asyncio.gather(*tasks, return_exceptions=True)

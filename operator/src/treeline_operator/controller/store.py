@@ -49,7 +49,7 @@ def membership_of(obj: dict[str, Any]) -> Membership:
 class Store:
     """Objects by reference, by kind and namespace, by pool, and by gateway.
 
-    Everything that changes it is told to `listeners`. An older version than the known one never wins, nor does one
+    `listeners` are called with everything that changes it. An older version than the known one never wins, nor does one
     from before the object went: answers to our own writes and the watch arrive in any order.
     """
 

@@ -31,7 +31,7 @@ _KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
 
 @dataclass(slots=True)
 class _Listed:
-    """What was told in a namespace, by the name of what it is about; of ReplicaSets, by that of their Deployment."""
+    """The Events of a namespace, by the name of what it is about; of ReplicaSets, by that of their Deployment."""
 
     next_s: float
     times: int = 0
@@ -56,7 +56,7 @@ class Warnings:
     _waiting: dict[Key, _Wait] = field(default_factory=dict)
 
     def about(self, world: PoolWorld) -> tuple[Event, ...]:
-        """What is known to have been told of the pods and Deployments of a pool and its gateway."""
+        """The known Events about the pods and Deployments of a pool and its gateway."""
         listed = self._spaces.get(world.pool.namespace)
         if listed is None or not listed.events:
             return ()

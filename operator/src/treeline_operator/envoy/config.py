@@ -32,8 +32,8 @@ LONGEST_HOLD_S = 3600
 class Tls:
     """The listener's certificate chain and private key, as PEM files that Envoy reads.
 
-    With `discovery_file` Envoy reads them through that file (its text is `tls_json`) and loads them anew when they
-    are replaced; without it they are read once.
+    With `discovery_file` Envoy reads them through that file (its text is `tls_json`) and reloads them when they are
+    replaced; without it they are read once.
     """
 
     certificate_file: str

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 _STATS = "http.gateway.downstream_"
 _POLL_S = 0.2
 _QUIET_S = 2.0
-"""A client whose answer has just ended may ask again by the same connection: only its next answer tells it to close."""
+"""A client whose answer has just ended may ask again by the same connection: only its next answer asks it to close."""
 _END_S = 5.0
-"""How long Envoy may take to end once it has been told to."""
+"""How long Envoy may take to end once it has been asked to."""
 
 
 class StartError(Exception):
@@ -207,12 +207,12 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
 
 
 async def drain(admin: Admin, options: LauncherOptions) -> None:
-    """Go on for the linger time, then refuse what is new and wait until nobody asks any more or time is up.
+    """Go on for the linger time, then refuse what is new and wait until no client asks any more or time is up.
 
     A pod that ends is out of the cluster's first choice at once, whatever it says of itself: its EndpointSlice entry is
     no longer `ready`. But while no other pod is ready, which is so whenever the only one is deleted, proxies send new
     connections to those that end and still pass their probe (`serving`). So `/ready` stays 200 and the listener
-    open until a pod in our place had time to start: a readiness that failed at the signal would leave nobody.
+    open until a pod in our place had time to start: a readiness that failed at the signal would leave no pod.
     """
     started = time.monotonic()
     try:

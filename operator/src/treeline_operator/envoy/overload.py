@@ -27,8 +27,8 @@ _REDUCED: Final = typed(
     {
         "timer_scale_factors": [
             {"timer": "HTTP_DOWNSTREAM_CONNECTION_IDLE", "min_timeout": "2s"},
-            # A stream is idle when its body stops half way, when nobody reads its answer, and also while it waits for
-            # its first token. Some of the latter are lost; without this, every new request would be.
+            # A stream is idle when its body stops half way, when its client does not read it, and also while it waits
+            # for its first token. Some of the latter are lost; without this, every new request would be.
             {"timer": "HTTP_DOWNSTREAM_STREAM_IDLE", "min_timeout": "10s"},
         ]
     },
@@ -42,7 +42,7 @@ def overload_manager(config: EnvoyConfig) -> Message:
     """From 75 % of the heap limit on idle connections and silent requests are ended sooner, and from 85 % on after
     seconds; then HTTP/2 streams with large bodies are reset, the largest first; from 95 % on new requests are answered
     503, and HTTP/1.1 requests that are still arriving too. From 75 % of the connections on those without a request are
-    ended sooner, and soon once nobody else is let in."""
+    ended sooner, and soon once no more are accepted."""
     connections = {"max_active_downstream_connections": 2 * config.limits.connections}
     return {
         "refresh_interval": "0.1s",
@@ -57,9 +57,9 @@ def overload_manager(config: EnvoyConfig) -> Message:
         "buffer_factory_config": {"minimum_account_to_track_power_of_two": _TRACKED_STREAM},
         "actions": [
             _action("reset_high_memory_stream", _between(0.85, 0.95)),
-            # All timers have one scale. Where no connection is left it is 2 % and not 0: else whoever opens many at
-            # once would end each answer that is awaited for 10 s. So idle connections end after 14 s, and such answers
-            # after 82.
+            # All timers have one scale. Where no connection is left it is 2 % and not 0: else a client that opens many
+            # at once would end every answer that is awaited for 10 s. So idle connections end after 14 s, and such
+            # answers after 82.
             _action("reduce_timeouts", _between(0.75, 0.85), _between(0.75 / 2, 1.005 / 2, of=_CONNECTIONS))
             | {"typed_config": _REDUCED},
             _action("shrink_heap", _at(0.9)),
@@ -108,7 +108,7 @@ def client_rate(config: EnvoyConfig) -> list[Message]:
     always = {"default_value": {"numerator": 100, "denominator": "HUNDRED"}}
     settings = {
         "stat_prefix": "clients",
-        # Who is nobody's client does not exist; this one is for descriptors only.
+        # Every request belongs to some client, so this bucket limits none: descriptors only require one.
         "token_bucket": _bucket(1 << 30),
         "always_consume_default_token_bucket": False,
         "filter_enabled": always,
@@ -121,7 +121,7 @@ def client_rate(config: EnvoyConfig) -> list[Message]:
 
 
 def mappers() -> list[Message]:
-    """What clients are told where a bound was reached."""
+    """What clients are answered where a bound was reached."""
     return [
         *replies.reply(
             replies.expression('response.code_details == "local_rate_limited"'),

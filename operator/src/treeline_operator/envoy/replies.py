@@ -42,7 +42,7 @@ def reply(
 
 
 def status(code: int) -> Message:
-    """Replies with this status, whoever made them."""
+    """Replies with this status, whichever part of Envoy made them."""
     value = {"default_value": code, "runtime_key": f"treeline.reply.{code}"}
     return {"status_code_filter": {"comparison": {"value": value}}}
 

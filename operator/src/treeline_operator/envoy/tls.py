@@ -2,7 +2,7 @@
 the other's.
 
 The files are those of mounted Secrets (`tls.crt`, `tls.key`, and `ca.crt` of the picker's). Envoy reads them through
-discovery files of ours, which hold no secret themselves, so that it loads them anew when the Secret changes.
+discovery files of ours, which hold no secret themselves, so that it reloads them when the Secret changes.
 """
 
 from __future__ import annotations

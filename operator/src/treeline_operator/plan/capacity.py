@@ -1,4 +1,4 @@
-"""What a rollout is told of nodes: would a pod that finds none find one in the place of another, and since when."""
+"""What a rollout knows of nodes: would a pod that finds none find one in the place of another, and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which commits of the Hub the pods of a pool have: what the first of them found is told to all that come later."""
+"""Which commits of the Hub the pods of a pool have: what the first of them found is passed to all that come later."""
 
 from __future__ import annotations
 

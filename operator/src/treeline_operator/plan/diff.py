@@ -196,7 +196,7 @@ def applying(
     """The write that makes `observed` what is `desired`; None when it is so already.
 
     `ignore_paths` are in the object, but somebody else decides on them from moment to moment (the replicas of a
-    revision): they alone are no reason to write. `drift` is told only where the intent is that of our last write.
+    revision): they alone are no reason to write. `drift` is reported only where the intent is that of our last write.
     """
     desired = _unmarked(desired)
     mark = names.digest(canonical(_without(desired, ignore_paths)))

@@ -6,11 +6,11 @@ A pod goes in three steps, and which one it has reached stands on the pod alone:
 2. *released*: it has no requests any more, or was waited for long enough; it gets the lowest deletion cost;
 3. the Deployment has one replica less, and its ReplicaSet gives up a pod of the lowest cost.
 
-Whoever is to stay after all (a revert, a scale-up) gets its labels back before any new pod is made. A ReplicaSet gives
-up pods without a node, then pending, then not ready ones, whatever their cost; so victims are chosen in this order, and
-none is released while one that would go before it is still waited for.
+A pod that is to stay after all (a revert, a scale-up) gets its labels back before any new pod is made. A ReplicaSet
+gives up pods without a node, then pending, then not ready ones, whatever their cost; so victims are chosen in this
+order, and none is released while one that would go before it is still waited for.
 
-What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is told to end.
+What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is asked to end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTLE_S: Final = 1.0
 BLIND_S: Final = 10.0
 """How long a pod is waited for whose requests cannot be seen."""
 FRESH_S: Final = 1.0
-"""Who has the least to do is read from an answer that is no older; the picker is asked anew where it is."""
+"""Who has the least to do is read from an answer that is no older; the picker is asked again where it is older."""
 GIVEN_UP_S: Final = 30.0
 """A newer answer than one of this age will not come soon."""
 _LOOK_AGAIN_S: Final = 0.25
@@ -194,7 +194,7 @@ def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
 
 
 def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDecision:
-    """Nobody can tell whether the pod has requests."""
+    """It is not known whether the pod has requests."""
     if policy.silent_since is None:
         return _ReleaseDecision(False, "its requests are not known yet", again_s=min(left_s, SETTLE_S))
     silent = policy.silent_since
@@ -205,7 +205,7 @@ def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDeci
 
 
 def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
-    """Whether another pod may be the better victim, as far as can be told before the picker is asked."""
+    """Whether another pod may be the better victim, as far as is known before the picker is asked."""
     return not policy.fresh and facts.is_ready(pod) and not facts.is_draining(pod)
 
 

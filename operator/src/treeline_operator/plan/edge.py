@@ -38,7 +38,7 @@ picker and to its endpoint."""
 _SMALLEST_HEAP: Final = 32 * 1024 * 1024
 _WORKERS: Final = 2
 _LINGER_S: Final = 10
-"""Longer than it takes until a pod in the place of the only one is ready: nobody else accepts connections meanwhile."""
+"""Longer than it takes until a pod in the place of the only one is ready: no other accepts connections meanwhile."""
 
 
 def inputs(context: GatewayContext) -> str:

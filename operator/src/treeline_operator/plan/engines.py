@@ -79,11 +79,11 @@ class Launch:
 class Engine:
     """One type of engine. `launch` says how a pool's is started, with images that are used where the pool names none.
 
-    `hits_by_flag`: its command line says whether answers tell how much of a prompt was cached; otherwise the edge says
-    it, request by request, or nobody. `serves_tokenizer`: the picker gets its tokenizer from the engine itself.
-    `publishes`: it is started so that it publishes what its cache holds. `metrics`: it serves metrics, and nothing
-    else, on a port of its own; others serve them on their API's. `untold` are flags of which the picker would have to
-    know, but is not told where they stand in `engine.args`, each with what to write instead.
+    `hits_by_flag`: its command line says whether answers report how much of a prompt was cached; otherwise the edge
+    asks for it, request by request, or it is not reported. `serves_tokenizer`: the picker gets its tokenizer from the
+    engine itself. `publishes`: it is started so that it publishes what its cache holds. `metrics`: it serves metrics,
+    and nothing else, on a port of its own; others serve them on their API's. `untold` are flags of which the picker
+    would have to know, but does not where they stand in `engine.args`, each with what to write instead.
     """
 
     launch: Callable[[InferencePool, Files, Images], Launch]
@@ -105,7 +105,7 @@ def metrics_port(pool: InferencePool) -> int | None:
 
 
 def hides_hits(pool: InferencePool) -> bool:
-    """Whether the pods are told by their command line to keep to themselves how much of a prompt was cached."""
+    """Whether the pods' command line keeps them from reporting how much of a prompt was cached."""
     return engine_of(pool).hits_by_flag and not tells_hits(pool)
 
 
@@ -136,7 +136,7 @@ def overridden(pool: InferencePool) -> str:
 
 
 def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
-    """What the picker is not told of a pool's own arguments, and what to write instead; empty if there is nothing."""
+    """What the picker does not learn of a pool's own arguments, and what to write instead; empty if nothing."""
     given = {arg.partition("=")[0] for arg in args}
     found = [f"{flag} ({instead})" for flag, instead in flags.items() if flag in given]
     return f"the picker is not told of what engine.args says by {', '.join(found)}" if found else ""
@@ -283,8 +283,8 @@ ENGINES: Final[Mapping[EngineType, Engine]] = {
         hits_by_flag=True,
         untold={"--chat-template": _TEMPLATE, "--tokenizer": _TOKENIZER, "--api-key": _API_KEY},
     ),
-    # Any other server with an OpenAI-compatible API, started as its user says. Its flags are not known; it is told the
-    # model's place and name by its environment.
+    # Any other server with an OpenAI-compatible API, started as its user says. Its flags are not known; its environment
+    # gives it the model's place and name.
     "custom": Engine(_custom, publishes=False),
 }
 

@@ -204,7 +204,7 @@ def arguments(context: GatewayContext) -> list[str]:
         words.append(f"--max-client-requests={context.shared.edge.limits.unanswered_requests}")
         if _tls_secret(context) is not None:
             words += ["--secure-serving", f"--cert-path={TLS_DIR}", "--require-client-certificates"]
-            # With TLS the picker takes its proxy for a stranger's, unless it is told.
+            # With TLS the picker takes its proxy for a stranger's, unless flags say otherwise.
             words += ["--fallback-endpoints=1", "--expose-routing"]
     if context.shared.has_clients:
         words.append("--trust-edge")

@@ -71,7 +71,7 @@ def is_observed(obj: Mapping[str, Any]) -> bool:
 
 
 def since(obj: Mapping[str, Any], kind: str) -> datetime | None:
-    """Since when a condition is as it is, or the object where it is not told; None where neither says."""
+    """Since when a condition is as it is, or the object where it is not reported; None where neither says."""
     told = condition_of(obj, kind).get("lastTransitionTime") or obj["metadata"].get("creationTimestamp")
     return datetime.fromisoformat(told) if told else None
 
@@ -82,7 +82,7 @@ def is_overdue(deployment: Mapping[str, Any]) -> bool:
 
 
 def condition_of(obj: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """A condition of an object's status by its type; empty where it is not told."""
+    """A condition of an object's status by its type; empty where it is not reported."""
     reported: Iterable[Mapping[str, Any]] = (obj.get("status") or {}).get("conditions") or ()
     return next((one for one in reported if one["type"] == kind), {})
 
@@ -99,7 +99,7 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 def is_available(pod: Mapping[str, Any]) -> bool:
-    """Whether it is ready and nobody has ended it."""
+    """Whether it is ready and not deleted."""
     return is_ready(pod) and not pod["metadata"].get("deletionTimestamp")
 
 

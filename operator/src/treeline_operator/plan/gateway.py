@@ -219,7 +219,7 @@ class _Planning:
         return action is not None
 
     def _keys(self) -> None:
-        """The key pair must be there before the first pod that mounts it; nobody can be asked whether it is."""
+        """The key pair must be there before the first pod that mounts it; there is no way to ask whether it is."""
         if not has_keys(self._world):
             self.actions.append(CreateKeys(keys(self._context), "keys for the runtimes' KV sockets"))
             return
@@ -327,7 +327,7 @@ def _envoy_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any],
 
 
 def template_problem(world: GatewayWorld) -> str:
-    """What is wrong with the fragments for pickers and Envoys, as far as can be told without the API server."""
+    """What is wrong with the fragments for pickers and Envoys, as far as can be checked without the API server."""
     context = context_of(world)
     if context is None:
         return ""

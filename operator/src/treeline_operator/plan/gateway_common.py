@@ -22,7 +22,7 @@ Component = Literal["epp", "edge"]
 IMAGE: Final = "treeline.dev/image"
 """The image that a Deployment's pods were given, so that a new default of the operator does not roll them."""
 LINGER_S: Final = 5
-"""How long a pod that is told to end goes on as before: the cluster needs a moment to hear of it."""
+"""How long a pod goes on as before after it was asked to end: the cluster needs a moment to hear of it."""
 _STEP_S: Final = 60
 _MARGIN_S: Final = 25
 """Of the grace period, beyond lingering and draining: for the end itself."""

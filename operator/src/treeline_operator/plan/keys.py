@@ -16,11 +16,11 @@ from treeline_operator.world import GatewayWorld, Observed
 
 STUCK_S: Final = 30.0
 """How long a pod may wait for its volumes before the key pair is made again, should it be missing; and when to look
-again while pods wait: that time passes tells nobody."""
+again while pods wait: no watch reports that time has passed."""
 
 
 def has_keys(world: GatewayWorld) -> bool:
-    """Whether the key pair was made, as far as can be told: the Secret is never read.
+    """Whether the key pair was made, as far as can be known: the Secret is never read.
 
     The picker's Deployment is the evidence. It is written after the keys, and not before they were asked for.
     """

@@ -51,7 +51,7 @@ def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | N
     """Name and number of the port where Prometheus may read the pods' metrics; None where there is no such port.
 
     An engine that is not ours serves them on its API port, with everything else; that one is opened to Prometheus only
-    where the operator was told to.
+    where the operator's settings say so.
     """
     own = metrics_port(pool)
     if own is not None:

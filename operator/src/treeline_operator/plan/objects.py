@@ -12,7 +12,7 @@ Object = dict[str, Any]
 USER: Final = 65532
 """User and group of our containers. The group may read mounted keys, which are closed to everybody else."""
 SECRET_MODE: Final = 0o440
-"""Readable by the group (fsGroup) and nobody else: what reads keys refuses those that are open to everyone."""
+"""Readable by the group (fsGroup) alone: what reads keys refuses those that are open to everyone."""
 
 POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
 

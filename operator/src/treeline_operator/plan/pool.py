@@ -103,7 +103,7 @@ class _Planner:
     def _missing_keys(self, target: TargetRevision) -> str:
         """Why the target's Deployment is not made yet: pods without the Secret that they mount only fail to start.
 
-        What the gateway's plan makes is told to its pools, so there is nothing to wait for here.
+        The gateway's plan notifies its pools of what it makes, so there is nothing to wait for here.
         """
         if target.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
             return ""

@@ -15,7 +15,7 @@ from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.objects import Object
 
 OWN: Final = ("replicas", "preset", "model.uri", "model.name", "gateway.name")
-"""Fields that every pool says itself: by them it is found, scaled and told from others, whatever its preset is."""
+"""Fields that every pool says itself: by them it is found, scaled and identified, whatever its preset is."""
 _KINDS: Final = ("engine.type", "accelerator.type")
 """Fields whose value says what their neighbours mean: nothing is laid over those of another kind."""
 

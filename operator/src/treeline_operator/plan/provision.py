@@ -38,7 +38,7 @@ def gib(size: str | None) -> float:
 
 
 def requests(pool: InferencePool) -> dict[str, str]:
-    """What a pod asks for where nobody said.
+    """What a pod requests by default.
 
     On GPUs: two CPUs for each device (a process that feeds it, and the tokenizer beside it), and memory for that and
     for the weights on their way to the device. They pass through in parts, so half of their size is enough, and a pod

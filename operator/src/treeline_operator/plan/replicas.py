@@ -1,9 +1,9 @@
 """How many replicas a pool should have, by what its pickers tell of the demand.
 
 Each measure asks for a number of its own, and the largest counts. More is given at once. Less is given when it has been
-enough for the whole of a window: what was asked for within it is remembered, and the most of that is kept. So a
-history says of each moment in the window how many replicas were asked for; it begins with what there is, so that
-whoever starts anew, or has heard nothing for a while, takes no pod away before a window has passed.
+enough for the whole of a window: what was asked for within it is remembered, and the most of that is kept. So a history
+says of each moment in the window how many replicas were asked for; it begins with what there is, so that an operator
+that has just started, or has heard nothing for a while, takes no pod away before a window has passed.
 """
 
 from __future__ import annotations

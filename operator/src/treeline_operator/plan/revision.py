@@ -108,7 +108,7 @@ class ExistingRevision:
 
     def _fits(self, homeless: Collection[dict[str, Any]], olds: Collection[ExistingRevision]) -> bool:
         """Whether its pods would find a node in the place of any of the old ones. An admission policy that refuses them
-        does so whoever goes."""
+        does so whichever pod goes."""
         by_quota = "quota" in str(self._refusal.get("message", ""))
         if not homeless and not by_quota:
             return False
@@ -135,7 +135,7 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
         if child.ref.kind == "Deployment":
             obj = child.object
             if is_ours(obj["metadata"], world.pool.metadata.uid):
-                # The name is what nobody can change; labels and annotations are repaired from it.
+                # The name cannot be changed; labels and annotations are repaired from it.
                 revision = child.ref.name.removeprefix(f"{world.pool.name}-")
                 found.append(ExistingRevision(revision, child, obj, tuple(by_revision.get(revision, ()))))
     return tuple(sorted(found, key=lambda one: (created(one.object), one.name)))

@@ -27,7 +27,7 @@ _NO_CLIENT: Final[dict[str, Any]] = {
     "type": "RequestHeaderModifier",
     "requestHeaderModifier": {"remove": [headers.CLIENT, headers.ISOLATION, headers.EDGE]},
 }
-"""What our own Envoy tells of clients is nobody else's to say: runtimes believe it."""
+"""Only our own Envoy may set what it says of clients: runtimes believe it."""
 
 
 def missing_apis(platform: Platform) -> tuple[str, ...]:

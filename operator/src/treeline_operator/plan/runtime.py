@@ -95,7 +95,7 @@ def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
 
 
 def template_problem(pool: InferencePool) -> str:
-    """What is wrong with the user's fragment, as far as can be told without the API server; empty if nothing is."""
+    """What is wrong with the user's fragment, as far as can be checked without the API server; empty if nothing is."""
     if not pool.spec.template:
         return ""
     try:
@@ -118,7 +118,7 @@ def images_of(there: ExistingRevision, otherwise: Images) -> Images:
 
 
 def names_model(deployment: Mapping[str, Any], name: str) -> bool:
-    """Whether the pods of a revision were told to serve the model under this name."""
+    """Whether the pods of a revision were started to serve the model under this name."""
     main = _container(deployment["spec"]["template"]["spec"].get("containers", ()), CONTAINER)
     reported = [arg.rpartition("=")[2] for arg in main.get("args", ()) if arg.startswith("--served-model-name=")]
     args = list(main.get("args", ()))

@@ -123,8 +123,8 @@ class SharedGateway:
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether the picker must see responses: a quota that knows no outputs holds nobody who allows them any
-        length."""
+        """Whether the picker must see responses: a quota that knows no outputs does not hold clients that allow them
+        any length."""
         flow = self.picker.flow_control
         return flow is not None and flow.quotas is not None
 
@@ -172,7 +172,7 @@ def _conflicts(pool: InferencePool, shared: SharedGateway) -> Iterator[str]:
     if pool.spec.gateway.mode != shared.mode:
         paths = {path for path in paths if not path.startswith("gateway.standalone")}
     if not (FIELDS["Isolation"] in asked and FIELDS["Isolation"] in held):
-        paths -= {FIELDS["Isolation"]}  # without keys nobody is kept apart, and the keys are told of
+        paths -= {FIELDS["Isolation"]}  # without keys no client is isolated, and the keys are reported
     for path in sorted(paths):
         here, there = asked.get(path, _UNSET), held.get(path, _UNSET)
         if here != there:

@@ -120,7 +120,7 @@ class Tokenizers:
 
 def by_history(pool: InferencePool) -> str:
     """Why the picker makes nothing of the events of a pool's engines: it cannot have their tokenizer. Empty where it
-    can, where the engine serves it, and where nobody would look at it."""
+    can, where the engine serves it, and where nothing would use it."""
     source = _source(pool)
     if source is None or not pool.spec.endpoint_picker.heeds_caches or not engine_of(pool).publishes:
         return ""
@@ -193,8 +193,8 @@ def _hub_way(pool: InferencePool) -> HubWay:
 
 
 def _mirror(pool: InferencePool) -> str | None:
-    """The mirror that the pool's own downloads are told to use, by the fragment of their container; empty if they are
-    not, None if they take it from somewhere else (a ConfigMap, a Secret)."""
+    """The mirror that the pool's own downloads use by the fragment of their container; empty if they are not, None if
+    they take it from somewhere else (a ConfigMap, a Secret)."""
     spec: Any = (pool.spec.template or {}).get("spec")
     entry = _named(_named(spec, "initContainers", DOWNLOAD), "env", MIRROR)
     value = entry.get("value", "" if not entry else None)

@@ -155,7 +155,7 @@ class _Events:
         self._all = sorted(events, key=lambda event: event.at, reverse=True)
 
     def about(self, meta: Json) -> list[Event]:
-        """What was told of an object."""
+        """The Events about an object."""
         uid = meta.get("uid")
         return [event for event in self._all if event.name == meta["name"] and (event.uid or uid) == uid]
 

@@ -1,5 +1,5 @@
-"""Which Events tell how a status changed: one for each thing that somebody would want to hear of. What also passes by
-itself in a normal start is told only if it lasts longer than that."""
+"""Which Events report how a status changed: one for each thing that somebody would want to hear of. What also passes by
+itself in a normal start is reported only if it lasts longer than that."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class EventNote(NamedTuple):
 def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNote]:
     """The Events for the step from one status to the next, each reason once; none for a status that says the same.
 
-    What is bad is always told, unless it also passes by itself (see `Alarms`); that all is well, only of what was not
-    so before, and of `Ready` itself.
+    What is bad is always reported, unless it also passes by itself (see `Alarms`); that all is well, only of what was
+    not so before, and of `Ready` itself.
     """
     before = {condition["type"]: condition for condition in old.get("conditions", ())}
     notes: dict[Reason, EventNote] = {}
-    # Ready repeats the reason of the condition that it fails for: that one is told first, in its own words.
+    # Ready repeats the reason of the condition that it fails for: that one is reported first, in its own words.
     for condition in sorted(new.get("conditions", ()), key=lambda one: one["type"] == ConditionType.READY):
         was = before.get(condition["type"])
         if was is not None and (was["status"], was["reason"]) == (condition["status"], condition["reason"]):
@@ -75,7 +75,7 @@ def _matters(condition: Mapping[str, Any], was: Mapping[str, Any] | None, reason
 
 
 class Due(NamedTuple):
-    """Warnings to be told now, and when to look again for those that are not due yet."""
+    """Warnings to be posted now, and when to look again for those that are not due yet."""
 
     notes: tuple[EventNote, ...] = ()
     again_s: float | None = None
@@ -95,8 +95,8 @@ class Alarms:
     _known: dict[Ref, dict[Reason, _Alarm]] = field(default_factory=dict)
 
     def due(self, ref: Ref, before: Mapping[str, Any], status: Mapping[str, Any], now: datetime) -> Due:
-        """The Warnings of an object whose status was `before` and is to be `status`. Each is told once for as long
-        as it lasts, and a reason that goes in between begins anew."""
+        """The Warnings of an object whose status was `before` and is to be `status`. Each is posted once for as long as
+        it lasts, and a reason that goes in between starts over."""
         reported, known = dict(_patient(status)), self._known.get(ref, {})
         found = {reason: known.get(reason) or _noticed(reason, before, now) for reason in reported}
         notes, again = [], []
@@ -137,7 +137,7 @@ def _patient(status: Mapping[str, Any]) -> Iterator[tuple[Reason, str]]:
 
 
 def _noticed(reason: Reason, before: Mapping[str, Any], now: datetime) -> _Alarm:
-    """A reason that this process sees for the first time: since now, or since the former operator told of it."""
+    """A reason that this process sees for the first time: since now, or since the former operator reported it."""
     for condition in before.get("conditions", ()):
         if condition["reason"] == reason and condition.get("lastTransitionTime"):
             since = min(now, datetime.fromisoformat(condition["lastTransitionTime"]))

@@ -28,7 +28,7 @@ _ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INF
 NORMAL_START_S: Final = 60
 """For so long pods of a picker or an Envoy may not be ready after they were made or fell ill: nothing is wrong yet."""
 UNHEARD_S: Final = 30
-"""For so long a picker that was well is held to be so while nobody has heard of it: the operator has just started, or
+"""For so long a picker that was well is held to be so while no answer of it has come: the operator has just started, or
 an answer was lost."""
 GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
 _SERVICE_NAME: Final = "kubernetes.io/service-name"
@@ -210,8 +210,8 @@ def _unready_s(pod: Mapping[str, Any], now: datetime) -> float:
 
 
 def former_envoys(world: PoolWorld) -> int:
-    """How many Envoys with former settings there still are: those that are told to end finish what they have begun,
-    and ask nobody for a key that is asked for only now."""
+    """How many Envoys with former settings there still are: those that are asked to end finish what they have begun,
+    and do not check keys that only the new settings require."""
     found = find(world.gateway.children, "Deployment", names.edge(world.gateway.name))
     if found is None or (wanted := _configuration(found.object)) is None:
         return 0
@@ -319,7 +319,7 @@ def _unprogrammed(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
 
 
 def _programmed(gateway: Mapping[str, Any], ref: ParentRef) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The condition of a Gateway, and of the listener that the pool is attached to; empty where it is not told."""
+    """The condition of a Gateway, and of the listener that the pool is attached to; empty where it is not reported."""
     yield "it", condition_of(gateway, _PROGRAMMED)
     for listener in (gateway.get("status") or {}).get("listeners") or ():
         if listener["name"] == ref.section_name:

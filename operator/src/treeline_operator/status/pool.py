@@ -211,7 +211,7 @@ class _PoolView:
 
     @cached_property
     def draining(self) -> list[dict[str, Any]]:
-        """Pods that finish their requests: taken out of rotation, or told to end."""
+        """Pods that finish their requests: taken out of rotation, or asked to end."""
         ending = [pod.object for pod in self.world.pods]
         ending = [pod for pod in ending if "deletionTimestamp" in pod["metadata"]]
         return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]

@@ -56,7 +56,7 @@ class Layout:
     rows: torch.Tensor
     """(sequences,) int64: each sequence's row of the page table."""
     host: HostPages | None = None
-    """None: nobody knows what sequences have in common."""
+    """None: it is not known what sequences have in common."""
 
 
 class AttentionBackend(ABC):

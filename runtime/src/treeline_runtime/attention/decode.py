@@ -132,7 +132,7 @@ class Decode(AttentionBackend):
         return _Step(layout.page_table, buffers)
 
     def _sharing(self, host: HostPages | None, kv_lens: npt.NDArray[np.int64]) -> Segments:
-        """Found anew only where sequences came, went, or have their tokens in other pages: steps add some behind."""
+        """Found again only where sequences came, went, or have their tokens in other pages: steps add some behind."""
         if host is None:
             return self._alone
         key = (len(kv_lens), host.version, host.rows)

@@ -28,7 +28,7 @@ WORKSPACE_BYTES = 384 << 20
 """For partial results of long sequences that several processors share."""
 _PAGES_AT_ONCE = 1024
 _PLANS_IN_FLIGHT = 4
-"""A plan lies in pinned memory until the device has copied it. With so many nobody waits for it, but after failures."""
+"""A plan lies in pinned memory until the device has copied it. With so many it is waited for only after failures."""
 
 
 class _Wrapper:

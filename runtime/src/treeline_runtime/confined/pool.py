@@ -19,7 +19,7 @@ class PoolClosedError(Exception):
 
 
 class ConfinedPool(Generic[P]):
-    """As many processes as were ever borrowed at once; whoever borrows bounds that. `close` ends them."""
+    """As many processes as were ever borrowed at once; the borrower bounds that. `close` ends them."""
 
     def __init__(self, start: Callable[[], P], *, keep: Callable[[P], bool] = lambda process: True) -> None:
         """start: called by a borrower when none is idle. keep: may the process serve once more?"""

@@ -1,4 +1,4 @@
-"""One folder for a model: downloaded once, whoever asks, and kept in part when a try fails.
+"""One folder for a model: downloaded once, however many ask, and kept in part when a try fails.
 
 Several pods may share the folder's volume: one downloads under a lock while the others wait, and a folder that is
 complete carries a marker, so that the next pod asks nothing of the network. What was downloaded before a crash is kept.

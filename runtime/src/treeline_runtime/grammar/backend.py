@@ -24,7 +24,7 @@ a microsecond a character, and in repetitions the square of that: 20 ms to 100 m
 
 
 class GrammarError(ValueError):
-    """What is wrong with a grammar; the text is for whoever wrote it."""
+    """What is wrong with a grammar; the text is for its author."""
 
 
 class NotHereError(GrammarError):

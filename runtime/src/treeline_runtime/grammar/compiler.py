@@ -158,7 +158,7 @@ class GrammarCompiler:
         return job.future
 
     def forget(self, grammar: Grammar, namespace: str | None = None) -> None:
-        """Nobody waits for it any more: where it is not being compiled, it will not be."""
+        """No request waits for it any more: unless it is being compiled already, it will not be."""
         key = _key(grammar, namespace)
         with self._lock:
             job = self._queued.get(key)
@@ -469,7 +469,7 @@ def _failed(error: Exception) -> Future[Compiled]:
 
 
 class _Worker(ConfinedProcess):
-    """Compiles by one backend, with the vocabulary that it is told before its first grammar. Raises OSError when it
+    """Compiles by one backend, with the vocabulary that it is sent before its first grammar. Raises OSError when it
     cannot be started."""
 
     def __init__(self, backend: str, limits: CompileLimits) -> None:

@@ -1,10 +1,10 @@
 """The formats of JSON Schema that are kept, as patterns of our own: backends would differ, and take the 31st of April.
 
-From RFC 3339 (dates and times; no leap seconds, which nobody parses), RFC 5321 (email: dot-string and domain), RFC 1123
-(hostname; no label has `--` in its third place, as those in Punycode do: a pattern cannot tell whether they are right),
-RFC 4291 (IPv6 without embedded IPv4), RFC 3986 and 3987 (uri, iri and references: with a host's name or a path), RFC
-6570 (uri-template), RFC 6901 (json-pointer), ISO 8601 (duration). `regex` has what every dialect reads alike:
-characters, simple sets, repetitions, groups that are not in one another. Names of hosts are ASCII's.
+From RFC 3339 (dates and times; no leap seconds, which no parser takes), RFC 5321 (email: dot-string and domain), RFC
+1123 (hostname; no label has `--` in its third place, as those in Punycode do: a pattern cannot tell whether they are
+right), RFC 4291 (IPv6 without embedded IPv4), RFC 3986 and 3987 (uri, iri and references: with a host's name or a
+path), RFC 6570 (uri-template), RFC 6901 (json-pointer), ISO 8601 (duration). `regex` has what every dialect reads
+alike: characters, simple sets, repetitions, groups that are not in one another. Names of hosts are ASCII's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What a JSON Schema says, in fewer words: the same for every backend (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says
-what a value is not says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets
-the type that its keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are written
-anew from what `re` reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts
-itself in one place is refused here, and the words that no library has.
+`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says what a value is not
+says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets the type that its
+keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are rewritten from what `re`
+reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts itself in one place
+is refused here, and the words that no library has.
 
 Texts of the new schema are texts of the old one, not the other way round: where keywords of one type stand without
 `type`, values of others would be allowed.
@@ -174,7 +174,7 @@ def _apart_from_format(schema: Schema) -> None:
 
 
 def _list_texts(schema: Schema) -> None:
-    """A pattern of a few texts is a list of them, which can be told from others."""
+    """A pattern of a few texts is a list of them, which can be distinguished from others."""
     if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
         return
     with contextlib.suppress(GrammarError):  # said with its path, when patterns are read

@@ -1,11 +1,11 @@
 """Jump-forward decoding: text that a grammar forces becomes tokens without being sampled.
 
 A free split of the forced text would make token sequences that the model has never seen. So the end of the sequence is
-tokenized anew together with that text, as the tokenizer would have done (Zheng et al., SGLang, section 4: compressed
+tokenized again together with that text, as the tokenizer would have done (Zheng et al., SGLang, section 4: compressed
 finite state machines): the last tokens may come out differently, and are replaced; the text so far never changes.
 
     tokens so far:   … | window, as context | differs   |
-    tokenized anew:        same             | replaced  | forced … | undecided |
+    tokenized again:       same             | replaced  | forced … | undecided |
 
 What follows the forced text is not known yet, and could join its last word: the last word is left to sampling. A word
 is what the tokenizer splits texts into before anything else, so what comes before it cannot change any more.
@@ -25,7 +25,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_runtime.grammar.vocabulary import Vocabulary
 
 WINDOW_TOKENS = 12
-"""Of the sequence, tokenized anew with what is forced: words are shorter, but for a few."""
+"""Of the sequence, tokenized again with what is forced: words are shorter, but for a few."""
 ENCODED_TEXTS, ENCODED_CHARS = 4096, 512
 """So many texts, none longer, are remembered with their tokens: grammars force the same ones again and again."""
 MAX_FORCED_CHARS = 4096
@@ -121,8 +121,8 @@ class JumpForward:
     def _first_common(
         self, window: Sequence[int], encoded: _Encoded, surplus: int, *, hard: bool
     ) -> tuple[int, int] | None:
-        """The first index of the window, and of the tokens made anew, from which on both say the same text, whatever
-        came before."""
+        """The first index of the window, and of the new tokens, from which on both say the same text, whatever came
+        before."""
         if hard and surplus == 0:
             return 0, 0
         if hard and encoded.ends[0] == surplus:

@@ -14,7 +14,7 @@ from treeline_runtime.grammar.xgrammar_library import load as load_library
 
 MAX_SPACES = 1
 """Between two words of JSON, where a tag does not say. Without a bound a model may write white space for ever, as some
-do; xgrammar cannot be told to write it as outside of tags, and takes no 0."""
+do; xgrammar cannot be made to write it as outside of tags, and takes no 0."""
 
 
 def for_xgrammar_tags(source: str) -> str:

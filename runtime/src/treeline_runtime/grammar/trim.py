@@ -1,7 +1,7 @@
-"""Memory that the heap keeps although nobody has it any more, back to the system.
+"""Returns memory to the system that is free but that the heap keeps.
 
 To read a compiled grammar takes a dozen times what is left of it, in arenas of the threads that read it: after some
-hundred grammars 400 MB of pages that nothing was in, which glibc gives back to nobody by itself (malloc_trim(3)).
+hundred grammars 400 MB of pages that nothing was in, which glibc does not give back by itself (malloc_trim(3)).
 """
 
 from __future__ import annotations

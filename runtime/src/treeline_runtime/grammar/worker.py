@@ -35,7 +35,7 @@ class Answer(enum.IntEnum):
 _MOST_REASON = 1000
 """Characters: grammars are quoted."""
 _UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What code raises for a grammar that is written wrongly in a way that nobody thought of; libraries raise others where
+"""What code raises for a grammar that is written wrongly in a way that was not foreseen; libraries raise others where
 memory ends."""
 
 

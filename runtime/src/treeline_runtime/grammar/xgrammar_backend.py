@@ -229,8 +229,8 @@ def mended(serialized: str) -> str:
     """Rules (`Grammar.serialize_json()`) without the characters that the library takes and that no text has.
 
     Its negated classes take the surrogates, whose bytes are no UTF-8; its strings with a length take control
-    characters, which JSON has only escaped. The classes are written anew; expressions refer to each other by number,
-    so that only the table of where each begins changes.
+    characters, which JSON has only escaped. The classes are rewritten; expressions refer to each other by number, so
+    that only the table of where each begins changes.
     """
     grammar = json.loads(serialized)
     data: list[int] = grammar["grammar_expr_data"]

@@ -23,7 +23,7 @@ class _Named(ModuleType):
 
 
 def load() -> ModuleType:
-    """xgrammar. What stands in for a library is gone afterwards: whoever imports it later gets the real one."""
+    """xgrammar. What stands in for a library is gone afterwards: a later import gets the real one."""
     if "xgrammar" in sys.modules:
         return sys.modules["xgrammar"]
     os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")  # torch itself has it; else it may be compiled now

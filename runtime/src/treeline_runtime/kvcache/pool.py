@@ -58,8 +58,8 @@ class KVPool:
     """Keys and values of every layer: each a tensor (pages, page_size, kv_heads, head_dim).
 
     A token's slot is page x page_size + offset. Slots that no token of a request was stored in may hold anything, NaN
-    included: backends never let them matter. Page `num_pages` is nobody's: what pads a batch is stored there. On a CPU
-    memory costs nothing until it is written.
+    included: backends never let them matter. Page `num_pages` belongs to no request: what pads a batch is stored there.
+    On a CPU memory costs nothing until it is written.
 
     The tensors may be e4m3: a number is then stored over its layer's scale (`key_scales`, `value_scales`).
     """

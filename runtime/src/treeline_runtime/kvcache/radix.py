@@ -8,7 +8,7 @@ page in KV events). Children are found by the bytes of their first page: two chi
 
 - `match` changes nothing. `lock` splits the last node where the match ends inside it, then counts one lock on every
   node up to the root; a node with locks, or with children, cannot be evicted. When a locked node is split both halves
-  keep its locks, and the old object becomes the lower half: whoever holds it still holds the whole path.
+  keep its locks, and the old object becomes the lower half: its holder still holds the whole path.
 - `insert` adds what the tree lacks and says how many pages it had already; the caller owns the duplicates.
 - `evict` takes pages from the ends of leaves, so the remainder of a leaf stays useful.
 - Time is a counter of lock and insert calls, not a clock: replicas of a tree agree, and tests repeat.

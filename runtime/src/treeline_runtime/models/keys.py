@@ -1,4 +1,4 @@
-"""Which keys of config.json are known. A key that nobody here knows may change what the model computes: it is refused.
+"""Which keys of config.json are known. An unknown key may change what the model computes: it is refused.
 
 A key is read by `ModelConfig` or by the family (`families/`), or has no effect on the answers, or has values that mean
 "not used". `null` is such a value for every key.
@@ -39,7 +39,7 @@ NO_EFFECT = _words(
     # other tasks, other outputs; max_window_layers belongs to use_sliding_window
     "chunk_size_feed_forward id2label is_decoder label2id max_window_layers num_labels output_attentions "
     "output_hidden_states output_router_logits problem_type return_dict "
-    # token ids that nobody here adds
+    # token ids that are never added here
     "bos_token_id decoder_start_token_id pad_token_id prefix sep_token_id unk_token_id "
     # generation settings in their old place: transformers reads them from generation_config.json alone
     "bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size "

@@ -113,7 +113,7 @@ def load_model(config: EngineConfig) -> Decoder:
                 "remove the key"
             )
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # so that the time of loading is told as it is
+            torch.cuda.synchronize(device)  # so that the reported time of loading is right
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what was free only to us while weights were stacked: the KV pool takes it
     return model

@@ -1,7 +1,7 @@
 """A model's tensors to the host and back, whatever model it is: found by looking, not by asking.
 
 Tensors keep their identity, their strides and what they share, so nothing that refers to them notices; what was
-captured with their addresses (CUDA graphs) does, and must be made anew.
+captured with their addresses (CUDA graphs) does, and must be made again.
 """
 
 from __future__ import annotations

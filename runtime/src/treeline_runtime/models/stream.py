@@ -1,9 +1,9 @@
 """Tensors of safetensors files on their way to a device: read in parallel, uploaded while the next are read.
 
-Threads read pieces of tensors into a ring of pinned buffers; whoever asks for a tensor uploads what has been read, on a
-stream of its own. So the host never holds more of the model than the ring, and the device little more than what was
-asked for. Tensors are read ahead in the order in which models ask for them, about; one that is asked for out of turn is
-next. The format: https://huggingface.co/docs/safetensors.
+Threads read pieces of tensors into a ring of pinned buffers; the thread that asks for a tensor uploads what has been
+read, on a stream of its own. So the host never holds more of the model than the ring, and the device little more than
+what was asked for. Tensors are read ahead in the order in which models ask for them, about; one that is asked for out
+of turn is next. The format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file. Raises ModelError; that the file is sound is for whoever opened it before to say."""
+    """The tensors of a file. Raises ModelError; that the file is sound was checked when it was opened before."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -112,7 +112,7 @@ class Streamed:
         self._missing: dict[str, int] = {}
         """Bytes of arriving tensors that are still to come."""
         self._problems: dict[str, str] = {}
-        """Of tensors that could not be read: told to whoever asks for them, not for what was read beside them."""
+        """Of tensors that could not be read: raised for those that ask for them, not for what was read beside them."""
         count = min(THREADS, os.cpu_count() or 1, max(pieces, 1))
         self._threads = [threading.Thread(target=self._work, name="weights", daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -137,7 +137,7 @@ class Streamed:
         return self._arriving.pop(name).view(entry.dtype).view(entry.shape)
 
     def skip(self, name: str) -> None:
-        """Nobody will ask for it: what has not been read of it is not."""
+        """It will not be asked for: what has not been read of it is not."""
         with self._lock:
             self._unread.pop(name, None)
 
@@ -174,7 +174,7 @@ class Streamed:
                 if buffer.uploaded is not None:
                     buffer.uploaded.synchronize()
                 problem = self._fill(piece, buffer)
-            except Exception as error:  # told to whoever waits for the tensor
+            except Exception as error:  # raised where the tensor is waited for
                 problem = repr(error)
             self._read.put((piece, buffer, problem))
 

@@ -28,7 +28,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SPARE = (".rotary_emb.inv_freq",)
-"""Endings of tensors that nobody takes: old checkpoints carry rope's frequencies, which follow from config.json."""
+"""Endings of tensors that no model takes: old checkpoints carry rope's frequencies, which follow from config.json."""
 
 
 MAPPED = ("cpu",)
@@ -83,7 +83,7 @@ class Weights(Protocol):
         to be that in the checkpoint. Raises ModelError."""
 
     def ignore(self, name: str) -> None:
-        """Nobody will take it: it need not be there, and may."""
+        """It will not be taken: it need not be there, and may."""
 
 
 class Checkpoint:
@@ -229,7 +229,7 @@ class Checkpoint:
             self._progress.end()
 
     def check_all_taken(self) -> None:
-        """Raises ModelError for tensors that nobody took: the model is not what it seems."""
+        """Raises ModelError for tensors that were not taken: the model is not what it seems."""
         if spare := [name for name in self._untaken if not name.endswith(SPARE)]:
             raise ModelError(
                 f"{self._dir} has {len(spare)} tensors that this model does not have, e.g. {min(spare)}: served "

@@ -1,8 +1,8 @@
 """Triton's driver, its one piece of C, compiled before it is needed: for images, which have no compiler.
 
 Triton compiles `driver.c` at its first use and keeps the result in its cache. `python driver.py gcc` does that while an
-image is built and leaves the library beside the source; `use_prebuilt` hands it to Triton. It is told by the
-source's hash and the name of the Python, so that one of another release is never taken.
+image is built and leaves the library beside the source; `use_prebuilt` hands it to Triton. It is found by the source's
+hash and the name of the Python, so that one of another release is never taken.
 
 This file imports nothing but the standard library until a GPU is used: the builds run it alone.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 @functools.cache
 def prebuilt() -> Path | None:
-    """The library for the Triton that is installed; None if nobody has compiled it. Looked for once."""
+    """The library for the Triton that is installed; None if it was not compiled. Looked for once."""
     place = _place(_source())
     return place if place.exists() else None
 

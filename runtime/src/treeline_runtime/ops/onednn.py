@@ -1,7 +1,7 @@
 """Products of a CPU with weights that are packed for oneDNN.
 
 torch gives products of float32 to MKL, which takes slow kernels on processors that are not Intel's, and packs the
-weights anew in every call. oneDNN takes what the processor has, and reads weights from an order of its own, into which
+weights again in every call. oneDNN takes what the processor has, and reads weights from an order of its own, into which
 they are brought once. On an EPYC with AVX-512, the products of models/tiny beside `F.linear`: float32 in half the time
 from 4 rows on, bfloat16 1.2 to 1.5 times as fast with 2 to 64 rows, both about equal with one. On a Xeon with AVX-512,
 MKL with weights as (inputs, outputs) takes a quarter to two thirds of oneDNN's time for a row of float32, and two

@@ -101,8 +101,8 @@ def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | 
 
 
 def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
-    """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in
-    it? Then `STRAYS` are removed from what is told. Raises ConfigError for a name that is not known."""
+    """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in it?
+    Then `STRAYS` are removed from what is emitted. Raises ConfigError for a name that is not known."""
     return any(format is not None and format.special for format in formats(reasoning, tools))
 
 

@@ -4,8 +4,8 @@
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
-What is analysed is thought; what is said to nobody in particular in the other channels is the answer. A recipient may
-stand before the channel too. Format: OpenAI's "harmony response format".
+What is analysed is thought; what has no recipient in the other channels is the answer. A recipient may stand before the
+channel too. Format: OpenAI's "harmony response format".
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Harmony:
 
     def _header(self, source: Source, marker: str) -> Steps[str]:
         """Read, held, up to where the content begins; "" if this is no header. One that breaks off with the output is
-        nobody's answer, if it began with a marker."""
+        no part of the answer, if it began with a marker."""
         header = [marker]
         try:
             while header[-1] != _MESSAGE:

@@ -46,4 +46,4 @@ class OutputParser(Protocol):
         is `Said`."""
 
     def end(self) -> list[Part]:
-        """The output is over → the rest. What is left open is told as far as it came."""
+        """The output is over → the rest. What is left open is returned as far as it came."""

@@ -1,6 +1,6 @@
 """Calls as a list of Python calls: `[f(a=1, b="x"), g()]`, as Llama 4 and others write them.
 
-Values are Python literals, or JSON's. They are told one by one, since they must be rewritten as JSON.
+Values are Python literals, or JSON's. They are emitted one by one, since they must be rewritten as JSON.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _further(source: Source) -> Steps[str]:
 
 
 def _value(source: Source, parameter: _Parameter) -> Steps[str]:
-    """Tell a value as JSON → the tag behind it. A string is told as it comes; so is what is too long for anything
+    """Emit a value as JSON → the tag behind it. A string is emitted as it comes; so is what is too long for anything
     else."""
     if (yield from source.ahead()) == "\n":
         source.skip(1)

@@ -1,6 +1,6 @@
 """Parsers of reasoning that stands between two markers before the answer.
 
-The white space around the markers belongs to the format: templates write it anew for the next turn.
+The white space around the markers belongs to the format: templates write it again for the next turn.
 """
 
 from __future__ import annotations

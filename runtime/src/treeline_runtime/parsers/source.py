@@ -27,7 +27,7 @@ Steps = Generator[None, None, T]
 
 
 class BrokenError(Exception):
-    """The text is not in the format: what is held is to be told, and what follows read anew."""
+    """The text is not in the format: what is held is to be emitted, and what follows is read from its start."""
 
 
 class OverError(BrokenError):
@@ -49,7 +49,7 @@ class Source:
         self.begun = 0
         """Calls that have begun."""
         self.certain = False
-        """What is held belongs to a call that has begun: if the output ends here, it is nobody's answer."""
+        """What is held belongs to a call that has begun: if the output ends here, it is no part of the answer."""
 
     # ---- from outside ------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Source:
         self.certain = False
 
     def release(self) -> str:
-        """What is held is none → its text, which is to be told."""
+        """What is held is no call → its text, which is to be emitted."""
         held = "".join(self._held)
         self.settle()
         return held
@@ -162,7 +162,7 @@ class Source:
             self._at = match.end()
 
     def drop_space(self) -> Steps[None]:
-        """Skip white space that is nobody's, however much."""
+        """Skip white space that belongs to no part, however much."""
         yield from self.flow(_SPACE, lambda _: None)
 
     def rest(self, tell: Callable[[str], None]) -> Steps[None]:
@@ -212,8 +212,8 @@ class Source:
             self._at = end
 
     def until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
-        """Tell the text up to the first of the markers → the marker, which is held, with white space before it; ""
-        at the end, where all is told."""
+        """Emit the text up to the first of the markers → the marker, which is held, with white space before it; "" at
+        the end, where all is emitted."""
         while True:
             text, at = self._text, self._at
             match = markers.whole.search(text, at)
@@ -235,7 +235,7 @@ class Source:
             yield
 
     def exactly_until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
-        """The same, where white space before the marker is told too."""
+        """The same, where white space before the marker is emitted too."""
         marker = yield from self.until(markers, tell)
         held = self.release()
         if space := held[: len(held) - len(marker)]:

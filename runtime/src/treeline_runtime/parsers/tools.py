@@ -1,7 +1,7 @@
 """Parsers of tool calls: the steps that formats share, and the formats that write calls in JSON.
 
-A call is certain where its function is known and its arguments have begun. What only looks like one up to there is
-said in full. From there on arguments are told as they come: where they are no longer JSON, the call stays as far as it
+A call is certain where its function is known and its arguments have begun. What only looks like one up to there is said
+in full. From there on arguments are emitted as they come: where they are no longer JSON, the call stays as far as it
 came, and what follows is said.
 """
 
@@ -73,7 +73,7 @@ class Marked:
     """Reads what follows a marker, up to what closes it."""
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
-    """What follows a call and is nobody's answer there."""
+    """What follows a call and is no part of the answer there."""
     special: bool = False
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
@@ -90,7 +90,7 @@ class Marked:
             marker = marker or (yield from source.until(opening, source.say))
 
     def _adjoining(self, source: Source) -> Steps[str]:
-        """The marker behind a call, with nothing but white space between; white space at the end is nobody's."""
+        """The marker behind a call, with nothing but white space between; white space at the end is dropped."""
         try:
             yield from source.space()
             marker = yield from source.one_of((*self.opening, *self.closing))

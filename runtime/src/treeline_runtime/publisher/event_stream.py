@@ -57,7 +57,7 @@ class EventStream:
         return frames.live(self._topic, seq, payload)
 
     def on_request(self, message: Message) -> Iterator[Message] | None:
-        """Frames after the identity → the answer; None for a message nobody should answer."""
+        """Frames after the identity → the answer; None for a message that gets no answer."""
         match frames.parse_request(message):
             case frames.ReplayRequest(start_seq=start):
                 return self._replay(start, list(self._ring))

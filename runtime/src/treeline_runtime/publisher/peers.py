@@ -66,7 +66,7 @@ class Peers:
         for fd, peer in list(self._peers.items()):
             try:
                 if tcp_counts.identity(fd) != peer.connection:
-                    continue  # that it has gone will be told
+                    continue  # an event will report that it has gone
                 sent = tcp_counts.received(fd)
             except OSError:
                 continue

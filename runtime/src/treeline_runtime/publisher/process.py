@@ -216,7 +216,7 @@ class Publisher:
                 del self._clients[identity]
 
     def _advance(self, identity: bytes, client: _Client, turn_ends: float) -> bool:
-        """False once there is nothing left to send, or nobody takes it."""
+        """False once there is nothing left to send, or the client takes nothing."""
         while (message := client.next()) is not None:
             now = time.monotonic()
             client.held = message

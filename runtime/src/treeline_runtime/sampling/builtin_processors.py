@@ -72,7 +72,7 @@ class NoRepeatNgram:
 
 
 class ThinkingBudget:
-    """After `thinking_budget` tokens of thinking comes its end: SGLang's ThinkingBudgetLogitProcessor, told the ids.
+    """After `thinking_budget` tokens of thinking comes its end: SGLang's ThinkingBudgetLogitProcessor, given the ids.
 
     Thinking begins after `start_token_id`, or, where that is not given because the prompt has it, with the output; it
     ends with `end_token_id`, and does not begin again.

@@ -25,9 +25,9 @@ class Filler(Protocol):
 class Constraint(Protocol):
     """One request's, at the place that its output has come to. Used by the scheduler's thread alone.
 
-    It is told of a token when the request takes it, not when it is sampled. What a step samples for a request that has
-    ended meanwhile it never hears of, and a retracted request keeps its tokens; so nothing has to be taken back but
-    where a jump (`scheduler.jumps`) says the same text in other tokens.
+    It gets a token when the request takes it, not when it is sampled. It never sees what a step samples for a request
+    that has ended meanwhile, and a retracted request keeps its tokens; so nothing has to be taken back but where a jump
+    (`scheduler.jumps`) says the same text in other tokens.
     """
 
     @property

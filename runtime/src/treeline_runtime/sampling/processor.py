@@ -1,6 +1,6 @@
 """What code of others may do with logits: the interface of logit processors, and one at work.
 
-Whoever starts the engine names them (`--logit-processor NAME=module:attribute`); code is never taken from requests.
+The operator of the engine names them (`--logit-processor NAME=module:attribute`); code is never taken from requests.
 What is named is a class, or any other `Factory`:
 
     class Below:

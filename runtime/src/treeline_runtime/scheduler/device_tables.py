@@ -15,8 +15,8 @@ class DeviceTables:
     """`token_pool[row, position]` relays tokens between steps: a launch reads its input there and writes what it
     samples, so the next launch need not wait for it. `page_table[row, i]` is the page of tokens i x page_size …
 
-    What else is in them plans have brought. The row after the last is nobody's: sequences that pad a batch use it, and
-    all its pages are `scratch_page`.
+    What else is in them plans have brought. The row after the last belongs to no request: sequences that pad a batch
+    use it, and all its pages are `scratch_page`.
     """
 
     def __init__(

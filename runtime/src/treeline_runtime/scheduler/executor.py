@@ -295,8 +295,8 @@ class Executor:
         return self._finish(launched, logits[lasts], chosen, kv_finite)
 
     def warm_up(self, lengths: list[int]) -> None:
-        """Compute prompts of these lengths for nobody, so that the first request does not pay for what is done once:
-        kernels that are built or chosen, libraries that are loaded, memory that is taken."""
+        """Compute prompts of these lengths for no request, so that the first request does not pay for what is done
+        once: kernels that are built or chosen, libraries that are loaded, memory that is taken."""
         with torch.inference_mode(), self._on_device():
             for length in lengths:
                 self._compute_for_nobody(length)

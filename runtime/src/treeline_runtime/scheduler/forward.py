@@ -52,7 +52,7 @@ class OnDevice(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
     """What is uploaded in one copy, for tokens that a token is sampled after; where what follows is known, as it is
-    after a jump, `targets` is nobody's row."""
+    after a jump, `targets` is the scratch row."""
 
     rows: list[int]
     positions: list[int]
@@ -66,7 +66,7 @@ class DecodeInputs:
         rows = [plan.rows[i] for i in plan.sampling]
         if any(plan.temperatures):
             keys = row_keys(plan.seeds, plan.indices)
-        else:  # nobody draws
+        else:  # no row draws
             keys = np.zeros((len(rows), 2), dtype=np.int32)
         return cls(rows, [plan.ends[i] - 1 for i in plan.sampling], rows, plan.temperatures, keys)
 

@@ -58,8 +58,8 @@ class Grammars:
         """How many wait of each."""
 
     def warm(self, is_idle: Callable[[], bool]) -> None:
-        """Make ready, in the background, what the first grammar needs, if that takes long. is_idle: nobody would notice
-        a pause; called by another thread."""
+        """Make ready, in the background, what the first grammar needs, if that takes long. is_idle: no request would
+        notice a pause; called by another thread."""
         if self._warms:
             self._compiler.warm(is_idle)
 
@@ -80,7 +80,7 @@ class Grammars:
         return self._clients[req.client]
 
     def leave(self, req: Req) -> None:
-        """It waits no longer, if it did. What nobody waits for any more is not compiled, unless that has begun."""
+        """It waits no longer, if it did. What no request waits for any more is not compiled, unless that has begun."""
         if req.rid not in self.waiting:
             return
         future = self._take(req)

@@ -102,7 +102,7 @@ def _numbers(device: torch.device, sizes: Mapping[str, int]) -> str:
 
 
 def let_go(error: BaseException) -> None:
-    """Whoever keeps the error shall not keep what was computed where it came from: models, pools."""
+    """Clears the frames of an error, so that whatever keeps it does not keep what was computed there: models, pools."""
     at: BaseException | None = error
     while at is not None:
         traceback.clear_frames(at.__traceback__)
@@ -110,7 +110,7 @@ def let_go(error: BaseException) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Memory that nobody refers to any more goes to the device, and what the heap can spare to the system."""
+    """Memory that nothing refers to any more goes to the device, and what the heap can spare to the system."""
     gc.unfreeze()  # circles among objects that were frozen would stay
     gc.collect()
     if device.type == "cuda":

@@ -16,7 +16,7 @@ from treeline_runtime.transfer import Readback
 class Pooled:
     """Nothing waits for it until it is asked for, and it leaves no state on the device: a prompt that is computed in
     several steps has its parts added on the host, so a step that fails can be tried again, and a retracted request
-    begins anew."""
+    starts over."""
 
     def __init__(self, plan: StepPlan, hidden: torch.Tensor, pooler: Pooler) -> None:
         """hidden (tokens of the step, hidden)"""

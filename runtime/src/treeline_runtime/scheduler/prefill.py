@@ -23,8 +23,8 @@ ESTIMATED_WAITING = 64
 TRIED_CLIENTS = 32
 """Whose first requests a step asks whether others must give way to them; turns go round, so all are asked in time."""
 SPARE = 8
-"""One row and page in so many stays free for clients that have nothing running, so that nobody's long answers keep them
-out. A request that comes without a client may take all."""
+"""One row and page in so many stays free for clients that have nothing running, so that long answers of others do not
+keep them out. A request that comes without a client may take all."""
 
 
 def check_policies(config: SchedulerConfig) -> None:
@@ -242,7 +242,7 @@ class PrefillManager:
             gone = set(victims)
             staying = [req for req in everyone if req not in gone]
             if self.chunked in staying:
-                return False  # nobody is admitted before its last chunk
+                return False  # no request is admitted before its last chunk
             rows, pages = self._spare(first.client, {req.client for req in staying})
             reserved = reserved_pages(staying, ratio, self._page_size) + pages if staying else None
             more = self._cache.pages_of_release(victims, match)

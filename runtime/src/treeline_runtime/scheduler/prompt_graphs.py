@@ -1,9 +1,9 @@
 """Steps of prompts as CUDA graphs: the host needs longer to launch a short step than the device to run it.
 
 Decode steps are captured whole (`graphs.py`), as all their sequences have one new token. Prompts have any lengths, and
-FlashInfer plans anew for each step, so a step is captured in pieces: all that lies between two calls of attention,
-which depends on the number of tokens alone. Attention itself runs between the pieces, on as many tokens as there are.
-A step runs in the smallest size that holds it; what is left over are tokens of the table's scratch row.
+FlashInfer plans again for each step, so a step is captured in pieces: all that lies between two calls of attention,
+which depends on the number of tokens alone. Attention itself runs between the pieces, on as many tokens as there are. A
+step runs in the smallest size that holds it; what is left over are tokens of the table's scratch row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sizes_up_to(largest: int) -> list[int]:
 
 
 class _Memory:
-    """A tensor's memory without the tensor: whoever made it may use it for something else once it is read."""
+    """A tensor's memory without the tensor: its maker may use it for something else once it is read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -125,7 +125,7 @@ class _Pieces:
         if error is None:
             self._end()
         elif self._open is not None:
-            with suppress(RuntimeError):  # what went wrong first is what is told
+            with suppress(RuntimeError):  # what went wrong first is what is raised
                 self._end()
 
     def _begin(self) -> None:
@@ -209,7 +209,7 @@ class PromptGraphs:
         return _Captured(cells, pieces.graphs, pieces.calls, (_borrowed(hidden), _borrowed(finite)))
 
     def _cells(self, size: int) -> npt.NDArray[np.int32]:
-        """So many tokens of nobody."""
+        """So many tokens of no request."""
         cells = np.zeros((2, size), dtype=np.int32)
         cells[0] = self._table.scratch_row
         return cells

@@ -55,8 +55,8 @@ class Ranked:
         return (heap[0][0], self._reqs[heap[0][1]]) if heap else None
 
     def __iter__(self) -> Iterator[Req]:
-        """In order. The first k take O(k log k), not counting those who have left. Any may leave meanwhile; nobody may
-        be put in."""
+        """In order. The first k take O(k log k), not counting those who have left. Any may leave meanwhile; none may be
+        put in."""
         self.first()
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []  # the first of those that were not given is among these

@@ -1,4 +1,4 @@
-"""What a step has to say: collected while it runs, and told at its end in an order that its readers rely on."""
+"""What a step has to say: collected while it runs, and sent at its end in an order that its readers rely on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from treeline_runtime.scheduler.transport import Transport
 
 
 class Reporter:
-    """Tokens first, then what happened to the cache, then the load, then answers: whoever asks for the tree also asks
-    the publisher, and must find it at the same moment."""
+    """Tokens first, then what happened to the cache, then the load, then answers: a caller who asks for the tree also
+    asks the publisher, and must find both at the same moment."""
 
     def __init__(self, transport: Transport, cache: CacheManager) -> None:
         self._transport = transport

@@ -1,7 +1,7 @@
 """What of the engine is on the device: the model and what computes with it, which can leave and come back.
 
 Asleep, the device has neither weights nor KV memory nor graphs. Everything that holds addresses (attention backends,
-CUDA graphs) is made anew afterwards rather than mended.
+CUDA graphs) is made again afterwards rather than mended.
 """
 
 from __future__ import annotations

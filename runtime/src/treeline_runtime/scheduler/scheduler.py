@@ -234,7 +234,7 @@ class Scheduler:
 
     def _compute(self, batch: Batch) -> Launched:
         launched = self.executor.launch(plan_of(batch, *self.table.news(), pools=self._pooler is not None))
-        self.table.told()  # and not before: of a launch that failed everything is told again
+        self.table.told()  # and not before: what a failed launch was given is given again
         return launched
 
     def _sample_delayed(self) -> None:
@@ -418,7 +418,7 @@ class Scheduler:
         return req if isinstance(req, FinishReason) else self._find_place(req) or req
 
     def _find_place(self, req: Req) -> FinishReason | None:
-        """503 if the queue is full, and nobody in it gives way."""
+        """503 if the queue is full, and no request in it gives way."""
         most, ahead = self.config.max_queued_requests, self.grammars.ahead(req)
         # those that find a free row in this step do not really wait
         if most is None or len(self.prefill.waiting) + ahead < most + self.table.num_free:

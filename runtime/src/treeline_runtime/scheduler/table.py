@@ -1,4 +1,4 @@
-"""Rows of running requests: which are free, and what of their tokens and pages the executor is to be told."""
+"""Rows of running requests: which are free, and what of their tokens and pages the executor has to be sent."""
 
 from __future__ import annotations
 

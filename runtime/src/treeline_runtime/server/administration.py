@@ -197,7 +197,7 @@ class Administration:
             await asyncio.sleep(POLL_S)
 
     async def _attempt(self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None]) -> Reply:
-        """The scheduler says nothing while it loads, and is not missed for as long as loading may take."""
+        """The scheduler says nothing while it loads, and counts as alive for as long as loading may take."""
         state = self._service.state
         state.unheard = True
         try:

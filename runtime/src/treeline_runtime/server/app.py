@@ -31,7 +31,7 @@ from treeline_runtime.server.service import BROKEN, Service
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""What nginx counts a request as whose client has left: nobody sees it."""
+"""What nginx counts a request as whose client has left: no client sees it."""
 PREFLIGHT_MAX_AGE_S = 600
 
 

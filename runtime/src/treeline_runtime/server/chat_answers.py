@@ -32,7 +32,7 @@ class Choice:
         self._said = Unmarked(special)
         self._thought = Unmarked(special)
         self._held = list[str]()
-        """Of the reasoning, where it is to be told in one piece."""
+        """Of the reasoning, where it is to be sent in one piece."""
         self._end_of_thinking = end_of_thinking
         self._thinking_tokens = 0
         self._thinks = False

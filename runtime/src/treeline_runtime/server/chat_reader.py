@@ -1,4 +1,4 @@
-"""The body of a chat → what it asks for: its prompt, what the answer may call, what it must be, how it is told."""
+"""The body of a chat → what it asks for: its prompt, what the answer may call, what it must be, how it is sent."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
 
 def _echo(raw: Mapping[str, Any]) -> str:
     """The text of the last message, where the answer is one of the same role: the assistant's, or, without a generation
-    prompt, whoever's."""
+    prompt, anyone's."""
     last = raw["messages"][-1]
     goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
     if not goes_on and last["role"] != "assistant":

@@ -55,7 +55,7 @@ def overloaded(message: str) -> ApiError:
 
 
 class UnknownModel(ApiError):
-    """404: nobody gets another model than the one that he named."""
+    """404: a client never gets another model than the one that it named."""
 
     def __init__(self, name: object) -> None:
         self.name = short(name)

@@ -82,7 +82,7 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
 
 def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
     """Has the answer's header and the log name the words of a schema that say nothing. Raises ApiError 400 for them
-    where the schema is strict and the server is told to mind."""
+    where the schema is strict and the server refuses them (`STRICT`)."""
     shown = list[str]()
     for word in ignored(schema):
         ignore(f"{param}/{word}")
@@ -251,7 +251,7 @@ _OUTPUTS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
     "structural_tag": _structural_tag,
 }
 _FALLBACK: Final = ("disable_fallback",)
-"""Whether vLLM may take another library than the one it was told: there is no other."""
+"""Whether vLLM may take another library than the one that was named: there is no other."""
 
 
 def _structured_outputs(value: Any, param: str) -> Constraint:

@@ -1,9 +1,9 @@
 """Whether a request would work: what /health_generate asks, and what /ready and /live know between such questions.
 
-A failed request proves nothing: its prompt may be one that overflows, and then whoever sends a few of those would take
-a server out of rotation. So failures alone only raise a suspicion. After `FAILURES` in a row, with no answer between
-them, the engine has to answer a prompt of ours. While it cannot, `problem` says why; any answer, to us or to a client,
-ends that.
+A failed request proves nothing: its prompt may be one that overflows, and then a client that sends a few of those would
+take a server out of rotation. So failures alone only raise a suspicion. After `FAILURES` in a row, with no answer
+between them, the engine has to answer a prompt of ours. While it cannot, `problem` says why; any answer, to us or to a
+client, ends that.
 """
 
 from __future__ import annotations

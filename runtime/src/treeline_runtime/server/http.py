@@ -113,14 +113,14 @@ class ApiRequest(Request):
         """Who asks, and takes turns with others; None where the edge has not said.
 
         The edge sets this header and that of the isolation, and removes those of callers. Who reaches this port past
-        the edge (the NetworkPolicy lets nobody) can name any client, as it can send any prompt: the header separates,
-        it proves nothing.
+        the edge (the NetworkPolicy lets no caller) can name any client, as it can send any prompt: the header
+        separates, it proves nothing.
         """
         return self.headers.get(wire_headers.CLIENT) or None
 
     @property
     def tenant(self) -> str | None:
-        """The client whose cache the request uses, and nobody else's; None is the common one."""
+        """The client whose cache the request uses, and no other's; None is the common one."""
         return self.client if self.headers.get(wire_headers.ISOLATION) == wire_headers.PER_KEY else None
 
     @property

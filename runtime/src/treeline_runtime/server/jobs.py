@@ -34,12 +34,12 @@ Kind = Literal[
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the edge said of whoever asks; see `http.ApiRequest`."""
+    """What the edge said of the client; see `http.ApiRequest`."""
 
     tenant: str | None = None
     """The client whose cache the request uses; None is the common one."""
     shares_cache: bool = False
-    """What was cached is not told."""
+    """How much was cached is not reported."""
 
 
 class GenerationJob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -121,7 +121,7 @@ class Streaming(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What of a chat's output is told, and how."""
+    """What of a chat's output is sent, and how."""
 
     reasoning: bool = True
     reasoning_at_once: bool = False
@@ -163,7 +163,7 @@ class Told(msgspec.Struct, frozen=True, omit_defaults=True):
         *,
         echo: bool = False,
     ) -> GenerateReq:
-        """With the log probabilities that are told; they also keep ids that have been told from being withdrawn."""
+        """With the log probabilities that are sent; they also keep ids that have been sent from being withdrawn."""
         tops = [top for top in (self.logprobs, self.prompt_logprobs) if top is not None]
         start = 0 if (echo and self.logprobs is not None) or self.prompt_logprobs is not None else -1
         kept = self.token_ids and sampling.grammar is not None

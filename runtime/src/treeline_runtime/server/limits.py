@@ -51,7 +51,7 @@ class ByteBudget:
         self._held: Counter[str] = Counter()
 
     def most(self, client: str | None) -> int:
-        """What the client may hold where nobody else holds anything."""
+        """What the client may hold where no other holds anything."""
         return self.limit if client is None else self.limit // 2
 
     def reserve(self, size: int, client: str | None) -> None:

@@ -48,7 +48,7 @@ ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
 
 
 MAX_SALT_CHARS = 1024
-"""It is kept with every page, and told to every router."""
+"""It is kept with every page, and sent to every router."""
 Salt = Annotated[
     Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
     Meta(description="Requests that differ in this share no cached prefix."),
@@ -289,8 +289,8 @@ NO_LOGPROBS = [b"null"]
 
 
 async def prompt_logprobs(out: TextOut, top: int, pacer: Pacer) -> list[bytes]:
-    """vLLM's form as pieces of JSON: an object by token id for each token of the prompt but the first. The rank is told
-    of the `top` likeliest, and null for a token that is none of them."""
+    """vLLM's form as pieces of JSON: an object by token id for each token of the prompt but the first. The rank is
+    given for the `top` likeliest, and null for a token that is none of them."""
     pieces = list[bytes]()
     for raw in out.logprobs:
         known = decode_logprobs(raw)

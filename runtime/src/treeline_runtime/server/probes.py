@@ -302,7 +302,7 @@ def _pooling(pooling: Pooling) -> dict[str, Any]:
 
 
 _PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")
-"""Members of a load report that the publisher fills in, or nobody yet."""
+"""Members of a load report that the publisher fills in, or that nothing fills in yet."""
 
 
 def _load_entry(load: LoadUpdate) -> dict[str, Any]:

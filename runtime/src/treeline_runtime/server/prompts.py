@@ -81,7 +81,7 @@ class Prompts:
 
     def variables(self, given: str | None = None) -> Set[str]:
         """Those that the chat templates of the model, or the one that is `given`, go by, as `chat_template_kwargs` set
-        them. Of a given one they are found out anew."""
+        them. Of a given one they are found out each time."""
         return self._variables if given is None else _variables_of(given)
 
     @functools.cached_property

@@ -1,6 +1,6 @@
 """Bodies → what they ask for: parsed, checked, rendered and tokenized. A pure function of bytes, for any process.
 
-Everything whose time grows with the body happens here, so that a large body can be read where it holds up nobody.
+Everything whose time grows with the body happens here, so that a large body can be read where it holds up no other.
 """
 
 from __future__ import annotations

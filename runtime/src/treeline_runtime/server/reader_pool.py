@@ -68,7 +68,7 @@ _decode = msgspec.msgpack.Decoder(Task | Refused).decode
 
 
 class ReaderSpec(msgspec.Struct, frozen=True):
-    """What a reader process is told when it starts."""
+    """What a reader process gets when it starts."""
 
     model_dir: str
     model_name: str
@@ -152,7 +152,7 @@ class ReaderPool:
         self._queue.wake()
         done = body.done
         del body, dropped, parts  # an error's traceback keeps this frame, and would keep the body
-        return await done  # cancelled with its request; the lane drops it, or finishes it for nobody
+        return await done  # cancelled with its request; the lane drops it, or finishes it unused
 
     @property
     def pids(self) -> list[int]:
@@ -182,8 +182,8 @@ class _Queue:
         self.wake()
 
     def wait_s(self, client: str | None) -> int:
-        """How long a client has to wait that has used too many seconds; nobody is refused for what others did whom
-        the edge has not named either."""
+        """How long a client has to wait that has used too many seconds; a client that the edge has not named is not
+        refused for what other unnamed ones did."""
         return 0 if client is None else self.seconds.wait_s(client)
 
     def charge(self, client: str | None, computed_s: float) -> None:

@@ -231,7 +231,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 NO_EFFECT = _words(
-    # token ids: eos_token_id is read with the model, nobody adds the others
+    # token ids: eos_token_id is read with the model, the others are never added
     "bos_token_id decoder_start_token_id eos_token_id pad_token_id "
     # lengths and numbers of answers, which every API has its own defaults for
     "max_length max_new_tokens num_return_sequences "

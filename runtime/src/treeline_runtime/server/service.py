@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=Read)
 BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
 OURSELVES = ""
-"""The client of what nobody asked for: it does not wait behind those whom the edge has not named."""
+"""The client of what no client asked for: it does not wait behind those whom the edge has not named."""
 _INLINE_BYTES: Mapping[Kind, int] = {
     **dict.fromkeys(("embedding", "pooling", "classify"), INLINE_TEXTS_BYTES),
     **dict.fromkeys(("score", "rerank"), INLINE_PAIRS_BYTES),
@@ -94,7 +94,7 @@ class State:
     holding: bool = False
     """New generations wait for its end: new weights are awaited."""
     unheard: bool = False
-    """The scheduler is at it, and nobody is missed."""
+    """The scheduler is busy: that it sends no heartbeats is no failure."""
     model_path: str | None = None
     """The weights that are served, where they are not those of the start."""
     weight_version: str = "default"

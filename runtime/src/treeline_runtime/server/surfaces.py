@@ -73,7 +73,7 @@ def inference(
 
 
 def metrics(service: Service, probes: Probes) -> ASGIApp:
-    """Prometheus' page, for whoever can connect."""
+    """Prometheus' page, for all that can connect."""
     router = APIRouter(dependencies=[Security(Guarded())])
     router.add_api_route(METRICS_PATH, probes.metrics)
     return application(service, without_body, [router], hints={})

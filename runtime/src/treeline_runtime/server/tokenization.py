@@ -92,7 +92,7 @@ class CachedTokenizer:
                 self._bytes -= _size(oldest, ids_of_it)
 
     def _frame_of(self) -> tuple[list[int], list[int]] | None:
-        """What the tokenizer adds before and after any text; None if that cannot be told."""
+        """What the tokenizer adds before and after any text; None if that cannot be found out."""
         frames = []
         for probe in ("a", "b c"):
             (plain,), (whole,) = self._encode([probe], False), self._encode([probe], True)

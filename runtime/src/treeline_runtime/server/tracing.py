@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: what became of a request here, in the trace of whoever sent it.
+"""OpenTelemetry traces: what became of a request here, in the trace of its sender.
 
 The span of a request is the child of `traceparent` (W3C): the picker's, or that of a proxy which traces too. `queue`,
 `prefill` and `decode` within it are those of its generations together: until the first of them had its turn, until the
@@ -37,7 +37,7 @@ _CONTEXT: Final = (names.TRACEPARENT, names.TRACESTATE)
 _LONGEST = 256
 """Characters of a value that clients choose."""
 _MOST_REASONS = 64
-"""Generations whose end is told."""
+"""Generations whose end is reported."""
 
 
 class Tracing:

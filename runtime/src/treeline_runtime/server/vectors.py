@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score` and `/v1/rerank`: vectors of texts, and what is told of them.
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score` and `/v1/rerank`: texts as vectors, and how they are answered.
 
 Numbers are read and written without numpy, which this process does without. Vectors are float32, little endian as all
 machines that run models are.

@@ -348,7 +348,7 @@ class Engine:
             self._steps = self._jump()
             self.ends_at = now + self.config.speed.decode_s(batch, self._context, self._steps)
         else:
-            self._steps, self.ends_at = 0, now if self._refused else FOREVER  # who asked must be told
+            self._steps, self.ends_at = 0, now if self._refused else FOREVER  # the caller must get an answer
 
     def _jump(self) -> int:
         """Steps until a request is done, or as many as there is memory for."""

@@ -41,6 +41,6 @@ class Family:
     quant_method: str | None = None
     """Of quantised checkpoints that are served; None: none are."""
     partial_rotary: bool = False
-    """Whether transformers rotates a part of a head if told so."""
+    """Whether transformers rotates a part of a head if config.json says so."""
     rope: Callable[[Config, int], RopeConfig] = read_rope
     """config.json, max_position → the rope of layers without a window, or of all."""

@@ -1,4 +1,4 @@
-"""How an answer of another API leaves, whole or as events: one output's parts, told by whoever knows that API."""
+"""How an answer of another API leaves, whole or as events: one output's parts, in the words of that API."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Parts:
         (self._choice,) = choices(prompts, task)
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
-        """What an output adds: only what the request wants to be told."""
+        """What an output adds: only what the request wants to see."""
         return [part for delta in await self._choice.take(out, pacer) for part in _parts_of(delta)]
 
     @property
