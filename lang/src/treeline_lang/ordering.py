@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, AnyStr, Final, Protocol
 
 from treeline_lang import background
 from treeline_lang.compiler import prefix
@@ -202,8 +202,8 @@ def groups(texts: Sequence[str]) -> Iterator[tuple[int, int, int]]:
             open_groups.append((length, first))
 
 
-def shared_length(one: str, other: str) -> int:
-    """Characters that two texts begin with alike. O(n), as halves are compared and not characters."""
+def shared_length(one: AnyStr, other: AnyStr) -> int:
+    """Characters, or bytes, that two texts begin with alike. O(n), as halves are compared and not characters."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

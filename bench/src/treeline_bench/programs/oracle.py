@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treeline_lang.ordering import shared_length
+
 TOKEN_BYTES = 4
 
 
@@ -48,19 +50,7 @@ class Tree:
         """→ how many tokens of the beginning were in the tree before. O(log n) comparisons, and a list's insertion."""
         key = array("I", tokens).tobytes()
         place = bisect_left(self._keys, key)
-        shared = max((common_prefix(near, key) for near in self._keys[max(place - 1, 0) : place + 1]), default=0)
+        shared = max((shared_length(near, key) for near in self._keys[max(place - 1, 0) : place + 1]), default=0)
         if shared < len(key):
             self._keys.insert(place, key)
         return shared // TOKEN_BYTES
-
-
-def common_prefix(a: bytes, b: bytes) -> int:
-    """Bytes that both begin with."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -41,7 +41,7 @@ class LoadStream:
         self._heard_at = now
         self._changed = self._changed or load != self._load
         self._load = load
-        self._urgent = self._urgent or (self._busy_when_sent and not _busy(load))
+        self._urgent = self._urgent or (self._busy_when_sent and not _in_flight(load))
 
     def on_draining(self) -> None:
         """Sticky, and sent with the next `take` whatever the rate: a router must learn of it at once."""
@@ -61,7 +61,7 @@ class LoadStream:
             return []
         seq, self._seq = self._seq, self._seq + 1
         self._sent_at, self._changed, self._urgent = now, False, False
-        self._busy_when_sent = _busy(self._load)
+        self._busy_when_sent = _in_flight(self._load) > 0
         return [
             frames.live(LOAD_TOPIC, seq, encode(self._load_stat())),
             frames.live(TREELINE_LOAD_TOPIC, seq, encode(self._treeline_load(seq))),
@@ -89,9 +89,9 @@ class LoadStream:
             epoch=self._epoch,
             seq=seq,
             draining=load.draining or self._draining or self._load.asleep > 0,
-            in_flight=load.running + load.waiting,
+            in_flight=_in_flight(self._load),
         )
 
 
-def _busy(load: LoadUpdate) -> bool:
-    return load.running + load.waiting > 0
+def _in_flight(load: LoadUpdate) -> int:
+    return load.running + load.waiting

@@ -1,7 +1,8 @@
 """What a step computes, as plain data: all that the executor gets to know of it, and nothing of requests.
 
 Every executor of a group computes the same step from the same bytes: what depends on a request is decided by the
-scheduler, which makes the plan. Sequences are numbered in their order in the step; those that sample, again in theirs.
+scheduler, which makes the plan. Sequences are numbered in their order in the step; those that sample
+have numbers of their own besides.
 """
 
 from __future__ import annotations

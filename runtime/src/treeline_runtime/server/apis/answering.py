@@ -40,8 +40,20 @@ class Events(Protocol):
         an end that the API has no word for."""
 
 
-async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Answer:
-    """The answer as one."""
+async def answer(
+    asked: ApiRequest,
+    chat: ChatTask,
+    inflight: InflightRequest,
+    events: Events,
+    failed: Callable[[ApiError], bytes],
+) -> Response:
+    """The answer, whole or as it comes. `failed`: the last event of one that fails on its way."""
+    if not chat.streaming.on:
+        return await _whole(asked.service, chat, inflight, events)
+    return await _stream(asked, chat, inflight, events, failed)
+
+
+async def _whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Answer:
     (out,) = await service.collect(inflight)
     parts = _Parts(service.prompts, chat)
     _drain(events.begin(out))
@@ -52,14 +64,13 @@ async def whole(service: Service, chat: ChatTask, inflight: InflightRequest, eve
     return Answer(encode_json(events.answer), headers=headers)
 
 
-async def stream(
+async def _stream(
     asked: ApiRequest,
     chat: ChatTask,
     inflight: InflightRequest,
     events: Events,
     failed: Callable[[ApiError], bytes],
 ) -> Response:
-    """The answer as it comes. `failed`: its last event where it fails."""
     parts = _Parts(asked.service.prompts, chat)
 
     async def frames(_index: int, out: TextOut, pacer: Pacer) -> list[bytes]:

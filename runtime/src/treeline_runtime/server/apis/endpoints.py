@@ -38,9 +38,7 @@ async def responses(asked: Generating) -> Response:
     task = await service.read(asked, "responses", ResponsesTask)
     inflight = await service.open(task.chat.job, asked, answer_bytes=3 * len(task.shown))
     events = ResponseEvents(task.chat.job, _members(service, task), task.shown)
-    if not task.chat.streaming.on:
-        return await answering.whole(service, task.chat, inflight, events)
-    return await answering.stream(asked, task.chat, inflight, events, events.failed)
+    return await answering.answer(asked, task.chat, inflight, events, events.failed)
 
 
 @router.post(
@@ -74,9 +72,7 @@ async def messages(asked: Generating) -> Response:
     task = await service.read(asked, "messages", MessagesTask)
     inflight = await service.open(task.chat.job, asked)
     events = MessageEvents(task.chat.job, service.model_name, fills_context=task.fills_context)
-    if not task.chat.streaming.on:
-        return await answering.whole(service, task.chat, inflight, events)
-    return await answering.stream(asked, task.chat, inflight, events, lambda error: named_event(anthropic_error(error)))
+    return await answering.answer(asked, task.chat, inflight, events, lambda error: named_event(anthropic_error(error)))
 
 
 @router.post(
