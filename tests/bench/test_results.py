@@ -71,12 +71,19 @@ def test_the_page_has_a_line_for_every_row() -> None:
 
 def test_the_summary_has_headlines_dates_and_the_machine() -> None:
     text = summary([invented_result(name) for name in INVENTED])
-    assert "`picker.added_ms.p50`" in text
+    assert "| `picker.added_ms.p50` |" in text
     assert "≤ 2" in text
-    assert "≥ 400,000" in text
-    assert "picker.bare_ms" not in text
+    assert "| `picker.bare_ms" not in text
     assert text.count("2 cores (Some CPU), 23.5 GiB") == 1
-    assert "`python -m treeline_bench tree`" in text
+    assert "`python -m treeline_bench picker`" in text
+
+
+def test_the_summary_names_each_figure_that_misses_its_bound() -> None:
+    result = invented_result("picker")
+    result.rows[:] = [row("picker.added_ms.p50", 3), row("picker.added_ms.p99", 1), row("tree.ingest_blocks_s", 5e5)]
+    result.rows.append(row("routing.ttft_ms.p50.treeline", 9, 3))  # a neighbour of the same run is no bound
+    text = summary([result])
+    assert "1 of 3 figures that have a bound miss it: `picker.added_ms.p50` (3, ≤ 2)." in text
 
 
 def test_the_readme_keeps_everything_outside_the_markers() -> None:

@@ -27,12 +27,12 @@ STYLE: dict[Any, Any] = {
 
 
 def plot(result: Result, path: Path) -> Path:
-    """Draw the headline figures of `result` into the SVG file `path`.
+    """Draw the main figures of `result` into the SVG file `path`.
 
     Bars are multiples of what each figure is compared with: how many times as good, whichever way is better. Without
     comparisons, they are the values of the figures in the unit of the first.
     """
-    rows = [row for row in result.rows if metric(row.metric).headline] or result.rows
+    rows = [row for row in result.rows if metric(row.metric).drawn] or result.rows
     compared = [row for row in rows if row.ratio]
     shown = compared or [row for row in rows if row.unit == rows[0].unit]
     values = [_times_as_good(row) for row in shown] if compared else [row.value for row in shown]

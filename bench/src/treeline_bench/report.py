@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from treeline_bench.machine import this_machine, versions
-from treeline_bench.metrics import metric
+from treeline_bench.metrics import HEADLINES, metric, missed
 from treeline_bench.results import (
     Result,
     Row,
@@ -72,8 +72,10 @@ def page(result: Result, title: str) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The README's table: the headline figures of all results, then when and on what each was measured."""
-    rows = [row for result in results for row in result.rows if metric(row.metric).headline]
+    """The README's table: the headlines, every figure of all results that misses its bound, when and on what the
+    headlines were measured."""
+    by_name = {row.metric: (row, result) for result in results for row in result.rows}
+    found = [by_name[name] for name in HEADLINES if name in by_name]
     header = ["metric", "meaning", "measured", "expected", "ratio"]
     lines = [
         [
@@ -83,9 +85,21 @@ def summary(results: Sequence[Result]) -> str:
             _expected(row),
             _ratio(row),
         ]
-        for row in rows
+        for row, _ in found
     ]
-    return table(header, lines) + "\n" + "\n".join(_measured(results)) + "\n"
+    quoted = [result for result in results if any(result is one for _, one in found)]
+    paragraphs = [table(header, lines), *_missed(results), "\n".join(_measured(quoted)), ""]
+    return "\n".join(paragraphs)
+
+
+def _missed(results: Sequence[Result]) -> list[str]:
+    """A sentence with every figure that misses its bound."""
+    bounded = [row for result in results for row in result.rows if missed(row) is not None]
+    misses = [f"`{row.metric}` ({number(row.value)}, {_expected(row)})" for row in bounded if missed(row)]
+    if not bounded:
+        return []
+    listed = f": {', '.join(misses)}" if misses else ""
+    return [f"{len(misses)} of {len(bounded)} figures that have a bound miss it{listed}.", ""]
 
 
 def _measured(results: Sequence[Result]) -> list[str]:
