@@ -79,7 +79,7 @@ def on(plane: ControlPlane) -> Callable[..., None]:
 def eventually(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, f"waited 20 s for {what}"
+        assert time.monotonic() < deadline, f"waited 60 s for {what}"
         time.sleep(0.05)
 
 
