@@ -61,7 +61,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What is for another worker, and a module that is deep as a whole where nothing deep is run, is not even imported."""
+    """Not even imported: what is for another worker, and a module that is deep as a whole where nothing deep is run."""
     rooms, (room, *_) = os.environ.get("TREELINE_ROOMS"), (*collection_path.relative_to(TESTS).parts, "")
     if rooms and room and (room in HEAVY) != (rooms == "heavy"):
         return True
