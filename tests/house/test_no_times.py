@@ -117,13 +117,20 @@ def hasty(module: ast.Module) -> Iterator[ast.expr]:
                     and 0 < given.value < LEAST_S
                 ):
                     yield node
+        elif isinstance(node, ast.For) and any(isinstance(part, ast.Return | ast.Break) for part in ast.walk(node)):
+            times = node.iter.args[-1] if isinstance(node.iter, ast.Call) and called(node.iter) == "range" else None
+            for call in (part for part in ast.walk(node) if isinstance(part, ast.Call) and called(part) == "sleep"):
+                match times, call.args:
+                    case ast.Constant(value=int(count)), [ast.Constant(value=int() | float() as pause)]:
+                        if 0 < count * pause < LEAST_S:
+                            yield node.iter
 
 
 def test_no_test_depends_on_how_fast_the_machine_is() -> None:
     found = list[str]()
     for path in sorted((ROOT / "tests").rglob("*.py")):
         source = path.read_text()
-        signs = ((bounds, CLOCK), (hasty, rf"\b({'|'.join(WAITS)})\([^)]*\d"))
+        signs = ((bounds, CLOCK), (hasty, rf"\b({'|'.join(WAITS)})\([^)]*\d|in range\(\d+\):"))
         finders = [find for find, sign in signs if re.search(sign, source)]  # parsing each takes seconds
         module = ast.parse(source) if finders else None
         for find in finders:
