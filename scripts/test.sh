@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 case ${1:-} in
   # Each worker imports and runs rooms of its own (`HEAVY` in tests/conftest.py): two would import everything twice.
   "") set -- --dist each --tx popen//env:TREELINE_ROOMS=heavy --tx popen//env:TREELINE_ROOMS=others \
-    -m "not deep and not engines" --hypothesis-profile quick ;;
+    -o console_output_style=classic -m "not deep and not engines" --hypothesis-profile quick ;;
   # A file's tests stay together: they share servers.
   --all) shift; set -- --numprocesses 2 --dist loadfile --durations 10 -m "not engines" "$@" ;;
 esac
