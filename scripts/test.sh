@@ -4,10 +4,11 @@
 #   scripts/test.sh --all      all of it, but for the servers of others (`make engines`)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# A file's tests stay together: they share servers.
-workers=(--numprocesses 2 --dist loadfile)
 case ${1:-} in
-  "") set -- "${workers[@]}" -m "not deep and not engines" --hypothesis-profile quick ;;
-  --all) shift; set -- "${workers[@]}" --durations 10 -m "not engines" "$@" ;;
+  # Each worker imports and runs rooms of its own (`HEAVY` in tests/conftest.py): two would import everything twice.
+  "") set -- --dist each --tx popen//env:TREELINE_ROOMS=heavy --tx popen//env:TREELINE_ROOMS=others \
+    -o console_output_style=classic -m "not deep and not engines" --hypothesis-profile quick ;;
+  # A file's tests stay together: they share servers.
+  --all) shift; set -- --numprocesses 2 --dist loadfile --durations 10 -m "not engines" "$@" ;;
 esac
 exec .venv/bin/python -m pytest -q "$@"

@@ -32,6 +32,11 @@ settings.register_profile("treeline", settings(usual, derandomize=True))
 settings.register_profile("quick", settings(usual, derandomize=True))
 settings.load_profile("treeline")
 QUICK_EXAMPLES = 12
+TESTS = Path(__file__).parent
+
+HEAVY = {"lang", "models", "runtime", "wire"}
+"""Rooms whose tests import torch and transformers: where the variable TREELINE_ROOMS says so, a run of pytest has these
+alone ("heavy"), or all but these ("others")."""
 
 DEEP_MODULE = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.deep\b", re.MULTILINE)
 
@@ -56,7 +61,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A module that is deep as a whole is not even imported where nothing deep is run: each worker would pay for it."""
+    """Not even imported: what is for another worker, and a module that is deep as a whole where nothing deep is run."""
+    rooms, (room, *_) = os.environ.get("TREELINE_ROOMS"), (*collection_path.relative_to(TESTS).parts, "")
+    if rooms and room and (room in HEAVY) != (rooms == "heavy"):
+        return True
     if collection_path.suffix == ".py" and "not deep" in config.option.markexpr:
         return True if DEEP_MODULE.search(collection_path.read_text()) else None
     return None

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from kubernetes.aio import client, config, watch
 from treeline_bench.api_server import LEASES, NAMESPACE, OBJECTIVES, PODS, ApiServer
 
 
@@ -27,7 +26,10 @@ def url(api: ApiServer, path: str) -> str:
     return f"http://127.0.0.1:{api.port}{path}"
 
 
+@pytest.mark.deep  # its import takes seconds
 async def test_the_official_client_lists_watches_and_sees_deletions(api: ApiServer, tmp_path: Path) -> None:
+    from kubernetes.aio import client, config, watch
+
     api.put(PODS, "a", labels={"app": "x"}, spec={"containers": []}, status={"podIP": "127.0.0.2"})
     await config.load_kube_config(str(api.write_kubeconfig(tmp_path)))
     async with client.ApiClient() as one:

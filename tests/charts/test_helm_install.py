@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from support import helm
 from support.control_plane import ControlPlane, control_plane_or_skip
+from support.stack import until
 
 pytestmark = pytest.mark.deep
 
@@ -44,7 +44,7 @@ def test_install_upgrade_and_uninstall(plane):
     assert crds(plane) == ["inferencemodels.treeline.dev", "inferencepools.treeline.dev"]
     pool = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": {"name": "tiny"}}
     pool["spec"] = {"model": {"uri": "builtin://tiny"}}
-    eventually(lambda: served(plane, POOLS), "the pools' kind to be served")
+    until(lambda: served(plane, POOLS), "the pools' kind to be served")
     plane.request("POST", POOLS, pool)
 
     run("upgrade", "--set", "operator.replicas=1")
@@ -61,7 +61,7 @@ def test_install_upgrade_and_uninstall(plane):
     assert [item["metadata"]["name"] for item in plane.request("GET", POOLS)["items"]] == ["tiny"]
     run("uninstall")
     assert left(plane) == []
-    eventually(lambda: crds(plane) == [], "the CRDs to go")
+    until(lambda: crds(plane) == [], "the CRDs to go")
 
 
 def on(plane: ControlPlane) -> Callable[..., None]:
@@ -74,13 +74,6 @@ def on(plane: ControlPlane) -> Callable[..., None]:
         assert done.returncode == 0, done.stderr
 
     return run
-
-
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"waited 20 s for {what}"
-        time.sleep(0.05)
 
 
 def served(plane: ControlPlane, path: str) -> bool:

@@ -6,6 +6,7 @@ from treeline.doctor import Finding, Verdict
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 
 
+@pytest.mark.deep  # it imports torch
 def test_everything_that_up_needs_is_here(capsys):
     assert doctor.main([]) == 0
     assert "`treeline up` can run here" in capsys.readouterr().out

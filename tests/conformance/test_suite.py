@@ -21,7 +21,7 @@ from treeline_conformance.verdict import Level, Outcome, Verdict, When
 WORLD = ("pods", "P10", "P12", "end")  # what changes the world or ends the picker, which this one does not follow
 
 
-async def outcomes(*names: str, flaws: tuple[str, ...] = (), patience_s: float = 2.0) -> dict[str, Outcome]:
+async def outcomes(*names: str, flaws: tuple[str, ...] = (), patience_s: float = 60.0) -> dict[str, Outcome]:
     """What comes of some cases. The pods do not listen: this picker never asks them."""
     everyone = pods()
     async with serving(FlawedPicker([pod.endpoint for pod in everyone], *flaws)) as port:

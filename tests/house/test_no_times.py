@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CLOCKS = {"monotonic", "perf_counter", "time"}
 PROCESSOR_TIME = {"thread_time", "process_time"}
+CLOCK = rf"\b({'|'.join(CLOCKS | PROCESSOR_TIME)})\("
 LEAST_S = 30
 WAITS = {"timeout": 0, "wait_for": 1, "eventually": 1, "until": 2}
 """What is called to wait, and which argument has the seconds after which it fails."""
@@ -116,15 +117,24 @@ def hasty(module: ast.Module) -> Iterator[ast.expr]:
                     and 0 < given.value < LEAST_S
                 ):
                     yield node
+        elif isinstance(node, ast.For) and any(isinstance(part, ast.Return | ast.Break) for part in ast.walk(node)):
+            times = node.iter.args[-1] if isinstance(node.iter, ast.Call) and called(node.iter) == "range" else None
+            for call in (part for part in ast.walk(node) if isinstance(part, ast.Call) and called(part) == "sleep"):
+                match times, call.args:
+                    case ast.Constant(value=int(count)), [ast.Constant(value=int() | float() as pause)]:
+                        if 0 < count * pause < LEAST_S:
+                            yield node.iter
 
 
 def test_no_test_depends_on_how_fast_the_machine_is() -> None:
     found = list[str]()
     for path in sorted((ROOT / "tests").rglob("*.py")):
         source = path.read_text()
-        for find, sign in ((bounds, r"\.\w*time\(|monotonic\(|perf_counter\("), (hasty, rf"\b({'|'.join(WAITS)})\(")):
-            if re.search(sign, source):  # which is faster
-                found += [f"{path.relative_to(ROOT)}:{n.lineno}: {ast.unparse(n)}" for n in find(ast.parse(source))]
+        signs = ((bounds, CLOCK), (hasty, rf"\b({'|'.join(WAITS)})\([^)]*\d|in range\(\d+\):"))
+        finders = [find for find, sign in signs if re.search(sign, source)]  # parsing each takes seconds
+        module = ast.parse(source) if finders else None
+        for find in finders:
+            found += [f"{path.relative_to(ROOT)}:{n.lineno}: {ast.unparse(n)}" for n in find(module)]
     assert found == [], "see CONTRIBUTING.md, Tests"
 
 

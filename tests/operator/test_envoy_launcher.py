@@ -81,11 +81,11 @@ class Edge:
         return await self.status(f"{self.url}/v1/models", headers={"authorization": f"Bearer {key}"})
 
     async def until(self, true: Callable[[], Awaitable[bool]], what: str) -> None:
-        for _ in range(1500):
+        for _ in range(6000):
             if await true():
                 return
             await asyncio.sleep(0.01)
-        raise AssertionError(f"not within 15 s: {what}\n{self.log[-3000:]}")
+        raise AssertionError(f"not within 60 s: {what}\n{self.log[-3000:]}")
 
     async def ended(self) -> int:
         return await asyncio.wait_for(self.process.wait(), 60)
@@ -140,7 +140,7 @@ async def running(folder: Path, *flags: str, **settings: Any) -> AsyncIterator[E
             process.kill()
             await process.wait()
         server.close()
-    for _ in range(200):  # a killed launcher's Envoy goes by itself
+    for _ in range(3000):  # a killed launcher's Envoy goes by itself
         if not processes("-f", str(folder)):
             return
         await asyncio.sleep(0.02)

@@ -55,9 +55,9 @@ def assert_known(simulation: Simulation) -> None:
     "faults",
     [
         Faults(),
-        Faults(event_loss=0.2),
-        Faults(engines=((0, 3.0), (1, 4.0)), down_s=1.0),
-        Faults(routers=((0, 5.0),)),
+        pytest.param(Faults(event_loss=0.2), marks=pytest.mark.deep),
+        pytest.param(Faults(engines=((0, 3.0), (1, 4.0)), down_s=1.0), marks=pytest.mark.deep),
+        pytest.param(Faults(routers=((0, 5.0),)), marks=pytest.mark.deep),
         Faults(event_loss=0.1, engines=((2, 2.0),), routers=((1, 2.5), (0, 4.0)), down_s=2.0),
     ],
 )

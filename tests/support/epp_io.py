@@ -210,7 +210,7 @@ class RunningPicker:
     task: asyncio.Task[None]
     stopping: asyncio.Event
 
-    async def get(self, path: str, *, patience_s: float = 5.0) -> httpx.Response:
+    async def get(self, path: str, *, patience_s: float = 60.0) -> httpx.Response:
         """A page of the admin port."""
         async with client(timeout=patience_s) as http:
             return await http.get(f"http://127.0.0.1:{self.options.admin_port}{path}")

@@ -115,8 +115,8 @@ def uses(name: str, leading: str = "") -> Iterator[str]:
             yield f"{outer}({', '.join([*head, repr(test), 'argument'])})"
 
 
-DOUBLES = ("reject", "rejectattr")
-"""They do what `select` and `selectattr` do."""
+DOUBLES = ("reject", "rejectattr", "selectattr")
+"""They do what `select` does."""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parsed
-from support.epp_io import engines, running_picker
+from support.epp_io import engines, running_picker, until
 from support.epp_kube import asked
 from support.http import client
 from support.proxy import NONE, Proxy
@@ -248,7 +248,7 @@ def test_the_page_is_what_the_library_reads_back(value: str, observed: list[floa
 
 def test_our_runtimes_say_nothing_of_running_requests_share_of_the_cache(page: Page) -> None:
     load = TreelineLoad(pages_used=1, pages_cached=99, pages_total=100, page_size=16, running=2, waiting=1)
-    page.proxy.picker.on_load("e0", load, time.monotonic())
+    page.proxy.picker.on_load("e0", load, time.monotonic() + 60.0)
     assert page.value("inference_pool_average_kv_cache_utilization") is None
     assert page.value("inference_pool_average_queue_size") == 1
 
@@ -278,7 +278,15 @@ async def test_the_flag_says_whose_names_the_page_has(wanted: str, shown: tuple[
         flags = ("--endpoint", f"e0={engine.address}", "--metrics-families", wanted)
         async with running_picker(*flags) as picker, client() as http:
             assert await asked(picker, "tiny") == engine.address
-            text = (await http.get(f"http://127.0.0.1:{picker.options.metrics_port}/metrics")).text
+
+            async def page() -> str:
+                return (await http.get(f"http://127.0.0.1:{picker.options.metrics_port}/metrics")).text
+
+            async def ended() -> bool:  # the client has left; the picker hears of it a little later
+                return "llm_d_epp_extproc_streams_inflight 1.0" not in await page()
+
+            await until(ended, "the picker to hear that the client has left")
+            text = await page()
     assert ("treeline_epp_decisions_total" in text, "inference_objective_request_total" in text) == shown
     assert ("llm_d_epp_request_total" in text) == ("llm-d" in wanted)
     assert ("llm_d_epp_extproc_streams_inflight 0.0" in text) == ("llm-d" in wanted)

@@ -196,7 +196,7 @@ async def test_a_new_certificate_is_for_those_who_come_then(tmp_path: Path, monk
         await asyncio.sleep(0.1)
         await (await asks(first)).close()
         second = write()
-        for _ in range(500):
+        for _ in range(3000):
             await asyncio.sleep(0.02)
             try:
                 after = await asks(second)

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
 from support.epp_io import data_plane, engines, until
 from treeline_epp.extproc.state import BodyMode, ExtProcState, Kind, Message
@@ -74,7 +73,10 @@ def test_a_refusal_before_anything_was_asked_has_openais_shape() -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.deep
 async def test_anthropics_client_reads_what_the_picker_says(tmp_path: Path) -> None:
+    import anthropic  # takes seconds
+
     async with (
         engines(1) as (engine,),
         data_plane(

@@ -282,7 +282,9 @@ class Texts:
     token_bytes = [b"%05d" % token for token in range(1 << 16)]  # noqa: RUF012
 
 
-@pytest.mark.parametrize("one_event", [True, False], ids=["one event", "an event each"])
+@pytest.mark.parametrize(
+    "one_event", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["one event", "an event each"]
+)
 async def test_many_removals_at_once_hold_up_nobody_and_what_follows_comes_after(one_event: bool) -> None:
     count, rng = 30_000, random.Random(0)
     hashes = [rng.getrandbits(63) for _ in range(count)]

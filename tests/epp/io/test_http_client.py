@@ -57,7 +57,7 @@ async def serving(server: Server, host: str = "127.0.0.1") -> AsyncIterator[Http
         listening.close()
 
 
-def ask(client: HttpClient, server: Server, within_s: float = 5.0) -> Awaitable[tuple[int, bytes]]:
+def ask(client: HttpClient, server: Server, within_s: float = 60.0) -> Awaitable[tuple[int, bytes]]:
     async def answered() -> tuple[int, bytes]:
         answer = await client.get(server.address, "/health", within_s=within_s, most=100)
         return answer.status, answer.body
@@ -147,8 +147,8 @@ async def test_requests_name_their_host_and_show_the_key_of_the_moment() -> None
     server, keys = Server(), ["", "secret"]
     async with serving(server):
         client = HttpClient(lambda: keys.pop(0))
-        await client.get(server.address, "/a b?c=d\r\nx: y", within_s=5, most=100, accept="text/plain")
-        await client.get(server.address, "/v1/models", within_s=5, most=100)
+        await client.get(server.address, "/a b?c=d\r\nx: y", within_s=60, most=100, accept="text/plain")
+        await client.get(server.address, "/v1/models", within_s=60, most=100)
         await client.close()
     first, second = (head.decode().split("\r\n") for head in server.heads)
     assert first[0] == "GET /a%20b?c=d%0D%0Ax:%20y HTTP/1.1"
@@ -165,7 +165,7 @@ async def test_ipv6_is_asked_too() -> None:
 
 async def test_where_nobody_listens_there_is_no_connection() -> None:
     with pytest.raises(ConnectError):
-        await HttpClient().get(f"127.0.0.1:{free_base(1)}", "/", within_s=5, most=100)
+        await HttpClient().get(f"127.0.0.1:{free_base(1)}", "/", within_s=60, most=100)
 
 
 async def test_who_gives_up_leaves_no_connection_behind() -> None:

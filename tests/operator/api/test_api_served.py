@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +11,7 @@ import pytest
 import yaml
 from support.api_specs import document
 from support.control_plane import ControlPlane, ControlPlaneFailed
+from support.stack import until
 from treeline_operator.api.pool import InferencePool
 from treeline_tools import policies
 
@@ -187,17 +187,8 @@ def attempt(plane: ControlPlane, namespace: str, obj: dict[str, Any], *, dry: bo
         return http.post(path, params={"dryRun": "All"} if dry else {}, json=obj)
 
 
-def until(probe: Callable[[], Any], what: str) -> Any:
-    """The first result of a probe that is true. The API server notices policies and parameters after a moment."""
-    deadline = time.monotonic() + 30
-    while not (result := probe()):
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.05)
-    return result
-
-
 def until_said(plane: ControlPlane, namespace: str, obj: dict[str, Any], words: str) -> str:
-    """What the API server answers once the words are in it."""
+    """What the API server answers once the words are in it: it notices policies and parameters after a moment."""
 
     def said() -> str:
         reply = attempt(plane, namespace, obj)

@@ -42,6 +42,7 @@ class Publisher:
 
     def __init__(self, folder: Path) -> None:
         make_tokenizer(folder)
+        self._updates = self.first = 0
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.setsockopt(zmq.LINGER, 0)
         addresses = Addresses(str(folder))
@@ -57,12 +58,12 @@ class Publisher:
         self.live = self.socket(zmq.SUB, "events_port")
         self.live.subscribe(b"kv@")
         eventually(self._heard, 60, "the subscription works")
-        while self.live.poll(50):
-            self.first = int.from_bytes(self.live.recv_multipart()[1], "big") + 1
+        while self.first < self._updates:  # each of them was an event
+            self.first = int.from_bytes(receive(self.live)[1], "big") + 1
 
     def _started(self) -> dict[str, Any]:
         while True:
-            assert self._inbox.wait(15_000), "the publisher says nothing"
+            assert self._inbox.wait(60_000), "the publisher says nothing"
             (message,) = self._inbox.take(1)
             if not isinstance(message, Heartbeat):
                 assert isinstance(message, Ready), message
@@ -73,6 +74,7 @@ class Publisher:
         return bool(self.live.poll(20))
 
     def update(self, *events: Any) -> None:
+        self._updates += 1
         self._outbox.send(CacheUpdate(list(events)))
 
     def socket(self, kind: int, port: str) -> zmq.Socket[bytes]:

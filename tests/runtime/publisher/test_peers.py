@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
 from support.raw_zmtp import frame, is_ended, raw_client
+from support.stack import until
 from treeline_runtime.publisher import peers
 from treeline_runtime.publisher.peers import BYTES_A_SECOND, Peers
 
@@ -25,13 +25,6 @@ def bound(kind: int) -> Iterator[tuple[zmq.Socket[bytes], int, Peers]]:
         yield sock, int(sock.last_endpoint.rpartition(b":")[2]), Peers(sock, BURST)
     finally:
         context.destroy(linger=0)
-
-
-def until(true: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
 
 
 def told(members: Peers, count: int) -> None:

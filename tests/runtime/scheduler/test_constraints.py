@@ -378,9 +378,10 @@ def test_who_ends_while_a_failed_launch_is_repeated_is_not_launched(
     ("victim", "how"),
     [
         ("drawn", "abort"),
-        ("drawn", "stop"),
-        *(pytest.param(*case, marks=pytest.mark.deep) for case in (("greedy", "abort"), ("plain", "abort"))),
-        pytest.param("drawn", "abort all", marks=pytest.mark.deep),
+        *(
+            pytest.param(*case, marks=pytest.mark.deep)
+            for case in (("drawn", "stop"), ("greedy", "abort"), ("plain", "abort"), ("drawn", "abort all"))
+        ),
     ],
 )
 def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]], victim: str, how: str) -> None:

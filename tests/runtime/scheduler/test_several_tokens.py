@@ -6,8 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runtime_constraints import Toy
 from support.runtime_engine import Harness, prompt
@@ -43,27 +42,29 @@ def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: ran
 def ask(engine: Harness, seed: int, stops: dict[str, int]) -> None:
     """Prompts with a beginning in common; some stop at a token, some are limited."""
     rng = random.Random(seed)
-    for i in range(7):
+    for i in range(5):
         ids = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(1, 20))
         options: dict[str, Any] = {"stop_token_ids": (stops[str(i)],)} if str(i) in stops else {}
         options["max_new_tokens"] = rng.choice([1, 4, 19, 40])
         engine.submit(str(i), ids, top_logprobs_num=1, return_logprob=True, **options)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@given(seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans())
+@settings(max_examples=30)
+@given(
+    depth=st.integers(0, 1), seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans()
+)
 def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
     tiny: Path, depth: int, seed: int, page_size: int, mixed: bool
 ) -> None:
-    settings: dict[str, Any] = {"page_size": page_size, "mixed_chunk": mixed, "chunked_prefill_size": 32}
-    settings["max_total_tokens"] = 256  # retractions happen
-    free = Harness(tiny, **settings)
+    options: dict[str, Any] = {"page_size": page_size, "mixed_chunk": mixed, "chunked_prefill_size": 32}
+    options["max_total_tokens"] = 256  # retractions happen
+    free = Harness(tiny, **options)
     ask(free, seed, {})
     free.run()
     known = {rid: free.logprobs(rid) for rid in free.outs}
     rng = random.Random(seed)
     stops = {rid: rng.choice(free.tokens(rid)) for rid in known if rng.random() < 0.5}
-    plain, several = Harness(tiny, **settings), Harness(tiny, overlap_depth=depth, **settings)
+    plain, several = Harness(tiny, **options), Harness(tiny, overlap_depth=depth, **options)
     compute = several._compute
     accepting(several, known, rng)
     for engine in (plain, several):
@@ -76,7 +77,7 @@ def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
         assert several.last(rid).completion_tokens == plain.last(rid).completion_tokens
     several._compute = compute  # type: ignore[method-assign]
     # what is cached was computed: the next turn of a conversation is what it is for others
-    for rid in known:
+    for rid in list(known)[:2]:
         turn = prompt(1, 9) + plain.tokens(rid)
         assert several.generate(f"next {rid}", turn) == plain.generate(f"next {rid}", turn)
 

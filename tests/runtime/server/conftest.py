@@ -16,14 +16,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("models") / "random")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fake(model: Path) -> Iterator[ServerProcess]:
     """A server whose scheduler has no model: it repeats the prompt (support.fake_scheduler)."""
     with running(model, "--enable-debug-endpoints", "--kv-events-topic", "kv@test", fake=True) as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def keyed(model: Path) -> Iterator[ServerProcess]:
+    """Another one, with a key and a name for its model."""
+    flags = ("--api-key=correct-horse", "--no-events", "--served-model-name=mine")
+    with running(model, *flags, fake=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server of the model `speaks`: it says what the last message says (support.speaking)."""
     folder = make_speaking_checkpoint(tmp_path_factory.mktemp("models") / "speaks")

@@ -103,6 +103,7 @@ def favours(token: int) -> dict[str, Any]:
     return {"custom_logit_processor": "favours", "custom_params": {"token": token}}
 
 
+@pytest.mark.deep
 def test_the_official_client_names_one(client: openai.OpenAI, http: httpx.Client, server: ServerProcess) -> None:
     text = http.post("/detokenize", json={"tokens": [50] * 3}).json()["text"]
     chat = client.chat.completions.create(model="random", messages=HELLO, max_tokens=3, extra_body=favours(50))
@@ -124,6 +125,7 @@ def test_the_official_client_names_one(client: openai.OpenAI, http: httpx.Client
     assert "favours=support.processors:Favours" in info["logit_processor"]
 
 
+@pytest.mark.deep
 def test_generate_takes_it_where_sglang_has_it(http: httpx.Client) -> None:
     params = {"max_new_tokens": 2, "temperature": 0}
     free = http.post("/generate", json={"text": "a", "sampling_params": params}).json()["output_ids"]
@@ -141,6 +143,7 @@ def test_generate_takes_it_where_sglang_has_it(http: httpx.Client) -> None:
     assert [one["output_ids"] for one in http.post("/generate", json=several).json()] == [free, [52, 52]]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -158,6 +161,7 @@ def test_what_is_refused_is_a_400(client: openai.OpenAI, fields: dict[str, Any],
     assert words in str(caught.value)
 
 
+@pytest.mark.deep
 def test_one_that_fails_is_a_500_of_its_request(client: openai.OpenAI) -> None:
     fails = {"custom_logit_processor": "fails", "custom_params": {"how": "raises", "after": 0}}
     with pytest.raises(openai.InternalServerError, match="logit processor 'fails' failed: RuntimeError"):

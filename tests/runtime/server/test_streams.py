@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from support.fake_scheduler import Magic
-from support.runtime_server import ServerProcess, eventually, running, sse
+from support.runtime_server import ServerProcess, eventually, sse
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 
@@ -170,7 +170,7 @@ def test_a_request_that_takes_too_long_is_a_504_or_ends_its_stream_with_an_error
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
         *chunks, error = sse(response)
-    assert len(chunks) == 2
+    assert chunks, "what came before, in one piece where the reader is slow"
     assert error["error"]["message"] == "it took too long"
 
 
@@ -392,32 +392,25 @@ def test_debug_radix_joins_the_tree_and_what_was_announced(http: httpx.Client, a
     assert shown["seq"] == len(shown["blocks"]) - 1
 
 
-def test_the_api_key_guards_all_but_probes(fake: ServerProcess, model: object) -> None:
-    with running(str(model), "--api-key=secret", "--no-events", "--served-model-name=mine", fake=True) as server:
-        with server.client() as client:
-            for path in (
-                "/live",
-                "/ready",
-                "/health",
-                "/server_info",
-                "/model_info",
-                "/treeline/tokenizer",
-            ):
-                assert client.get(path).status_code == 200
-            assert "secret" not in client.get("/server_info").text
-            assert client.get("/server_info").json()["kv_events"] is None
-            for answer in (client.get("/v1/models"), client.post("/v1/completions", json={"prompt": "hi"})):
-                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        with (
-            openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as wrong,
-            pytest.raises(openai.AuthenticationError),
-        ):
-            wrong.models.list()
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret") as right:
-            assert right.models.list().data[0].id == "mine"
-            assert right.completions.create(model="mine", prompt="hi", max_tokens=1).choices[0].text
-            with pytest.raises(openai.NotFoundError):
-                right.completions.create(model="random", prompt="hi")
+def test_the_api_key_guards_all_but_probes(keyed: ServerProcess) -> None:
+    with keyed.client() as client:
+        for path in ("/live", "/ready", "/health", "/server_info", "/model_info", "/treeline/tokenizer"):
+            assert client.get(path).status_code == 200
+        assert "correct-horse" not in client.get("/server_info").text
+        assert client.get("/server_info").json()["kv_events"] is None
+        for answer in (client.get("/v1/models"), client.post("/v1/completions", json={"prompt": "hi"})):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    base = f"{keyed.url}/v1"
+    with (
+        openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as wrong,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        wrong.models.list()
+    with openai.OpenAI(base_url=base, api_key="correct-horse") as right:
+        assert right.models.list().data[0].id == "mine"
+        assert right.completions.create(model="mine", prompt="hi", max_tokens=1).choices[0].text
+        with pytest.raises(openai.NotFoundError):
+            right.completions.create(model="random", prompt="hi")
 
 
 async def test_the_async_client_under_concurrency(fake: ServerProcess) -> None:

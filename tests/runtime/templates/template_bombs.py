@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support.cpu import reference_s
 from treeline_runtime.templates.pool import PoolLimits, TemplatePool
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
 from treeline_wire.template_inline import MAX_INPUT_CHARS
@@ -209,7 +210,8 @@ _MESSAGES = [{"role": "user", "content": "hello"}, {"role": "user", "content": "
 
 
 def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
-    """What became of one bomb, and the least that rendering it has taken of the processor."""
+    """What became of one bomb, and the least that rendering it has taken of the processor: seconds, and `reference_s`
+    of this moment where that is not next to nothing."""
     render_cpu_s = 0.0
     try:
         template = ChatTemplate(source, special_tokens={}, pool=pool)
@@ -219,7 +221,8 @@ def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
         result, render_cpu_s = least_seconds(template, _MESSAGES, padding, tries=tries)
     except TemplateError:
         result = "does not compile"
-    return {"result": result, "render_cpu_s": render_cpu_s}
+    references = render_cpu_s / reference_s() if render_cpu_s >= HELD_S else 0.0
+    return {"result": result, "render_cpu_s": render_cpu_s, "references": references}
 
 
 def thread_seconds(

@@ -113,11 +113,11 @@ def test_an_unguarded_jinja_leaks_to_most_of_the_corpus(monkeypatch: pytest.Monk
 def outcomes() -> dict[tuple[str, str], dict[str, Any]]:
     """What happened to each bomb in a process of its own, by name and place."""
     script = str(Path(__file__).parent / "template_bombs.py")
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
     rows = map(json.loads, run.stdout.splitlines())
-    reference = {("reference", ""): {"s": reference_s()}}
-    return reference | {(row["name"], row.get("where", "")): row for row in rows}
+    return {(row["name"], row.get("where", "")): row for row in rows}
 
 
 @pytest.mark.deep
@@ -128,7 +128,7 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
 ) -> None:
     inline, worker = outcomes[name, "inline"], outcomes[name, "worker"]
     assert not inline["result"].startswith("rendered"), inline
-    assert inline["render_cpu_s"] < 15 * outcomes["reference", ""]["s"], "an event loop waits for it"
+    assert inline["references"] < 15, "an event loop waits for it"
     assert worker["result"] != "stopped", "its worker says what became of it"
 
 
