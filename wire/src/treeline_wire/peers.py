@@ -57,8 +57,8 @@ class How(IntEnum):
 class Opened(Struct, frozen=True, gc=False, array_like=True, tag=1):
     """A request was sent to an endpoint. `tokens` it has to prefill there, which should take `prefill_ms`; `age_ms` is
     how long ago that was, where it is sent later. `rank` is the one that holds most of the prompt. `marks` are of
-    beginnings of the prompt that will be held then, the longest last; the whole prompt has `length` bytes and the mark
-    `tail`, 0 where it is not known. `session` is a mark of the session that it belongs to, 0 where it belongs to none.
+    beginnings of the prompt that will be held then, the longest last. `session` is a mark of the session that it
+    belongs to, 0 where it belongs to none.
     """
 
     id: Id
@@ -68,8 +68,6 @@ class Opened(Struct, frozen=True, gc=False, array_like=True, tag=1):
     age_ms: Number = 0
     rank: Number = 0
     marks: Annotated[tuple[Mark, ...], Meta(max_length=MOST_MARKS)] = ()
-    length: Number = 0
-    tail: Mark = 0
     session: Mark = 0
 
 
