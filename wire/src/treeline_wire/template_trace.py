@@ -147,7 +147,7 @@ class _Text(str):
         if not all(each is None or (type(each) is str and each.isspace()) for each in chars):
             _fail()
         _watch.get().stripped.update(_marks(self))
-        return _tracked(strip(str(self), *chars))
+        return _Text(strip(str(self), *chars))
 
 
 _KNOWN: Final = {*vars(_Text), *dir(object), "__getnewargs__"} - {"__ge__", "__gt__", "__le__", "__lt__"}
@@ -205,9 +205,10 @@ class _TracingEnvironment(InlineEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for compare in list(tree.find_all(nodes.Compare)):
-            operands = [compare, *compare.ops[:-1]]
-            for operand, behind in zip(operands, compare.ops, strict=True):
-                if behind.op in ("in", "notin"):  # a string is searched for another without asking it
+            # A string is searched for another without asking that.
+            if any(operand.op in ("in", "notin") for operand in compare.ops):
+                compare.expr = _around(compare.expr, _NEEDLE)
+                for operand in compare.ops[:-1]:
                     operand.expr = _around(operand.expr, _NEEDLE)
         for block in tree.find_all(nodes.AssignBlock):
             if block.filter is not None:

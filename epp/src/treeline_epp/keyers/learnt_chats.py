@@ -218,8 +218,9 @@ def _plain(
     texts: list[str] = []
     size = 0
     for message in messages:
-        if tuple(message) != _BARE and tuple(name for name, value in message.items() if value is not None) != _BARE:
-            return None  # a template may write members in their order
+        usual = len(message) == 2 and next(iter(message)) == "role"  # a template may write members in their order
+        if not usual and tuple(name for name, value in message.items() if value is not None) != _BARE:
+            return None
         role, content = message.get("role"), message.get("content")
         listed = type(content) is list
         if listed:
