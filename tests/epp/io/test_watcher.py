@@ -254,7 +254,7 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 
 
 async def _bomb(writer: asyncio.StreamWriter) -> None:
-    packed = gzip.compress(b" " * 50_000_000)
+    packed = gzip.compress(b" " * 5_000_000)
     writer.write(
         _HEAD + b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed) + packed
     )
