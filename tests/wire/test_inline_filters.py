@@ -17,7 +17,6 @@ from jinja2.tests import TESTS
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.template_inline import (
     MAX_CHARS,
-    PASSED_ON,
     InlineEnvironment,
     InlineTemplate,
     NotInlineError,
@@ -27,6 +26,8 @@ ITEMS = 100
 MOST_CALLS = 30 * ITEMS
 """A filter may call a few functions for each item before it looks at the clock, and not one for each part of a path."""
 
+PASSED_ON = {name for name in InlineEnvironment().filters if name.endswith("!")}
+"""The guards, whose names no template can spell."""
 FILTER_NAMES = sorted({*FILTERS, *TemplateEnvironment().filters, *InlineEnvironment().filters} - PASSED_ON)
 TEST_NAMES = sorted({*TESTS, *InlineEnvironment().tests})
 CONSTANT_TESTS = {

@@ -59,7 +59,8 @@ class ObservingSettings:
     )
 
 
-GROUPS = ("inference.networking.k8s.io", "inference.networking.x-k8s.io", "treeline.dev")
+GROUPS = ("inference.networking.k8s.io", "treeline.dev")
+_RULES_GROUP = "inference.networking.x-k8s.io"
 _ENV_IN_CLUSTER = "KUBERNETES_SERVICE_HOST"
 
 
@@ -426,11 +427,11 @@ def _fill(found: dict[str, Any]) -> None:
     if found["host"] is None:
         found["host"] = "0.0.0.0" if _ENV_IN_CLUSTER in os.environ else "127.0.0.1"
     if found["secure_serving"] is None:
-        upstream = bool(found["pool_name"] or found["endpoint_selector"]) and found["pool_group"] != GROUPS[2]
+        upstream = bool(found["pool_name"] or found["endpoint_selector"]) and found["pool_group"] != GROUPS[1]
         found["secure_serving"] = upstream or found["cert_path"] is not None
-    extended = bool(found["pool_name"]) and found["pool_group"] != GROUPS[2]
+    extended = bool(found["pool_name"]) and found["pool_group"] != GROUPS[1]
     if found["rules_group"] is None:
-        found["rules_group"] = GROUPS[1] if extended else ""
+        found["rules_group"] = _RULES_GROUP if extended else ""
     if found["trust_request_headers"] is None:
         found["trust_request_headers"] = extended
     if found["fallback_endpoints"] is None:
@@ -471,4 +472,4 @@ def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
     if found["endpoint_selector"] and not found["endpoint_target_ports"]:
         p.error("--endpoint-selector needs --endpoint-target-ports")
     if found["gateway"]:
-        found["pool_group"] = GROUPS[2]
+        found["pool_group"] = GROUPS[1]

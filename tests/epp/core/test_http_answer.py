@@ -12,9 +12,7 @@ from treeline_epp.endpoints.http_answer import (
     Answer,
     AnswerReader,
     BadAnswer,
-    EncodedAnswer,
     HttpError,
-    LongAnswer,
     NotHttp,
 )
 
@@ -141,16 +139,16 @@ def test_a_connection_is_kept_where_it_is_clear_where_the_next_answer_begins(dat
         (b"HTTP/1.1 200 OK\ncontent-length: 2\n\nhi", NotHttp),
         (OK + b"content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n", NotHttp),
         (OK + b"content-length: 2, 3\r\n\r\nhi", NotHttp),
-        (OK + b"content-length: 1001\r\n\r\n", LongAnswer),
-        (OK + b"\r\n" + b"x" * 1001, LongAnswer),
+        (OK + b"content-length: 1001\r\n\r\n", BadAnswer),
+        (OK + b"\r\n" + b"x" * 1001, BadAnswer),
         (OK + b"transfer-encoding: gzip, chunked\r\n\r\n", NotHttp),
-        (OK + b"transfer-encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001, LongAnswer),
+        (OK + b"transfer-encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001, BadAnswer),
         (OK + b"transfer-encoding: chunked\r\n\r\n" + b"f" * 400 + b"\r\n", NotHttp),
         (OK + b"transfer-encoding: chunked\r\n\r\n1;" + b"x" * 5000, NotHttp),
         (OK + b"transfer-encoding: chunked\r\n\r\n1\r\nhi\r\n0\r\n\r\n", NotHttp),
         (OK + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 400, BadAnswer),
-        (OK + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: 1\r\n" * HEAD_BYTES, LongAnswer),
-        (OK + b"content-encoding: gzip\r\ncontent-length: 0\r\n\r\n", EncodedAnswer),
+        (OK + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: 1\r\n" * HEAD_BYTES, BadAnswer),
+        (OK + b"content-encoding: gzip\r\ncontent-length: 0\r\n\r\n", BadAnswer),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_its_kind(data: bytes, error: type[HttpError]) -> None:

@@ -84,7 +84,7 @@ async def test_metrics_that_come_without_end_are_given_up_long_before_their_time
         scraper.follow((VLLM,))
         task = asyncio.create_task(scraper.run())
         await until(lambda: scraper.failing is not None, "it is given up")
-        assert scraper.failing is Failure.UNREACHABLE
+        assert scraper.failing in (Failure.UNREACHABLE, Failure.BAD_ANSWER)
         assert sent[0] < 8 << 20
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -109,7 +109,7 @@ async def test_a_file_is_parsed_only_where_its_bytes_are_others(
     file, looks, parsed = tmp_path / "endpoints.yaml", 0, list[str | bytes]()
     decode = discovery.decode_yaml
 
-    async def changes(_file: Path) -> AsyncIterator[None]:
+    async def looking() -> AsyncIterator[None]:
         nonlocal looks
         for text in ("endpoints: []", "endpoints: [", "endpoints: [{name: b, address: '10.0.0.2:80'}]"):
             for _ in range(3):
@@ -121,7 +121,7 @@ async def test_a_file_is_parsed_only_where_its_bytes_are_others(
         parsed.append(text)
         return decode(text, into)
 
-    monkeypatch.setattr(discovery, "_changes", changes)
+    monkeypatch.setattr(discovery, "_looks", looking)
     monkeypatch.setattr(discovery, "decode_yaml", counting)
     told = [[spec.name for spec in specs] async for specs in discover([A], file)]
     assert (told, looks, len(parsed)) == ([["a"], ["a", "b"]], 9, 3)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.ports import free_base
 from treeline_epp.endpoints import http_client
-from treeline_epp.endpoints.http_answer import ConnectError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_answer import HttpError, HttpTimeout, NotHttp
 from treeline_epp.endpoints.http_client import HttpClient
 
 HELLO = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
@@ -164,7 +164,7 @@ async def test_ipv6_is_asked_too() -> None:
 
 
 async def test_where_nobody_listens_there_is_no_connection() -> None:
-    with pytest.raises(ConnectError):
+    with pytest.raises(HttpError):
         await HttpClient().get(f"127.0.0.1:{free_base(1)}", "/", within_s=60, most=100)
 
 

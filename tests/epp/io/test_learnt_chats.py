@@ -137,7 +137,7 @@ def test_generated_conversations_are_the_same_joined(name: str, turns: list[tupl
 DEPENDENT = {
     "length": "{{ m.content | length }}",
     "compared with each other": "{{ m.content == messages[0].content }}",
-    "messages compared": "{{ m == messages[-1] }}",
+    "messages compared": "{{ m == {'role': m.role, 'content': messages[0].content} }}",
     "upper": "{{ m.content | upper }}",
     "method": "{{ m['content'].upper() }}",
     "split": "{{ m.content.split(',')[0] }}",
@@ -151,16 +151,12 @@ DEPENDENT = {
     "shown in a list": "{{ [m.content] }}",
     "shown by ~": "{{ 'a' ~ [m.content] }}",
     "as a string": "{{ [m.content] | string }}",
-    "order of members": "{% for k in m %}{{ k }}{% endfor %}",
-    "order of items": "{% for k, v in m.items() %}{{ k }}{% endfor %}",
-    "first member": "{{ m | first }}",
     "multiplied": "{{ m.content * 2 }}",
     "key": "{{ {'A': 'B'}[m.content] }}",
     "name of a member": "{{ {m.content: 'B'}['A'] }}",
     "name that is asked for": "{% if 'A' in {m.content: 1} %}B{% endif %}",
     "unpacked": "{% set (a,) = m.content %}{{ a }}",
     "unpacked in a loop": "{% for (a,) in [m.content] %}{{ a }}{% endfor %}",
-    "default": "{{ m.content | default('B', true) }}",
     "got": "{{ {'A': 'B'}.get(m.content) }}",
     "in a list": "{{ m.content in ['A'] }}",
     "within": "{{ m.content in 'ABC' }}",
@@ -168,7 +164,6 @@ DEPENDENT = {
     "larger": "{{ m.content > 'B' }}",
     "test": "{{ m.content is eq 'A' }}",
     "selected": "{{ messages | selectattr('content', 'equalto', 'A') | list | length }}",
-    "mapped": "{{ messages | map(attribute='content') | join }}",
     "sorted": "{{ (messages | sort(attribute='content'))[0].role }}",
     "stripped of letters": "{{ m.content.strip('A') }}",
     "trimmed of letters": "{{ m.content | trim('A') }}",
@@ -197,6 +192,9 @@ CONDITIONS = {
     "within": ("{% if '</t>' in m.content %}T{% endif %}{{ m.content }}", "A", ("a</t>",)),
     "begins": ("{% if m.content.startswith('<t>') %}T{% endif %}{{ m.content }}", "A", ("<t>a",)),
     "or": ("{{ m.content or 'nothing' }}", "A", ("",)),
+    "default": ("{{ m.content | default('B', true) }}", "A", ("",)),
+    "mapped": ("{{ messages | map(attribute='content') | map('trim') | join }}", "A", (" A",)),
+    "members": ("{% for k, v in m.items() %}{{ k }}{{ v }}{% endfor %}", "A", ()),
     "unless": ("{{ 'a' if not m.content else m.content }}", "A", ("",)),
 }
 
@@ -211,6 +209,14 @@ def test_what_holds_for_most_texts_is_joined_for_those(name: str) -> None:
         body = said(("user", other))
         assert not joins(learnt, body)
         assert rendered(learnt, body) == rendered(full, body)
+
+
+def test_a_message_whose_members_are_in_another_order_is_rendered() -> None:
+    full, learnt = both("{% for m in messages %}{% for k in m %}{{ k }}{% endfor %}{{ m.content }}{% endfor %}")
+    learn(learnt, "user")
+    turned = {"messages": [{"content": "A", "role": "user"}]}
+    assert not joins(learnt, turned)
+    assert rendered(learnt, turned) == rendered(full, turned) == "contentroleA"
 
 
 def test_texts_may_be_written_in_any_order_and_number() -> None:

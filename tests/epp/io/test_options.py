@@ -66,12 +66,12 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     assert options.secure_serving, "gateways speak TLS to such pickers"
     assert options.ignored == (), "logs are JSON here, too"
     words = (
-        "--pool-name=p --pool-group=inference.networking.x-k8s.io --secure-serving=false --health-checking=true "
+        "--pool-name=p --pool-group=inference.networking.k8s.io --secure-serving=false --health-checking=true "
         "--zap-devel --zap-log-level=info --zap-stacktrace-level error --zap-time-encoding iso8601 -v=4 --v 5 "
         "--tracing=false --enable-pprof=false --metrics-endpoint-auth=false --metrics-port=9090"
     )
     options = options_of(words.split())
-    assert options.pool_group == "inference.networking.x-k8s.io"
+    assert options.pool_group == "inference.networking.k8s.io"
     assert (options.secure_serving, options.health_checking) == (False, True)
     assert options.log_level == "debug", "-v=5"
     assert [sentence.partition(":")[0] for sentence in options.ignored] == ["--zap-devel", "--zap-stacktrace-level"]

@@ -46,7 +46,7 @@ async def test_three_find_each_other_by_names_their_own_among_them() -> None:
         await until(lambda: [one.elsewhere for _, one in made] == [0, 1, 1], "both others count it")
         seen = made[1][0].pick(request, loop.time())
         assert seen.endpoint == lease.decision.endpoint
-        assert seen.best.candidate.cached_tokens > 59_000
+        assert seen.best.candidate.cached_tokens > 53_000, "rounded down to the grid"
         first.close(lease, loop.time(), Outcome.HEADERS)
         await until(lambda: all(one.elsewhere == 0 for _, one in made), "and its end")
 

@@ -6,7 +6,6 @@ import pytest
 from treeline_epp.requests.routing_ways import Routing, RoutingWays, TokenizerFacts, Way, way_of
 
 GOOD = TokenizerFacts(known=True, has_keys=True)
-BY_TOKENS = TokenizerFacts(known=True, has_keys=True, by_tokens=True, problem="prompts are tokenized here")
 
 
 @pytest.mark.parametrize(
@@ -14,9 +13,7 @@ BY_TOKENS = TokenizerFacts(known=True, has_keys=True, by_tokens=True, problem="p
     [
         (True, False, GOOD, "events", "", ""),
         (True, False, GOOD._replace(problem="its template fails"), "events", "", "its template fails"),
-        (True, False, BY_TOKENS, "tokens", "TokenizerLosesText", "tokenized here"),
         (False, False, GOOD, "history", "NoEvents", "publishes no KV events"),
-        (False, False, BY_TOKENS, "history", "NoEvents", "publishes no KV events"),
         (False, False, TokenizerFacts(), "history", "NoEvents", "publishes no KV events"),
         (True, True, GOOD, "history", "NoKeyPair", "--curve-dir"),
         (True, False, TokenizerFacts(), "history", "NoTokenizer", "--tokenizer MODEL=URI"),
@@ -48,13 +45,13 @@ def test_a_pool_goes_by_the_worst_way_of_its_endpoints() -> None:
     ways.set("d", "q", none)
     assert ways.pools() == {"p": none._replace(message="1 of 3 endpoints: none"), "q": none}
     assert ways.counts() == {("p", "events", ""): 2, ("p", "history", "NoEvents"): 1, ("q", "history", "NoEvents"): 1}
-    tokens = Routing(Way.TOKENS, "TokenizerLosesText", "tokenized here")
+    unusable = Routing(Way.HISTORY, "TokenizerUnusable", "it drops text")
     for name in ("e", "f"):
-        ways.set(name, "p", tokens)
-    assert ways.pools()["p"].way is Way.HISTORY
+        ways.set(name, "p", unusable)
+    assert ways.pools()["p"].reason == "TokenizerUnusable", "more have it"
     ways.remove("b")
     ways.remove("nobody")
-    assert ways.pools()["p"] == tokens._replace(message="2 of 4 endpoints: tokenized here")
+    assert ways.pools()["p"] == unusable._replace(message="2 of 4 endpoints: it drops text")
     ways.remove("e")
     ways.remove("f")
     assert ways.pools()["p"] == Routing(Way.EVENTS)

@@ -136,8 +136,8 @@ async def test_an_engine_that_stalls_is_not_asked_twice_at_a_time() -> None:
         (answer(b"", "307 Temporary Redirect", "location: http://192.0.2.1/metrics"), Failure.STATUS),
         (answer(b'{"vllm:num_requests_waiting": 2}'), Failure.NO_LOAD),
         (answer(b"vllm:num_requests_waiting NaN\n"), Failure.NO_LOAD),
-        (answer(gzip.compress(PAGE), "200 OK", "content-encoding: gzip"), Failure.ENCODED),
-        (answer(PAGE + b"#" * module.MOST_BYTES), Failure.TOO_LARGE),
+        (answer(gzip.compress(PAGE), "200 OK", "content-encoding: gzip"), Failure.BAD_ANSWER),
+        (answer(PAGE + b"#" * module.MOST_BYTES), Failure.BAD_ANSWER),
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", Failure.UNREACHABLE),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", Failure.UNREACHABLE),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 99999\r\n\r\n" + PAGE, Failure.TIMEOUT),
@@ -159,7 +159,7 @@ async def test_an_answer_without_end_is_left_after_a_few_megabytes(monkeypatch: 
     said += 8 * (b"100000\r\n" + b"#" * (1 << 20) + b"\r\n")
     async with looking(lambda _: said) as it:
         await until(lambda: it.scraper.failing is not None, "it has failed")
-        assert it.scraper.failing is Failure.TOO_LARGE
+        assert it.scraper.failing is Failure.BAD_ANSWER
 
 
 async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(monkeypatch: pytest.MonkeyPatch) -> None:

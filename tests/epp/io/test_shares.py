@@ -1,4 +1,4 @@
-"""What clients share of a bound in the keyers: what was learnt of their chats, and prompts that are read on."""
+"""What clients share of a bound in the keyers: what was learnt of their chats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from treeline_epp.keyers import learnt_chats, rendering
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer, Bounds
-from treeline_epp.keyers.shares import Shares, Turns
+from treeline_epp.keyers.shares import Shares
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_wire import headers as names
@@ -39,34 +39,6 @@ def test_entries_are_bounded_together_and_whoever_has_most_gives_way(
             del model[loser][next(iter(model[loser]))]
         assert {who: dict(shares.of(who)) for who in model} == model
         assert len(shares) == sum(map(len, model.values()))
-
-
-@given(st.lists(st.tuples(OWNERS, st.booleans()), max_size=80))
-def test_owners_take_turns_and_no_one_of_them_fills_the_queue(steps: list[tuple[str | None, bool]]) -> None:
-    turns, waiting = Turns[tuple[str | None, int]](8), dict[str | None, list[int]]()
-    for at, (owner, takes) in enumerate(steps):
-        if not takes:
-            turns.put(owner, (owner, at))
-            waiting.setdefault(owner, []).append(at)
-            if sum(map(len, waiting.values())) > 8:
-                max(waiting.values(), key=len).pop()
-        elif len(turns):
-            who, number = turns.take()
-            assert who == next(iter(waiting))
-            own = waiting.pop(who)
-            assert own.pop(0) == number
-            waiting |= {who: own} if own else {}
-        waiting = {who: own for who, own in waiting.items() if own}
-        assert len(turns) == sum(map(len, waiting.values())) <= 8
-
-
-def test_a_client_with_one_text_is_next_but_one_however_many_another_has() -> None:
-    turns = Turns[str](64)
-    for at in range(100):
-        turns.put("ada", f"ada{at}")
-    turns.put("bob", "bob0")
-    assert [turns.take() for _ in range(3)] == ["ada0", "bob0", "ada1"]
-    assert len(turns) == 61
 
 
 def chat(role: str) -> dict[str, object]:

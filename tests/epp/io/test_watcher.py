@@ -246,7 +246,7 @@ async def test_why_an_engine_is_not_ready_is_logged(
     assert "endpoint e is starting: its health is not answered 200" in caplog.messages
     await engine.stop()
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.DOWN
-    assert any(f"endpoint e is down: http://{engine.address}: ConnectError" in text for text in caplog.messages)
+    assert any(f"endpoint e is down: http://{engine.address}: HttpError" in text for text in caplog.messages)
 
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -254,7 +254,7 @@ _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 
 
 async def _bomb(writer: asyncio.StreamWriter) -> None:
-    packed = gzip.compress(b" " * 50_000_000)
+    packed = gzip.compress(b" " * 5_000_000)
     writer.write(
         _HEAD + b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed) + packed
     )

@@ -92,7 +92,6 @@ UPSTREAM = {
         "targetPorts": [{"number": 3000}, {"number": 3002}],
     },
 }
-OLD = {"metadata": {"name": "old"}, "spec": {"selector": {"app": "vllm"}, "targetPortNumber": 8000}}
 
 
 def test_upstream_pools_have_an_endpoint_for_each_port() -> None:
@@ -103,8 +102,6 @@ def test_upstream_pools_have_an_endpoint_for_each_port() -> None:
         ("p-rank-0", "10.0.0.1:3000", "up", True),
         ("p-rank-1", "10.0.0.1:3002", "up", True),
     ]
-    made = pools.old_pool(raw(OLD))
-    assert [(s.name, s.address) for s in found(pod("p", labels=labels), of=(made,))] == [("p-rank-0", "10.0.0.1:8000")]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ from treeline_operator.rbac import PICKER
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 UPSTREAM = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
-OLD = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"
-OLD_MODELS = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencemodels"
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +26,6 @@ def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
     base = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     made = [
         crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
-        crd("inference.networking.x-k8s.io", "v1alpha2", "InferencePool", "inferencepools"),
-        crd("inference.networking.x-k8s.io", "v1alpha2", "InferenceModel", "inferencemodels"),
     ]
     for obj in made:
         control_plane.request("POST", base, obj)
@@ -182,36 +178,21 @@ async def test_the_role_that_the_operator_grants_is_enough_and_models_are_option
         assert {resource for resource, _, _ in used} == {"pods", "inferencepools", "inferencemodels"}
 
 
-@pytest.mark.parametrize("old", [False, True])
-async def test_upstream_pools_of_both_groups(plane: ControlPlane, namespace: str, old: bool) -> None:
-    cluster = Cluster(plane, namespace)
-    group = "inference.networking.x-k8s.io" if old else "inference.networking.k8s.io"
+async def test_upstream_pools(plane: ControlPlane, namespace: str) -> None:
+    cluster, group = Cluster(plane, namespace), "inference.networking.k8s.io"
     async with engines(1) as (engine,):
         await cluster.create_pod("pod", {"app": "vllm"})
         await cluster.create_pod("stranger", {"app": "other"}, ip="127.0.0.2")
-        if old:
-            spec = {"selector": {"app": "vllm"}, "targetPortNumber": engine.port}
-            model = {"modelName": "chat", "poolRef": {"name": "up"}, "criticality": "Critical"}
-            obj = {
-                "apiVersion": f"{group}/v1alpha2",
-                "kind": "InferenceModel",
-                "metadata": {"name": "m"},
-                "spec": model,
-            }
-            await cluster.create(OLD_MODELS, obj)
-        else:
-            spec = {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": engine.port}]}
-        version = "v1alpha2" if old else "v1"
         obj = {
-            "apiVersion": f"{group}/{version}",
+            "apiVersion": f"{group}/v1",
             "kind": "InferencePool",
             "metadata": {"name": "up"},
-            "spec": spec,
+            "spec": {"selector": {"matchLabels": {"app": "vllm"}}, "targetPorts": [{"number": engine.port}]},
         }
-        await cluster.create(OLD if old else UPSTREAM, obj)
+        await cluster.create(UPSTREAM, obj)
         flags = cluster.flags("--pool-name", "up", "--pool-group", group, "--secure-serving=false")
         async with running_picker(*flags) as picker:
             await listed_so(picker, "pod-rank-0", ready=True, address=engine.address)
             assert set(await listed(picker)) == {"pod-rank-0"}
             assert await asked(picker, "tiny") == engine.address
-            assert await asked(picker, "chat") == (engine.address if old else 404)
+            assert await asked(picker, "chat") == 404

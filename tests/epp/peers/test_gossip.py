@@ -338,8 +338,8 @@ def test_many_requests_and_many_pickers_are_bounded() -> None:
     _, gossip = gossip_of()
     liar = Liar(gossip)
     liar.join(0.0)
-    for start in range(0, MOST_OPEN + 900, 60):
-        liar.tell(0.0, *(Opened(start + number, REF, 1, 600_000) for number in range(60)))
+    for start in range(0, MOST_OPEN + 900, 40):
+        liar.tell(0.0, *(Opened(start + number, REF, 1, 600_000) for number in range(40)))
     assert gossip.elsewhere == MOST_OPEN
     for number in range(3 * MOST_PEERS):
         other = Liar(gossip)

@@ -52,11 +52,9 @@ _MAX_INDENT: Final = 8
 _MAX_NUMBER: Final = 1 << 63
 
 # Names that the grammar cannot spell, so that a template cannot use them.
-_GUARD: Final = "guard!"
+GUARD: Final = "guard!"
 _KEEP: Final = "keep!"
 _TICK: Final = "tick!"
-PASSED_ON: Final = frozenset({_GUARD, _KEEP, _TICK})
-"""Filters that leave a value as it is."""
 
 _NODES: Final = words(
     "Template Output TemplateData Const Name NSRef Getattr Getitem Slice For If Assign AssignBlock Macro Call "
@@ -146,7 +144,7 @@ class InlineEnvironment(TemplateEnvironment):
             for name, function in self.filters.items()
             if name in _FILTERS
         }
-        self.filters = {**bounded, _GUARD: _guard, _KEEP: _keep, _TICK: _tick}
+        self.filters = {**bounded, GUARD: _guard, _KEEP: _keep, _TICK: _tick}
         self.tests = {
             name: _guarded(cast(Callable[..., Any], function)) if name in _READING else function
             for name, function in self.tests.items()
@@ -199,7 +197,7 @@ class _Inline(NodeTransformer):
             raise NotInlineError("it has a recursive loop")
         self.generic_visit(node)
         if node.test is not None:
-            node.test = _filtered(node.test, _GUARD)
+            node.test = _filtered(node.test, GUARD)
         node.body.insert(0, _tick_of(node))
         return node
 
@@ -235,7 +233,7 @@ class _Inline(NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
-        return _filtered(self._visit_unguarded(node), _GUARD)
+        return _filtered(self._visit_unguarded(node), GUARD)
 
     visit_Concat = visit_Add
 
@@ -244,22 +242,22 @@ class _Inline(NodeTransformer):
         constant = any(isinstance(operand, nodes.Const) for operand in operands)
         cheap = constant and all(operand.op in _CHEAP_OPERATORS for operand in node.ops)
         self.generic_visit(node)
-        return node if cheap and len(node.ops) == 1 else _filtered(node, _GUARD)
+        return node if cheap and len(node.ops) == 1 else _filtered(node, GUARD)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         sliced = isinstance(node.arg, nodes.Slice)
         self.generic_visit(node)
-        return _filtered(node, _GUARD) if sliced else node
+        return _filtered(node, GUARD) if sliced else node
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, _GUARD)
+        return _filtered(node, GUARD)
 
     visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(node, _GUARD) if node.ctx == "load" else node
+        return _filtered(node, GUARD) if node.ctx == "load" else node
 
     def _visit_unguarded(self, node: Any) -> Any:
         """Visit a sum or concatenation whose result somebody else measures. Its operands are measured, so that it is at

@@ -1,55 +1,47 @@
 """What of a chat template's output depends on the texts of the messages, and how: found out by rendering it once.
 
-The texts of a chat are replaced by marks, one character of a private plane each, and the template is rendered under
-watch: wherever a value is *looked at* instead of being written or passed on (compared, searched, sliced, measured,
-counted, turned into JSON …), a filter that the template cannot spell is put around it and sees whether the value
-carries a mark. If nothing that carries one is ever looked at, the rendering is the same for all texts, and what stands
-between the marks is what the template writes between the texts. Some looks have an answer that holds for most texts:
+The texts of a chat are replaced by *watched* ones: a mark each, one character of a private plane, in a string that may
+be written and passed on, and that notices whoever looks at it (compares, searches, slices, measures, counts it, turns
+it into JSON …). If nothing is looked at, the rendering is the same for all texts, and what stands between the marks is
+what the template writes between the texts. Some looks have an answer that holds for most texts:
 
     stripped     whitespace at the ends, or whether there is text: holds for texts that are neither empty nor padded
     compared     with a constant, or searched for one: holds for texts that do not have the constant in them
     dated        `strftime_now`: holds for as long as it says the same
 
 Everything else raises `DependsOnTextError`. Watched is the inline language (`template_inline`), within its bounds.
+Python's own functions read a string without asking it; so watched ones are given to none of them but those named here.
 """
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Final, cast
+from types import MethodType
+from typing import Any, Final, NoReturn, cast
 
 from jinja2 import nodes
-from jinja2.runtime import Undefined
-from jinja2.visitor import NodeTransformer
+from jinja2.runtime import Context, Macro
 from msgspec import Struct
 
 from .template_env import Function, words
-from .template_inline import PASSED_ON, InlineEnvironment, InlineTemplate, check_method
+from .template_inline import GUARD, InlineEnvironment, InlineTemplate
 
 _FIRST_MARK: Final = 0xF0000
 MAX_TEXTS: Final = 1024
 """Marks that there are."""
 _MARK: Final = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + MAX_TEXTS - 1)}]")
 
-# Names that the grammar cannot spell, so that a template cannot use them.
-_DEEP: Final = "deep!"
-_SHALLOW: Final = "shallow!"
-_EACH: Final = "each!"
-_WRITTEN: Final = "written!"
-_TRUTH: Final = "truth!"
-_AGAINST: Final = "against!"
-_STRIP: Final = "strip!"
+# A name that the grammar cannot spell, so that a template cannot use it.
+_NEEDLE: Final = "needle!"
 
 _TYPE_TESTS: Final = words("defined undefined none string mapping iterable sequence number boolean true false integer")
-_STRUCTURE: Final = words("length count list first last reverse")
-"""Filters that look at a list, and not at what is in it."""
-_BY_ATTRIBUTE: Final = words("selectattr rejectattr")
-_TEXTS: Final = words("content text")
-_STRIPS: Final = words("strip lstrip rstrip")
-_ENDS: Final = words("startswith endswith")
-_MAKERS: Final = words("namespace dict")
-_SCALARS: Final = (bool, int, float, type(None))
+_EQUAL_TESTS: Final = words("== != eq equalto ne")
+_TEXT_FILTERS: Final = words("d default safe string trim")
+"""Filters that a watched text may be given to: what they ask of it, it notices."""
+_TEXT_METHODS: Final = words("strip lstrip rstrip startswith endswith")
 
 
 class DependsOnTextError(Exception):
@@ -71,9 +63,10 @@ class Trace(Struct, frozen=True):
 
 
 class _Watch:
-    """What was looked at in one rendering."""
+    """What was looked at in one rendering. `failed`: something whose answer depends on the text."""
 
     def __init__(self) -> None:
+        self.failed = False
         self.stripped: set[int] = set()
         self.without: dict[str, set[int]] = {}
         self.dates: dict[str, str] = {}
@@ -92,6 +85,85 @@ def has_mark(text: str) -> bool:
     return _MARK.search(text) is not None
 
 
+def watched(number: int) -> str:
+    """The text of this number, as `TracedTemplate.trace` is to be given it."""
+    return _Text(mark(number))
+
+
+def _fail(*_: Any, **__: Any) -> NoReturn:
+    _watch.get().failed = True  # a template's filters and tests may catch what is raised
+    raise DependsOnTextError
+
+
+class _Text(str):
+    """A watched text, or a longer one with such texts in it."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Any) -> Any:
+        return _Text(str(self) + str(other)) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Any:
+        return _Text(str(other) + str(self)) if isinstance(other, str) else NotImplemented
+
+    def __bool__(self) -> bool:
+        _watch.get().stripped.update(_marks(self))
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is str and not other:
+            return not self
+        return isinstance(other, str) and self._has(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __contains__(self, constant: Any) -> bool:
+        return self._has(constant)
+
+    def startswith(self, constant: Any, *more: Any) -> bool:
+        return self._has(constant, *more)
+
+    endswith = startswith
+
+    def strip(self, *chars: Any) -> str:
+        return self._stripped(str.strip, chars)
+
+    def lstrip(self, *chars: Any) -> str:
+        return self._stripped(str.lstrip, chars)
+
+    def rstrip(self, *chars: Any) -> str:
+        return self._stripped(str.rstrip, chars)
+
+    def _has(self, constant: Any, *more: Any) -> bool:
+        """Compared with a constant, or searched for one. One could begin in what stands around the text."""
+        if more or type(constant) is not str or _MARK.fullmatch(self) is None:
+            _fail()
+        if constant:
+            _watch.get().without.setdefault(constant, set()).update(_marks(self))
+        return not constant
+
+    def _stripped(self, strip: Callable[..., str], chars: tuple[Any, ...]) -> str:
+        if not all(each is None or (type(each) is str and each.isspace()) for each in chars):
+            _fail()
+        _watch.get().stripped.update(_marks(self))
+        return _Text(strip(str(self), *chars))
+
+
+_KNOWN: Final = {*vars(_Text), *dir(object), "__getnewargs__"} - {"__ge__", "__gt__", "__le__", "__lt__"}
+for _name in {*dir(str), "__hash__", "__repr__"} - (_KNOWN - {"__hash__", "__repr__"}):
+    setattr(_Text, _name, _fail)
+
+
+def _tracked(value: Any) -> Any:
+    """A value that was just made, watched where there is a text in it."""
+    return _Text(value) if type(value) is str and has_mark(value) else value
+
+
+def _marks(text: str) -> list[int]:
+    return [ord(found) - _FIRST_MARK for found in _MARK.findall(text)]
+
+
 class TracedTemplate(InlineTemplate):
     """A template that tells what it does with texts. Raises as `InlineTemplate`; and ValueError if its source has
     marks."""
@@ -103,14 +175,16 @@ class TracedTemplate(InlineTemplate):
         super().__init__(source, self._tracing)
 
     def trace(self, variables: dict[str, Any], seconds: float) -> Trace:
-        """Render messages whose texts are marks. Raises `DependsOnTextError`, and as `render`."""
+        """Render messages whose texts are `watched`. Raises `DependsOnTextError`, and as `render`."""
         watch = _Watch()
         token = _watch.set(watch)
         try:
             text = self.render(variables, seconds)
         finally:
             _watch.reset(token)
-        order = tuple(ord(found) - _FIRST_MARK for found in _MARK.findall(text))
+        if watch.failed:
+            raise DependsOnTextError
+        order = tuple(_marks(text))
         without = {needle: frozenset(at) for needle, at in watch.without.items()}
         return Trace(tuple(_MARK.split(text)), order, frozenset(watch.stripped), without, watch.dates)
 
@@ -122,20 +196,25 @@ class TracedTemplate(InlineTemplate):
 class _TracingEnvironment(InlineEnvironment):
     def __init__(self) -> None:
         super().__init__()
-        self.filters = {
-            **self.filters,
-            _DEEP: _deep,
-            _SHALLOW: _shallow,
-            _EACH: _each,
-            _WRITTEN: _written,
-            _TRUTH: _truth,
-            _AGAINST: _against,
-            _STRIP: _strip,
-        }
+        self.filters = {name: _filter(name, cast(Callable[..., Any], each)) for name, each in self.filters.items()}
+        self.filters[_NEEDLE] = _needle
+        self.tests = {name: _test(name, cast(Callable[..., Any], each)) for name, each in self.tests.items()}
         self.globals = {**self.globals, "strftime_now": Function(self._dated)}
+        self._makers = self.globals["namespace"], self.globals["dict"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return cast(nodes.Template, _Watcher().visit(super()._parse(source, name, filename)))
+        tree = super()._parse(source, name, filename)
+        for compare in list(tree.find_all(nodes.Compare)):
+            # A string is searched for another without asking that.
+            if any(operand.op in ("in", "notin") for operand in compare.ops):
+                compare.expr = _around(compare.expr, _NEEDLE)
+                for operand in compare.ops[:-1]:
+                    operand.expr = _around(operand.expr, _NEEDLE)
+        for block in tree.find_all(nodes.AssignBlock):
+            if block.filter is not None:
+                raise ValueError("a block is filtered")
+            block.filter = _around(None, GUARD, block.lineno)
+        return tree
 
     def today(self, format: str) -> str:
         return self._strftime_now(format)
@@ -143,243 +222,62 @@ class _TracingEnvironment(InlineEnvironment):
     def _dated(self, format: str) -> str:
         return _watch.get().dates.setdefault(format, self._strftime_now(format))
 
+    def _member(self, obj: Any, name: str) -> Any:
+        if type(obj) is not _Text:
+            return super()._member(obj, name)
+        return getattr(obj, name) if name in _TEXT_METHODS else _fail()
 
-class _Watcher(NodeTransformer):
-    """Puts watches around what is looked at; what a node only passes on is left alone."""
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if _Text in (type(obj), type(argument)):
+            _fail()
+        return super().getitem(obj, argument)
 
-    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        super().generic_visit(node, *args, **kwargs)
-        if isinstance(node, nodes.BinExpr | nodes.UnaryExpr | nodes.Slice):
-            for field, child in list(node.iter_fields()):
-                if isinstance(child, nodes.Expr):
-                    setattr(node, field, _around(child, _DEEP))
-        return node
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if type(function) is not Macro and function not in self._makers:
+            _check_given((*args, *kwargs.values()))
+        return _tracked(super().call(context, function, *args, **kwargs))
 
-    def _passes_on(self, node: nodes.Node) -> nodes.Node:
-        return super().generic_visit(node)
-
-    visit_Add = _passes_on
-
-    def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        self._passes_on(node)
-        node.nodes = [
-            child if isinstance(child, nodes.TemplateData) else _around(child, _WRITTEN) for child in node.nodes
-        ]
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self._passes_on(node)
-        node.nodes = [_around(child, _WRITTEN) for child in node.nodes]
-        return node
-
-    def visit_And(self, node: nodes.BinExpr) -> nodes.Node:
-        self._passes_on(node)
-        node.left, node.right = _around(node.left, _TRUTH), _around(node.right, _TRUTH)
-        return node
-
-    visit_Or = visit_And
-
-    def visit_Not(self, node: nodes.Not) -> nodes.Node:
-        self._passes_on(node)
-        node.node = _around(node.node, _TRUTH)
-        return node
-
-    def visit_If(self, node: nodes.If) -> nodes.Node:
-        self._passes_on(node)
-        node.test = _around(node.test, _TRUTH)
-        return node
-
-    def visit_CondExpr(self, node: nodes.CondExpr) -> nodes.Node:
-        self._passes_on(node)
-        node.test = _around(node.test, _TRUTH)
-        return node
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self._passes_on(node)
-        node.iter = _around(node.iter, _DEEP if isinstance(node.target, nodes.Tuple) else _EACH)
-        if node.test is not None:
-            node.test = _around(node.test, _TRUTH)
-        return node
-
-    def visit_Assign(self, node: nodes.Assign) -> nodes.Node:
-        self._passes_on(node)
-        if isinstance(node.target, nodes.Tuple) and not isinstance(node.node, nodes.Tuple):
-            node.node = _around(node.node, _DEEP)  # a text would fall into characters
-        return node
-
-    def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        self._passes_on(node)
-        node.key = _around(node.key, _DEEP)
-        return node
-
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
-        if node.filter is not None:
-            raise ValueError("a block is filtered")
-        return self._passes_on(node)
-
-    def visit_Getattr(self, node: nodes.Getattr) -> nodes.Node:
-        self._passes_on(node)
-        node.node = _around(node.node, _SHALLOW)
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        self._passes_on(node)
-        node.node = _around(node.node, _SHALLOW)
-        if not isinstance(node.arg, nodes.Slice):
-            node.arg = _around(node.arg, _DEEP)
-        return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
-        self._passes_on(node)
-        operand = node.ops[0]
-        if len(node.ops) == 1 and operand.op in ("eq", "ne") and isinstance(operand.expr, nodes.Const):
-            node.expr = _around(node.expr, _AGAINST, operand.expr)
-        elif len(node.ops) == 1 and operand.op in ("eq", "ne", "in", "notin") and isinstance(node.expr, nodes.Const):
-            operand.expr = _around(operand.expr, _AGAINST, node.expr)
-        else:
-            node.expr = _around(node.expr, _DEEP)
-            for each in node.ops:
-                each.expr = _around(each.expr, _DEEP)
-        return node
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:
-        self._passes_on(node)
-        if node.name not in _TYPE_TESTS:
-            node.node = _around(node.node, _DEEP)
-            _watch_arguments(node)
-        return node
-
-    def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
-        self._passes_on(node)
-        assert node.node is not None
-        if node.name in PASSED_ON:
-            return node
-        if node.name == "trim" and not node.kwargs:
-            return nodes.Filter(
-                node.node, _STRIP, [nodes.Const("trim"), *node.args], [], None, None, lineno=node.lineno
-            )
-        by = node.args[0] if node.args else None
-        by_other = node.name in _BY_ATTRIBUTE and isinstance(by, nodes.Const) and by.value not in _TEXTS
-        if node.name in _STRUCTURE or by_other:
-            node.node = _around(node.node, _EACH)
-        elif node.name in ("string", "safe"):
-            node.node = _around(node.node, _WRITTEN)
-        elif not (node.name in ("default", "d") and len(node.args) <= 1 and not node.kwargs):
-            node.node = _around(node.node, _DEEP)
-        if node.name not in ("default", "d"):
-            _watch_arguments(node)
-        return node
-
-    def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        called = node.node
-        if isinstance(called, nodes.Name):
-            self._passes_on(node)
-            if called.name in ("range", "raise_exception", "strftime_now"):
-                _watch_arguments(node)
-            return node
-        assert isinstance(called, nodes.Getattr)
-        called.node = self.visit(called.node)
-        node.args = [self.visit(argument) for argument in node.args]
-        node.kwargs = [self.visit(argument) for argument in node.kwargs]
-        if called.attr in _STRIPS and not node.kwargs:
-            arguments = [nodes.Const(called.attr), *(_around(argument, _DEEP) for argument in node.args)]
-            return nodes.Filter(called.node, _STRIP, arguments, [], None, None, lineno=node.lineno)
-        only = node.args[0] if len(node.args) == 1 and not node.kwargs else None
-        if called.attr in _ENDS and isinstance(only, nodes.Const):
-            called.node = _around(called.node, _AGAINST, only)
-            return node
-        if called.attr == "get" and node.args and not node.kwargs:
-            called.node = _around(called.node, _SHALLOW)
-            node.args[0] = _around(node.args[0], _DEEP)
-            return node
-        called.node = _around(called.node, _DEEP)
-        _watch_arguments(node)
-        return node
+    def is_safe_callable(self, obj: Any) -> bool:
+        return (type(obj) is MethodType and type(obj.__self__) is _Text) or super().is_safe_callable(obj)
 
 
-def _around(node: Any, watch: str, *arguments: nodes.Expr) -> nodes.Filter:
-    return nodes.Filter(node, watch, list(arguments), [], None, None, lineno=node.lineno)
+def _around(node: Any, name: str, line: int | None = None) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=line or node.lineno)
 
 
-def _watch_arguments(node: nodes.Call | nodes.Filter | nodes.Test) -> None:
-    node.args = [_around(argument, _DEEP) for argument in node.args]
-    for keyword in node.kwargs:
-        assert isinstance(keyword, nodes.Keyword)
-        keyword.value = _around(keyword.value, _DEEP)
+def _check_given(values: tuple[Any, ...]) -> None:
+    if any(type(value) is _Text for value in values):
+        _fail()
 
 
-# ---- what runs while a template renders -----------------------------------------------------------------------------
-
-
-def _carries(value: Any) -> bool:
-    """Whether there is a mark in it; also where that cannot be seen."""
-    kind = type(value)
-    if kind is str:
-        return has_mark(value)
-    if kind is list or kind is tuple:
-        return any(_carries(item) for item in value)
-    if kind is dict:
-        return any(_carries(name) or _carries(item) for name, item in value.items())
-    return not isinstance(value, (*_SCALARS, Undefined, Function, range))
-
-
-def _deep(value: Any) -> Any:
-    if _carries(value):
-        raise DependsOnTextError
+def _needle(value: Any) -> Any:
+    _check_given((value,))
     return value
 
 
-def _shallow(value: Any) -> Any:
-    """An item or member of it is taken: that of a text is looked at, that of a list or object is passed on."""
-    return _deep(value) if type(value) is str else value
+def _filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    first = 2 if hasattr(function, "jinja_pass_arg") else 1
+    passes = name in _TEXT_FILTERS or name.endswith("!")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if name not in ("d", "default"):
+            _check_given((*args[first if passes else first - 1 :], *kwargs.values()))
+        result = function(*args, **kwargs)
+        if name == "tojson" and has_mark(result):
+            _fail()
+        return _tracked(result)
+
+    return call
 
 
-def _each(value: Any) -> Any:
-    """As `_shallow`, for all of them; the order of an object's is the client's."""
-    return _deep(value) if type(value) in (str, dict) else value
+def _test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if name in _TYPE_TESTS:
+            args = tuple(str(each) if type(each) is _Text else each for each in args)
+        elif name not in _EQUAL_TESTS:
+            _check_given(args)
+        return function(*args)
 
-
-def _written(value: Any) -> Any:
-    """Texts are written as they are; of everything else Python's way to show it is written."""
-    return value if type(value) is str else _deep(value)
-
-
-def _truth(value: Any) -> Any:
-    if type(value) is str:
-        _watch.get().stripped.update(_marks(value))
-    return value
-
-
-def _against(value: Any, constant: Any) -> Any:
-    """Compared with a constant, or searched for one. No object is equal to a text, and its names are no texts."""
-    if type(value) is not str:
-        return value if type(value) is dict else _deep(value)
-    marks = _marks(value)
-    if marks and type(constant) is str:
-        if len(value) > 1:  # the constant could begin in what stands around the text
-            raise DependsOnTextError
-        watch = _watch.get()
-        if constant:
-            watch.without.setdefault(constant, set()).update(marks)
-        else:
-            watch.stripped.update(marks)
-    return value
-
-
-def _strip(value: Any, name: str, *arguments: Any) -> Any:
-    """`name` is that of the method, or of the filter, which takes other values, too."""
-    if type(value) is not str:
-        if name != "trim":
-            raise DependsOnTextError
-        value = "" if isinstance(value, Undefined) else str(_deep(value))
-    if marks := _marks(value):
-        if not all(chars is None or (type(chars) is str and chars.isspace()) for chars in arguments):
-            raise DependsOnTextError
-        _watch.get().stripped.update(marks)
-    method = "strip" if name == "trim" else name
-    check_method(method, value, arguments)
-    return getattr(value, method)(*arguments)
-
-
-def _marks(text: str) -> list[int]:
-    return [ord(found) - _FIRST_MARK for found in _MARK.findall(text)]
+    return call

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import watchfiles
 from msgspec import Meta
 
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
@@ -31,8 +30,8 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 * 1024 * 1024
 """Of the file: tens of thousands of endpoints."""
-_POLL_S = 5.0
-"""The file is read again at least this often, should the watch have missed something (network file systems)."""
+_POLL_S = 0.5
+"""The file is read again so often: that needs no watch, which some file systems do not have."""
 
 
 class DiscoveryError(ValueError):
@@ -130,7 +129,7 @@ async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIte
     watched = WatchedFile(file, MOST_BYTES, lambda data: unique((*fixed, *parse_file(data))))
     current: tuple[EndpointSpec, ...] | None = None
     said = ""
-    async for _ in _changes(file):
+    async for _ in _looks():
         try:
             specs = await asyncio.to_thread(watched.look)
         except (DiscoveryError, OSError) as error:
@@ -146,17 +145,8 @@ async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIte
             yield specs
 
 
-async def _changes(file: Path) -> AsyncIterator[None]:
-    """Now, whenever something in the file's folder changes, and every few seconds."""
-    yield
-    # The folder, not the file: a rename gives the name a new inode, and a ConfigMap swaps a link beside it.
-    watch = watchfiles.awatch(
-        file.parent,
-        recursive=False,
-        step=20,
-        debounce=100,
-        rust_timeout=int(_POLL_S * 1000),
-        yield_on_timeout=True,
-    )
-    async for _ in watch:
+async def _looks() -> AsyncIterator[None]:
+    """Now, and every `_POLL_S`."""
+    while True:
         yield
+        await asyncio.sleep(_POLL_S)

@@ -26,10 +26,6 @@ class HttpError(Exception):
     """A server could not be asked, or its answer is none."""
 
 
-class ConnectError(HttpError):
-    """There is no connection to the server."""
-
-
 class HttpTimeout(HttpError):
     """There was no whole answer in time."""
 
@@ -39,15 +35,8 @@ class NotHttp(HttpError):
 
 
 class BadAnswer(HttpError):
-    """An answer whose body cannot be had within the bounds."""
-
-
-class LongAnswer(BadAnswer):
-    """The body is longer than it may be."""
-
-
-class EncodedAnswer(BadAnswer):
-    """The body is compressed, which was not asked for: a few kilobytes may unpack to gigabytes."""
+    """An answer whose body cannot be had within the bounds: it is too long, or compressed, which was not asked for: a
+    few kilobytes may unpack to gigabytes."""
 
 
 class Answer(Struct, frozen=True):
@@ -79,7 +68,7 @@ class AnswerReader:
         self.heard += len(data)
         self._count_piece()
         if self.heard > HEAD_BYTES + 2 * self._most:  # chunks' own lines and trailers are less than the body
-            raise LongAnswer(f"the answer is longer than {self._most} bytes")
+            raise BadAnswer(f"the answer is longer than {self._most} bytes")
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as error:
@@ -133,11 +122,11 @@ class AnswerReader:
             return
         self._headers = {name: ", ".join(values) for name, values in self._fields.items()}
         if self._headers.get("content-encoding", "identity").lower() != "identity":
-            raise EncodedAnswer("the answer is encoded, which was not asked for")
+            raise BadAnswer("the answer is encoded, which was not asked for")
         if (coding := self._headers.get("transfer-encoding", "chunked")).lower() != "chunked":
             raise NotHttp(f"transfer-encoding {coding[:60]!r}")
         if (length := self._headers.get("content-length", "")).isdecimal() and int(length[:16]) > self._most:
-            raise LongAnswer(f"the answer is longer than {self._most} bytes")
+            raise BadAnswer(f"the answer is longer than {self._most} bytes")
         self._status = status
 
     def on_chunk_header(self) -> None:
@@ -148,7 +137,7 @@ class AnswerReader:
         if self._whole:
             return
         if len(self._body) + len(piece) > self._most:
-            raise LongAnswer(f"the answer is longer than {self._most} bytes")
+            raise BadAnswer(f"the answer is longer than {self._most} bytes")
         self._body += piece
 
     def on_message_complete(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import quote
 
-from treeline_epp.endpoints.http_answer import Answer, AnswerReader, ConnectError, HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_answer import Answer, AnswerReader, HttpError, HttpTimeout, NotHttp
 from treeline_epp.endpoints.spec import split_address
 
 IDLE_S: Final = 60.0
@@ -54,7 +54,7 @@ class HttpClient:
         except _Unanswered as error:
             raise error.why from None
         except OSError as error:
-            raise ConnectError(str(error) or repr(error)) from error
+            raise HttpError(str(error) or repr(error)) from error
 
     async def close(self) -> None:
         """Close the kept connections; those in use are closed after their answers."""

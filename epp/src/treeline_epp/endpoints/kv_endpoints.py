@@ -1,4 +1,5 @@
-"""The ZMQ endpoints of `--kv-events-config`: at which of them vLLM and SGLang listen, and which they connect to.
+"""`--kv-events-config` of vLLM and SGLang: where an engine that was started with it publishes its KV events, and at
+which of its ZMQ endpoints it listens.
 
 By their own rules (`_socket_setup` in vLLM's `distributed/kv_events.py`, 0.9 to 0.33, and in SGLang's
 `srt/disaggregation/kv_events.py`): a publisher binds an endpoint that has a `*` or `::` in it, and connects to any
@@ -9,9 +10,53 @@ be one at which it listens.
 
 from __future__ import annotations
 
-from typing import Final
+import re
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from treeline_epp.endpoints.spec import KvPorts
 
 _ANY_V4: Final = "0.0.0.0"
+_TCP: Final = re.compile(r"tcp://(.{1,255}):([0-9]{1,5})", re.ASCII)
+
+Topic = Annotated[str, Meta(max_length=1024)]
+
+
+class _Config(msgspec.Struct):
+    """What is read of its JSON. vLLM publishes if `enable_kv_cache_events`, SGLang, which has no such member, if
+    `publisher` is "zmq"."""
+
+    enable_kv_cache_events: bool | None = None
+    publisher: str | None = None
+    endpoint: str | None = "tcp://*:5557"
+    bind: bool | None = None
+    replay_endpoint: str | None = None
+    topic: Topic | None = ""
+
+
+def ports_of(config: object, ranks: int) -> KvPorts | None:
+    """Where an engine with this configuration (a JSON text) publishes; None where it does not, or cannot be read."""
+    try:
+        read = msgspec.json.decode(config, type=_Config) if isinstance(config, str) else _Config()
+    except (msgspec.MsgspecError, RecursionError):
+        return None
+    enabled, events = read.enable_kv_cache_events, place_of(read.endpoint)[1]
+    publishes = enabled is not False if read.publisher == "zmq" else read.publisher is None and enabled
+    if not publishes or events is None or read.endpoint is None:
+        return None
+    dials = "" if listens(read.endpoint, sglang=enabled is None, bind=read.bind) else read.endpoint
+    return KvPorts(events, place_of(read.replay_endpoint)[1], read.topic or "", ranks, dials=dials)
+
+
+def place_of(endpoint: str | None) -> tuple[str, int | None]:
+    """Host and port of a ZMQ endpoint over TCP; no port where it is none, or one that cannot be."""
+    found = _TCP.fullmatch(endpoint or "")
+    if found is None:
+        return "", None
+    port = int(found[2])
+    return found[1], port if 0 < port < 65536 else None
 
 
 def listens(endpoint: str, *, sglang: bool = False, bind: bool | None = None) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from treeline_epp.endpoints.http_answer import Answer, EncodedAnswer, HttpError, HttpTimeout, LongAnswer
+from treeline_epp.endpoints.http_answer import Answer, BadAnswer, HttpError, HttpTimeout
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames, PageReader, with_configured
 from treeline_epp.endpoints.scraped import ScrapedLoad
@@ -55,8 +55,8 @@ class Failure(enum.StrEnum):
     NO_METRICS = "no_metrics"
     """It has no such page, or does not let us see it."""
     STATUS = "status"
-    ENCODED = "encoded"
-    TOO_LARGE = "too_large"
+    BAD_ANSWER = "bad_answer"
+    """A page that is longer than `MOST_BYTES`, or compressed."""
     NO_LOAD = "no_load"
     """A page that names neither running nor waiting requests, under any name that is known."""
 
@@ -242,10 +242,8 @@ class Scraper:
             answer = await self._scraping.get(address, slash + path)
         except HttpTimeout:
             raise _Failed(Failure.TIMEOUT, f"{url} is not answered within {TIMEOUT_S:g} s") from None
-        except EncodedAnswer:
-            raise _Failed(Failure.ENCODED, f"{url} is encoded, which was not asked for") from None
-        except LongAnswer:
-            raise _Failed(Failure.TOO_LARGE, f"{url} is longer than {MOST_BYTES >> 20} MiB") from None
+        except BadAnswer as error:
+            raise _Failed(Failure.BAD_ANSWER, f"{url}: {error}") from None
         except HttpError as error:
             raise _Failed(Failure.UNREACHABLE, f"{url}: {error!r:.200}") from error
         if answer.status in _NOT_THERE:

@@ -45,12 +45,7 @@ class Keyer(Protocol):
     @property
     def renderer(self) -> Renderer | None: ...
 
-    def affordable(self, prompt: Prompt, namespace: str | None = None, client: Owner = None) -> Prompt:
-        """The prompt, or as much of its beginning as has a key in short time. What other namespaces have sent does not
-        matter to that. What is left is read on in turn with that of other clients."""
-        ...
-
-    def key(self, prompt: Prompt, namespace: str | None = None) -> bytes | None:
+    def key(self, prompt: Prompt) -> bytes | None:
         """The key of a prompt; `None` where it has none here."""
         ...
 

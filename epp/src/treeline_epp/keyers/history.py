@@ -35,11 +35,7 @@ class HistoryKeyer(TokenLengths):
         super().__init__()
         self.renderer = HistoryRenderer()
 
-    def affordable(self, prompt: Prompt, namespace: str | None = None, client: Owner = None) -> Prompt:
-        """All of it."""
-        return prompt
-
-    def key(self, prompt: Prompt, namespace: str | None = None) -> bytes:
+    def key(self, prompt: Prompt) -> bytes:
         """The text itself; an id is an escape."""
         if prompt.ids is not None:
             return b"".join(map(escape, prompt.ids))

@@ -16,7 +16,7 @@ from typing import Any, Final
 from msgspec import Struct, structs
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, Renderer, TemplateError
 from treeline_wire.template_inline import MAX_CHARS, MAX_SECONDS
-from treeline_wire.template_trace import MAX_TEXTS, DependsOnTextError, Trace, TracedTemplate, has_mark, mark
+from treeline_wire.template_trace import MAX_TEXTS, DependsOnTextError, Trace, TracedTemplate, has_mark, watched
 
 from treeline_epp.keyers.shares import Owner, Shares
 
@@ -178,7 +178,7 @@ class LearntTemplate(ChatTemplate):
         asks, kwargs, roles, lists = shape
         messages = []
         for number, (role, listed) in enumerate(zip(roles, lists, strict=True)):
-            text = mark(number)
+            text = watched(number)
             messages.append({"role": role, "content": [{"type": "text", "text": text}] if listed else text})
         variables = {**self._special_tokens, **dict(kwargs), "tools": None, "documents": None}
         variables |= {"messages": messages, "add_generation_prompt": asks}
@@ -218,7 +218,8 @@ def _plain(
     texts: list[str] = []
     size = 0
     for message in messages:
-        if len(message) != 2 and any(value is not None and name not in _BARE for name, value in message.items()):
+        usual = len(message) == 2 and next(iter(message)) == "role"  # a template may write members in their order
+        if not usual and tuple(name for name, value in message.items() if value is not None) != _BARE:
             return None
         role, content = message.get("role"), message.get("content")
         listed = type(content) is list

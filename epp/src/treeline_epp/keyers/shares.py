@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from typing import Generic, TypeVar
 
 K = TypeVar("K")
@@ -44,36 +43,3 @@ class Shares(Generic[K, V]):
         self._count -= 1
         if not own:
             del self._of[owner]
-
-
-class Turns(Generic[V]):
-    """What waits, at most `most` in all: owners take turns, each in its order."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._of: OrderedDict[Owner, deque[V]] = OrderedDict()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def put(self, owner: Owner, item: V) -> None:
-        """It waits behind the others of its owner. Without room the newest of the owner that has most is dropped, which
-        may be this one."""
-        self._of.setdefault(owner, deque()).append(item)
-        self._count += 1
-        if self._count > self._most:
-            largest, own = max(self._of.items(), key=lambda waiting: len(waiting[1]))
-            own.pop()
-            self._count -= 1
-            if not own:
-                del self._of[largest]
-
-    def take(self) -> V:
-        """Whose turn it is. Something waits."""
-        owner, own = self._of.popitem(last=False)
-        item = own.popleft()
-        self._count -= 1
-        if own:
-            self._of[owner] = own
-        return item

@@ -7,13 +7,10 @@ from: what cannot be read, because a shell or a `$(VARIABLE)` makes it, counts a
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
-import msgspec
-
-from treeline_epp.endpoints.kv_endpoints import listens
+from treeline_epp.endpoints.kv_endpoints import ports_of
 from treeline_epp.endpoints.spec import KvPorts
 from treeline_epp.kube import objects
 
@@ -28,21 +25,7 @@ _NAMES = _CONFIG | _SIZE
 _MOST_LINES = 16384
 """Characters of a pod's lines for shells that are split into words, all in all: each thousand takes a millisecond of
 the event loop, at every change of the pod. Lines that start an engine have some hundreds."""
-_TCP = re.compile(r"tcp://.+:([0-9]{1,5})", re.ASCII)
 _MOST_RANKS = 4096
-_LONGEST_ENDPOINT = 300
-
-
-class _Config(msgspec.Struct):
-    """What is read of the argument's JSON. vLLM publishes if `enable_kv_cache_events`, SGLang, which has no such
-    member, if `publisher` is "zmq"."""
-
-    enable_kv_cache_events: bool | None = None
-    publisher: str | None = None
-    endpoint: str | None = "tcp://*:5557"
-    bind: bool | None = None
-    replay_endpoint: str | None = None
-    topic: str | None = ""
 
 
 def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Container]) -> KvPorts | None:
@@ -52,17 +35,7 @@ def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Contai
     if (port := _number(annotations.get(EVENTS_PORT), 65535)) is not None:
         replay = _number(annotations.get(REPLAY_PORT), 65535)
         return KvPorts(port, replay, annotations.get(TOPIC, ""), ranks)
-    try:
-        config = _decode(options.get("config", ""))
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    enabled, events = config.enable_kv_cache_events, _port(config.endpoint)
-    publishes = enabled is not False if config.publisher == "zmq" else config.publisher is None and enabled
-    if not publishes or events is None or config.endpoint is None:
-        return None
-    at_home = listens(config.endpoint, sglang=enabled is None, bind=config.bind)
-    dials = "" if at_home else config.endpoint[:_LONGEST_ENDPOINT]
-    return KvPorts(events, _port(config.replay_endpoint), config.topic or "", ranks, dials=dials)
+    return ports_of(options.get("config"), ranks)
 
 
 def _options(containers: Iterable[objects.Container]) -> dict[str, str]:
@@ -100,17 +73,9 @@ def _words(arguments: Iterable[str]) -> Iterator[str]:
             yield argument
 
 
-def _port(endpoint: str | None) -> int | None:
-    found = _TCP.fullmatch(endpoint or "")
-    return _number(found[1], 65535) if found is not None else None
-
-
 def _number(text: str | None, most: int) -> int | None:
     """A positive number that is not too large; None for anything else."""
     text = (text or "").strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 6):
         return None
     return int(text) if 0 < int(text) <= most else None
-
-
-_decode = msgspec.json.Decoder(_Config).decode

@@ -139,13 +139,6 @@ class UpstreamPoolSpec(msgspec.Struct, rename="camel"):
     target_ports: list[_TargetPort] = []
 
 
-class OldPoolSpec(msgspec.Struct, rename="camel"):
-    """`spec` of an InferencePool of inference.networking.x-k8s.io/v1alpha2."""
-
-    selector: dict[str, str] = {}
-    target_port_number: int = 0
-
-
 class _Ref(msgspec.Struct):
     name: str
     group: str = ""
@@ -157,7 +150,7 @@ class _Target(msgspec.Struct):
 
 
 class ModelSpec(msgspec.Struct, rename="camel"):
-    """`spec` of an InferenceModel of treeline.dev/v1alpha1 or inference.networking.x-k8s.io/v1alpha2."""
+    """`spec` of an InferenceModel of treeline.dev/v1alpha1."""
 
     model_name: str
     pool_ref: _Ref

@@ -1,4 +1,4 @@
-"""From InferencePools, of three API groups, to what the picker needs to know of a pool. Pure."""
+"""From InferencePools, of two API groups, to what the picker needs to know of a pool. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from msgspec.structs import replace
 from treeline_wire import labels
 from treeline_wire.models import PoolClaim, served_name
 
-from treeline_epp.kube.objects import OldPoolSpec, OwnPool, Specified, UpstreamPoolSpec
+from treeline_epp.kube.objects import OwnPool, Specified, UpstreamPoolSpec
 
 OWN_GROUP = "treeline.dev"
 UPSTREAM_GROUP = "inference.networking.k8s.io"
-OLD_GROUP = "inference.networking.x-k8s.io"
-VERSIONS = {OWN_GROUP: "v1alpha1", UPSTREAM_GROUP: "v1", OLD_GROUP: "v1alpha2"}
+VERSIONS = {OWN_GROUP: "v1alpha1", UPSTREAM_GROUP: "v1"}
 """The version that is read of each group's InferencePool."""
 
 
@@ -24,9 +23,9 @@ class Pool(msgspec.Struct, frozen=True):
 
     `ranks`: every port is an endpoint of its own, named `<pod>-rank-<i>`, as other endpoint pickers name them.
     `models` are the names that it is configured to serve, `adapters` those of its adapters; empty where the object does
-    not say. `trust_ready`: that a
-    pod is Ready is enough, its engine may be one that answers none of our questions. `engine` is the type of its
-    engines, empty where the object does not say; `policy` is the one that it chooses, as `--policy` takes it.
+    not say. `trust_ready`: that a pod is Ready is enough, its engine may be one that answers none of our questions.
+    `engine` is the type of its engines, empty where the object does not say; `policy` is the one that it chooses, as
+    `--policy` takes it.
     """
 
     name: str
@@ -81,13 +80,6 @@ def upstream_pool(data: msgspec.Raw) -> Pool:
     return _foreign(found.metadata.name, found.spec.selector.match_labels or {}, ports)
 
 
-def old_pool(data: msgspec.Raw) -> Pool:
-    """An InferencePool of inference.networking.x-k8s.io. Raises `msgspec.MsgspecError`."""
-    found = _old(data)
-    port = found.spec.target_port_number
-    return _foreign(found.metadata.name, found.spec.selector, (port,) if port else ())
-
-
 def selected_pods(selector: Mapping[str, str], ports: Iterable[int]) -> Pool:
     """A pool without an object: pods of a selector that a flag gives."""
     return _foreign("default", dict(selector), tuple(dict.fromkeys(ports)))
@@ -111,4 +103,3 @@ def _foreign(name: str, selector: Mapping[str, str], ports: tuple[int, ...]) -> 
 
 _own = msgspec.json.Decoder(OwnPool).decode
 _upstream = msgspec.json.Decoder(Specified[UpstreamPoolSpec]).decode
-_old = msgspec.json.Decoder(Specified[OldPoolSpec]).decode

@@ -28,13 +28,11 @@ from treeline_epp.kube.gateway_rules import VERSION, PoolRef, read_objective, re
 from treeline_epp.kube.objects import read_model
 from treeline_epp.kube.pods import Pod, endpoints, read_pod
 from treeline_epp.kube.pools import (
-    OLD_GROUP,
     OWN_GROUP,
     UPSTREAM_GROUP,
     VERSIONS,
     Pool,
     in_order,
-    old_pool,
     own_pool,
     selected_pods,
     upstream_pool,
@@ -50,11 +48,7 @@ _RULES = ("inferenceobjectives", "inferencemodelrewrites")
 _PACE_S = 0.02
 _SHARE = 9.0
 """Pause between two computations, as a multiple of what the last one took."""
-_READERS: Mapping[str, Callable[[msgspec.Raw], Pool]] = {
-    OWN_GROUP: own_pool,
-    UPSTREAM_GROUP: upstream_pool,
-    OLD_GROUP: old_pool,
-}
+_READERS: Mapping[str, Callable[[msgspec.Raw], Pool]] = {OWN_GROUP: own_pool, UPSTREAM_GROUP: upstream_pool}
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ class KubernetesSource:
         version = f"{scope.group}/{VERSIONS[scope.group]}"
         pools = Resource(version, "InferencePool", "inferencepools")
         self._pools = self._follow(pools, _READERS[scope.group])
-        if scope.group != UPSTREAM_GROUP:
+        if scope.group == OWN_GROUP:
             models = Resource(version, "InferenceModel", "inferencemodels")
             self._models = self._follow(models, read_model, optional=True)
         if scope.rules_group:

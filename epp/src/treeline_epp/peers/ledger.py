@@ -17,7 +17,7 @@ from treeline_wire.peers import Closed, How, Opened, Record, endpoint_ref
 
 from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.index.pods import Match
-from treeline_epp.peers.landmarks import Foresight, Landmarks
+from treeline_epp.peers.landmarks import Foresight, Landmarks, told
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
@@ -48,19 +48,18 @@ class Own:
     def opened(self, lease: Lease, now: float) -> None:
         """See `picking.decision.Elsewhere`. O(bytes of the key) at memory speed."""
         request, best, spec = lease.decision.request, lease.decision.best, lease.endpoint.spec
-        told: tuple[tuple[int, ...], int, int] = (), 0, 0
+        marks: tuple[int, ...] = ()
         if request.key and lease.predicted_until is not None:
-            trail = self._landmarks.trail(lease.pod.scope, request.namespace, request.key)
-            told = trail.told(best.candidate.hit.end)
+            known = self._landmarks.marks(lease.pod.scope, request.namespace, request.key)
+            marks = told(known, best.candidate.hit.end)
         self._last_id += 1
         record = Opened(
             self._last_id,
             self._ref(spec.name, spec.address),
             min(MOST_TOKENS, lease.reservation.tokens),
             min(MOST_PREFILL_MS, math.ceil(1000 * best.ttft_s)),
-            0,
-            lease.endpoint.pods.index(lease.pod),
-            *told,
+            rank=lease.endpoint.pods.index(lease.pod),
+            marks=marks,
             session=request.session,
         )
         self._open[lease] = record
@@ -82,7 +81,7 @@ class Own:
     def foreseen(self, match: Match, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
         """See `picking.decision.Elsewhere`. O(bytes of the key) at memory speed, or O(1) where nothing is foreseen."""
         landmarks = self._landmarks
-        return landmarks.foreseen(match, landmarks.trail(scope, namespace, key), now) if len(landmarks) else match
+        return landmarks.foreseen(match, landmarks.marks(scope, namespace, key), now) if len(landmarks) else match
 
     def snapshot(self, now: float) -> list[Opened]:
         """What is in flight, with its age. O(it)."""

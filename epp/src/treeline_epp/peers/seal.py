@@ -1,8 +1,8 @@
 """Sealing datagrams: who does not hold the key can neither read nor make one.
 
-A datagram is one byte of version, the sender, a counter that never comes again (a varint), and the message under
-AES-GCM with both as its nonce (NIST SP 800-38D: 96 bits, unique by construction). That a datagram is *new* a seal
-cannot say: `sequence.py` can.
+A datagram is one byte of version, the sender, a counter that never comes again, and the message under AES-GCM with both
+as its nonce (NIST SP 800-38D: 96 bits, unique by construction). That a datagram is *new* a seal cannot say:
+`sequence.py` can.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from treeline_wire.peers import MOST_BYTES, SENDER_BYTES, VERSION, varint
+from treeline_wire.peers import MOST_BYTES, SENDER_BYTES, VERSION
 
 _COUNTER_BYTES: Final = 6
-_MOST_HEAD: Final = 1 + SENDER_BYTES + _COUNTER_BYTES + 1
-_TAG_BYTES: Final = 16
-OVERHEAD_BYTES: Final = _MOST_HEAD + _TAG_BYTES
-"""At most."""
+_HEAD_BYTES: Final = 1 + SENDER_BYTES + _COUNTER_BYTES
+OVERHEAD_BYTES: Final = _HEAD_BYTES + 16
+"""The head and AES-GCM's tag."""
 _BEGINNING: Final = bytes((VERSION,))
 
 
@@ -39,29 +38,15 @@ class Seal:
     def close(self, message: bytes) -> bytes:
         """The datagram of a message."""
         self._counter += 1
-        head = _BEGINNING + self.sender + varint(self._counter)
-        return head + self._cipher.encrypt(_nonce(self.sender, self._counter), message, head)
+        head = _BEGINNING + self.sender + self._counter.to_bytes(_COUNTER_BYTES, "big")
+        return head + self._cipher.encrypt(head[1:], message, head)
 
     def open(self, datagram: bytes) -> tuple[bytes, bytes] | None:
         """`(sender, message)`; None for one made without the key, or in another version."""
-        if len(datagram) > MOST_BYTES + OVERHEAD_BYTES or not datagram.startswith(_BEGINNING):
+        if not OVERHEAD_BYTES <= len(datagram) <= MOST_BYTES + OVERHEAD_BYTES or not datagram.startswith(_BEGINNING):
             return None
-        sender = datagram[1 : 1 + SENDER_BYTES]
-        counter = shift = 0
-        for at in range(1 + SENDER_BYTES, min(len(datagram), _MOST_HEAD)):
-            counter |= (datagram[at] & 0x7F) << shift
-            if datagram[at] < 0x80:
-                break
-            shift += 7
-        else:
-            return None
-        if counter >> 8 * _COUNTER_BYTES:
-            return None
+        head = datagram[:_HEAD_BYTES]
         try:
-            return sender, self._cipher.decrypt(_nonce(sender, counter), datagram[at + 1 :], datagram[: at + 1])
+            return head[1 : 1 + SENDER_BYTES], self._cipher.decrypt(head[1:], datagram[_HEAD_BYTES:], head)
         except InvalidTag:
             return None
-
-
-def _nonce(sender: bytes, counter: int) -> bytes:
-    return sender + counter.to_bytes(_COUNTER_BYTES, "big")

@@ -115,7 +115,7 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: 
     if found is None:
         return rough
     prompt, whole = found
-    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size), cache)
+    return keyed(prompt, keyer, None if whole else keyer.estimate_tokens(summary.size))
 
 
 class _Chat:

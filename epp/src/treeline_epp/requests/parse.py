@@ -128,7 +128,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 engine = self.registry.engine_of(target.pool) if target is not None else ""
                 prompt = chat(read, keyer, door, engine, cache)
             else:
-                prompt = completion(read, keyer, cache)
+                prompt = completion(read, keyer)
         except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most, outputs = _max_output_tokens(self.path, read.members), _outputs(self.path, read.members)

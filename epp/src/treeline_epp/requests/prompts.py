@@ -14,7 +14,6 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_epp.keyers.base import Keyer
-from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 
 CHARS_PER_TOKEN: Final = 4
@@ -35,7 +34,7 @@ class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
     key_tokens: int | None = None
 
 
-def completion(summary: Summary, keyer: Keyer | None, cache: Cache) -> KeyedPrompt:
+def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
     """The prompt of a completion (of the native API too); the key is that of the first, where there are several."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None:
@@ -52,13 +51,13 @@ def completion(summary: Summary, keyer: Keyer | None, cache: Cache) -> KeyedProm
         tokens = sum(_tokens(prompt, keyer) for prompt in prompts)
     if tokens is not None and summary.cut is not None:
         tokens = tokens * summary.cut_bytes // summary.cut_read
-    return keyed(prompts[0], keyer, tokens, cache)
+    return keyed(prompts[0], keyer, tokens)
 
 
-def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None, cache: Cache) -> KeyedPrompt:
+def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
     """The key of a prompt, or of its beginning. `tokens` of the whole request, where the prompt is not all of it."""
-    bounded = keyer.affordable(_bounded(prompt), cache.namespace, cache.client)
-    key = keyer.key(bounded, cache.namespace)
+    bounded = _bounded(prompt)
+    key = keyer.key(bounded)
     if key is None:
         return KeyedPrompt(None, tokens or _tokens(prompt, keyer))
     in_key = len(prompt.ids) if prompt.ids is not None else keyer.estimate_tokens(len(key))

@@ -1,7 +1,6 @@
 """By which way each pool's requests find what is cached, and why not by a better one: the one place that decides it.
 
     events    the engines publish what they hold, and a tokenizer that passed its self-test makes keys of it
-    tokens    the same, but the tokenizer loses text: prompts are tokenized here, keys are token ids (`token_keys`)
     history   what was sent where before; with the tokenizer's keys, or with keys of our own form (`keyers`)
 
 Endpoints are judged one by one (`way_of`); a pool goes by events if all of its endpoints do.
@@ -21,15 +20,14 @@ class Way(StrEnum):
     """How prefixes are found. The values are metric labels, and words of `/endpoints`."""
 
     EVENTS = "events"
-    TOKENS = "tokens"
     HISTORY = "history"
 
 
-_BETTER_FIRST = (Way.EVENTS, Way.TOKENS, Way.HISTORY)
+_BETTER_FIRST = (Way.EVENTS, Way.HISTORY)
 
 
 class WayReason(StrEnum):
-    """Why an endpoint is not routed by events and text. The values are metric labels, and words of `/endpoints`."""
+    """Why an endpoint is not routed by events. The values are metric labels, and words of `/endpoints`."""
 
     NO_EVENTS = "NoEvents"
     EVENTS_UNREACHABLE = "EventsUnreachable"
@@ -39,7 +37,6 @@ class WayReason(StrEnum):
     NO_TOKENIZER = "NoTokenizer"
     TOKENIZER_UNAVAILABLE = "TokenizerUnavailable"
     TOKENIZER_UNUSABLE = "TokenizerUnusable"
-    TOKENIZER_LOSES_TEXT = "TokenizerLosesText"
 
 
 class Routing(NamedTuple):
@@ -52,12 +49,11 @@ class Routing(NamedTuple):
 
 
 class TokenizerFacts(NamedTuple):
-    """What became of an endpoint's tokenizer: it has one, it passed (`by_tokens`: for keys of token ids alone), or what
-    is wrong with it or with getting it."""
+    """What became of an endpoint's tokenizer: it has one, it passed, or what is wrong with it or with getting
+    it."""
 
     known: bool = False
     has_keys: bool = False
-    by_tokens: bool = False
     problem: str | None = None
     awaited: bool = False
     """A flag names it, or the engine says that it serves it."""
@@ -89,8 +85,6 @@ def way_of(
         return Routing(Way.HISTORY, WayReason.NO_EVENTS, message)
     if unheard is not None:
         return Routing(Way.HISTORY, unheard.reason, f"{unheard.message} (docs/engines.md)")
-    if tokenizer.has_keys and tokenizer.by_tokens:
-        return Routing(Way.TOKENS, WayReason.TOKENIZER_LOSES_TEXT, tokenizer.problem or "")
     if tokenizer.has_keys:  # a problem then is that of its chat template
         return Routing(Way.EVENTS, message=tokenizer.problem or "")
     if tokenizer.known:

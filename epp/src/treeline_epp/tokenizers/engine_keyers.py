@@ -92,9 +92,7 @@ class EngineKeyers:
         """What became of an endpoint's tokenizer. `problem`: that of its engine's own."""
         source = self.source(spec)
         if keyer is not None:
-            return TokenizerFacts(
-                known=True, has_keys=keyer.keys is not None, by_tokens=keyer.by_tokens, problem=keyer.problem
-            )
+            return TokenizerFacts(known=True, has_keys=keyer.keys is not None, problem=keyer.problem)
         if source is not None:
             problem = source.problem or problem
         elif self._sources.named and not info.fingerprint:

@@ -225,8 +225,8 @@ class RoutingStatus(TypedDict, total=False):
     """How the picker finds what the pods have cached."""
 
     way: Annotated[str, StringConstraints(max_length=64)]
-    """`events`: by what the engines publish. `tokens`: the same, for tokenizers that lose text. `history`: by what the
-    picker itself sent where. See docs/engines.md."""
+    """`events`: by what the engines publish. `history`: by what the picker itself sent where. See
+    docs/engines.md."""
     reason: Annotated[str, StringConstraints(max_length=64)]
     """Why it is not a better way; absent where there is none."""
 

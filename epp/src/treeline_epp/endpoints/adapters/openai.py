@@ -61,14 +61,6 @@ class Models(msgspec.Struct):
     data: Annotated[list[Model], Meta(max_length=4096)]
 
 
-class Served(msgspec.Struct, frozen=True):
-    """The names that an engine serves; `adapters` and `wants_key` as in `EngineInfo`."""
-
-    names: tuple[str, ...]
-    adapters: dict[str, str] = {}
-    wants_key: bool = False
-
-
 class OpenAIAdapter:
     """See the module."""
 
@@ -83,19 +75,20 @@ class OpenAIAdapter:
     owner = ""
     signs: frozenset[str] = frozenset()
 
-    async def models(self, http: EngineHttp) -> Served:
-        """What it serves. A model with a parent is an adapter; vLLM and SGLang both list them so. No engine is
-        without a base model: where all have parents, these mean something else. Raises `EngineError`."""
+    async def models(self, http: EngineHttp) -> EngineInfo:
+        """What it serves, and nothing else of it. A model with a parent is an adapter; vLLM and SGLang both list them
+        so. No engine is without a base model: where all have parents, these mean something else. Raises
+        `EngineError`."""
         try:
             served = await http.document("/v1/models", Models)
         except RefusedError:  # clients have the key; health, metrics and events are answered without it
-            return Served((), wants_key=True)
+            return EngineInfo(engine=self.name, wants_key=True)
         if served is None:
             raise EngineError(f"{http.base} has no /v1/models")
         bases = {one.id for one in served.data if not one.base} or {one.id for one in served.data}
         adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.id not in bases}
         names = (one.id if one.id in bases else self.adapter_name(one.base, one.id) for one in served.data)
-        return Served(tuple(dict.fromkeys(names)), adapters)
+        return EngineInfo(tuple(dict.fromkeys(names)), engine=self.name, adapters=adapters)
 
     def adapter_name(self, base: str, adapter: str) -> str:
         """The model that one asks for to get an adapter of `base`."""
@@ -118,16 +111,8 @@ class OpenAIAdapter:
         except UnusableError as error:
             return None, f"what it says of its KV events cannot be used: {error}"[:_LONGEST_REASON]
 
-    def _info(self, http: EngineHttp, served: Served, told: KvPorts | None, why: str) -> EngineInfo:
+    def _info(self, http: EngineHttp, served: EngineInfo, told: KvPorts | None, why: str) -> EngineInfo:
         """Of an engine that does not say where it publishes; `why`, should discovery not say it either."""
         sources = told_sources(http.host, told)
-        no_events = "" if sources else why
-        return EngineInfo(
-            served.names,
-            sources=sources,
-            dials=told.dials if sources and told is not None else "",
-            no_events=no_events,
-            engine=self.name,
-            adapters=served.adapters,
-            wants_key=served.wants_key,
-        )
+        dials = told.dials if sources and told is not None else ""
+        return msgspec.structs.replace(served, sources=sources, dials=dials, no_events="" if sources else why)

@@ -7,7 +7,6 @@ seldom, and gets its time. It answers 503 while the engine starts, while it does
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,17 +16,14 @@ from treeline_wire.security import is_loopback
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource, LoadReports, sources_of
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
 from treeline_epp.endpoints.engine_http import EngineHttp
-from treeline_epp.endpoints.kv_endpoints import listens
+from treeline_epp.endpoints.kv_endpoints import Topic, listens, ports_of
 from treeline_epp.endpoints.model_server_metrics import SGLANG, MetricNames
 from treeline_epp.endpoints.spec import KvPorts, normal_ip
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
-Topic = Annotated[str, Meta(max_length=1024)]
 
 _NO_EVENTS = "it publishes no KV events: start it with --kv-events-config"
 _WRONG_CONFIG = "its --kv-events-config makes no publisher to connect to: publisher must be zmq, endpoint tcp://*:PORT"
-_LISTENS = re.compile(r"tcp://(?:\*|\[?::\]?):([0-9]{1,5})", re.ASCII)
-_REPLAYS = re.compile(r"tcp://[^/]*:([0-9]{1,5})", re.ASCII)
 
 
 class KvEvents(msgspec.Struct):
@@ -49,15 +45,6 @@ class ServerInfo(msgspec.Struct):
     kv_events: KvEvents | msgspec.UnsetType | None = msgspec.UNSET
     kv_events_config: Any = None
     dp_size: Any = 1
-
-
-class _Config(msgspec.Struct):
-    """What is read of `--kv-events-config`."""
-
-    publisher: str | None = None
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    topic: Topic = ""
 
 
 Info = TypeVar("Info", bound=ServerInfo)
@@ -84,14 +71,18 @@ class SGLangAdapter(OpenAIAdapter):
         """The same, and `/server_info` itself. Raises `EngineError`."""
         served = await self.models(http)  # one after the other, on one connection
         about, unusable = await self._told_of_events(http, "/server_info", into)
-        events = None if about is None else _configured(about) if about.kv_events is msgspec.UNSET else about.kv_events
-        sources = () if events is None else _sources(http, events)
         configured = about is not None and about.kv_events_config is not None
+        events = None
+        if about is not None and about.kv_events is not msgspec.UNSET:
+            events = about.kv_events
+        elif about is not None:
+            ranks = about.dp_size if isinstance(about.dp_size, int) and about.dp_size > 0 else 1
+            told = ports_of(about.kv_events_config, ranks) or told
         known = self._info(http, served, told, unusable or (_WRONG_CONFIG if configured else _NO_EVENTS))
-        if events is not None:
-            foreign = foreign_host(http, events.endpoint_host)
-            known = msgspec.structs.replace(known, foreign_host=foreign)
-        if sources and events is not None:
+        if events is None:
+            return known, about
+        known = msgspec.structs.replace(known, foreign_host=foreign_host(http, events.endpoint_host))
+        if sources := _sources(http, events):
             endpoint = f"tcp://{events.endpoint_host}:{events.endpoint_port_base}"
             dials = "" if listens(endpoint, sglang=True) else endpoint
             known = msgspec.structs.replace(known, sources=sources, dials=dials, no_events="")
@@ -109,31 +100,6 @@ def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:
     bases = events.endpoint_port_base, events.replay_endpoint_port_base, events.load_endpoint_port_base
     found = sources_of(http.host, *bases, events.topic or "", range(min(events.dp_size, MAX_RANKS)))
     return tuple(msgspec.structs.replace(source, curve=events.curve) for source in found)
-
-
-def _configured(about: ServerInfo) -> KvEvents | None:
-    """The sockets that follow from the settings, of an SGLang that does not name them; None where there are none."""
-    if not isinstance(about.kv_events_config, str):
-        return None
-    try:
-        config = msgspec.json.decode(about.kv_events_config, type=_Config)
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-    ranks = about.dp_size if isinstance(about.dp_size, int) and about.dp_size > 0 else 1
-    events, replay = _port(_LISTENS, config.endpoint), _port(_REPLAYS, config.replay_endpoint)
-    return KvEvents(
-        config.publisher if events else None,
-        endpoint_port_base=events,
-        replay_endpoint_port_base=replay,
-        topic=config.topic,
-        dp_size=ranks,
-    )
-
-
-def _port(spelled: re.Pattern[str], endpoint: str | None) -> int | None:
-    found = spelled.fullmatch(endpoint or "")
-    port = int(found[1]) if found is not None else 0
-    return port if 0 < port < 65536 else None
 
 
 def foreign_host(http: EngineHttp, named: str) -> str | None:

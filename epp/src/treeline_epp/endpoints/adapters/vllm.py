@@ -5,7 +5,6 @@ stops listening.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import msgspec
@@ -13,9 +12,9 @@ from msgspec import Meta
 
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource
 from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
-from treeline_epp.endpoints.adapters.sglang import Topic, foreign_host
+from treeline_epp.endpoints.adapters.sglang import foreign_host
 from treeline_epp.endpoints.engine_http import EngineHttp
-from treeline_epp.endpoints.kv_endpoints import listens
+from treeline_epp.endpoints.kv_endpoints import Topic, listens, place_of
 from treeline_epp.endpoints.model_server_metrics import VLLM, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
 
@@ -24,7 +23,6 @@ _OLD = (
     "vLLM before 0.32 does not say where it publishes KV events: tell it in the pod's annotations, or by "
     "kv_events in the endpoints file"
 )
-_TCP = re.compile(r"tcp://(.{1,255}):([0-9]{1,5})", re.ASCII)
 
 
 class _Publisher(msgspec.Struct):
@@ -61,29 +59,20 @@ class VllmAdapter(OpenAIAdapter):
         found = [source for rank in sorted(publishers) if (source := _source(http, rank, publishers[rank]))]
         if not found:
             return known
-        hosts = (foreign_host(http, host) for one in publishers.values() if (host := _place(one.endpoint)[0]))
+        hosts = (foreign_host(http, host) for one in publishers.values() if (host := place_of(one.endpoint)[0]))
         named = (one.endpoint or "" for one in publishers.values())
         return msgspec.structs.replace(
             known,
             sources=tuple(found[:MAX_RANKS]),
             no_events="",
             foreign_host=next(filter(None, hosts), None),
-            dials=next((endpoint for endpoint in named if _place(endpoint)[1] and not listens(endpoint)), ""),
+            dials=next((endpoint for endpoint in named if place_of(endpoint)[1] and not listens(endpoint)), ""),
         )
 
 
 def _source(http: EngineHttp, rank: int, publisher: _Publisher) -> KvSource | None:
     """Always at the endpoint's own address: an engine does not choose with whom the picker talks."""
-    events = _place(publisher.endpoint)[1]
+    events = place_of(publisher.endpoint)[1]
     if not publisher.enable_kv_cache_events or publisher.publisher != "zmq" or events is None:
         return None
-    return KvSource(http.host, events, _place(publisher.replay_endpoint)[1], topic=publisher.topic or "", rank=rank)
-
-
-def _place(endpoint: str | None) -> tuple[str, int | None]:
-    """Host and port of a ZMQ endpoint over TCP; no port where it is none, or one that cannot be."""
-    found = _TCP.fullmatch(endpoint or "")
-    if found is None:
-        return "", None
-    port = int(found[2])
-    return found[1], port if 0 < port < 65536 else None
+    return KvSource(http.host, events, place_of(publisher.replay_endpoint)[1], topic=publisher.topic or "", rank=rank)
