@@ -74,15 +74,6 @@ def _conformance(argv: Sequence[str]) -> int:
     return conformance(argv)
 
 
-def _program(argv: Sequence[str]) -> int:
-    try:
-        from treeline_lang.command import main as program
-    except ModuleNotFoundError as error:
-        print(f"treeline program: {error.name} is not installed: pip install treeline-lang", file=sys.stderr)
-        return 1
-    return program(argv, prog="treeline program")
-
-
 def _doctor(argv: Sequence[str]) -> int:
     from treeline.doctor import main as doctor
 
@@ -103,7 +94,6 @@ WORDS = {
     "bench": Word("measure a server that is running (bench serving), or Treeline itself", _bench),
     "sim": Word("let the picker route to simulated engines, and compare policies", _sim),
     "conformance": Word("ask an endpoint picker, any that speaks the protocol, whether it keeps it", _conformance),
-    "program": Word("run a saved program of the frontend language (program run), or show it", _program),
     "doctor": Word("what this machine can run, and what is missing", _doctor),
     "version": Word("the version of Treeline and of what it stands on", _version),
 }
