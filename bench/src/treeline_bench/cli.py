@@ -124,7 +124,7 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
     return 1 if failed else 0
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "treeline bench") -> int:
     """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
 
     `serving` measures any server, `programs` runs the frontend language; they take arguments of their own.
