@@ -2,15 +2,14 @@
 # # Extraction, compiled
 #
 # Records are taken out of texts: a few examples come first, then the text, and each field is generated under its own
-# constraint. The program has no `if` that depends on what the model says, so it can be compiled: stored as a file,
-# drawn, and run with the file alone, without the source. It runs here on an engine in this process, without a server.
+# constraint. The program has no `if` that depends on what the model says, so it can be compiled:
+# recorded once as a graph, and run without the function. It runs here on an engine in this process, without a server.
 
 # %%
 import json
-import tempfile
 from pathlib import Path
 
-from treeline_lang import Compiled, EngineBackend, function, gen
+from treeline_lang import EngineBackend, function, gen
 from treeline_runtime import Engine
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -54,31 +53,15 @@ print("the same:", [state["record"] for state in interpreted] == [state["record"
 print("fields:", sorted(json.loads(states[0]["record"])))
 
 # %% [markdown]
-# ## A file, and a picture
-# The file is JSON: texts, calls, and what goes where. `treeline program run FILE --arg text=…` runs it on a server.
-
-# %%
-with tempfile.TemporaryDirectory() as folder:
-    path = Path(folder) / "record.json"
-    compiled.save(path)
-    loaded = Compiled.load(path)
-state = loaded.run(text=texts[0], backend=backend, temperature=0)
-print("from the file:", state["record"] == states[0]["record"])
-picture = compiled.graph.draw()
-print("the picture:", picture[:4])
-
-# %% [markdown]
 # ## What the examples cost
 # They are computed once, for the first text; every other program finds them in the cache.
 
 # %%
-print("found in the cache:", state.get_meta_info("name")["cached_tokens"] > 40)
+print("found in the cache:", states[1].get_meta_info("name")["cached_tokens"] > 40)
 
 engine.close()
 # Prints:
 # fallback: None
 # the same: True
 # fields: ['age', 'city', 'name']
-# from the file: True
-# the picture: <svg
 # found in the cache: True

@@ -1,11 +1,12 @@
 """The command line from outside: its words, its help, its errors."""
 
+import importlib
 import signal
 import subprocess
 import sys
 
 import pytest
-from treeline.main import WORDS, Word, main
+from treeline.main import WORDS, main
 
 
 def status_of(*words: str) -> int:
@@ -61,10 +62,10 @@ def test_measuring_is_a_room_of_its_own_that_may_be_missing(monkeypatch, capsys)
 
 
 def test_an_interrupt_while_a_word_is_loading_is_an_end_and_no_traceback(monkeypatch):
-    def interrupted(_argv):
+    def interrupted(_module):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(WORDS, "pick", Word("", interrupted))
+    monkeypatch.setattr(importlib, "import_module", interrupted)
     assert main(["pick"]) == 130
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.lang_backend import PATIENCE_S, FakeBackend
+from support.lang_backend import FakeBackend
 from treeline_lang import Unreachable, executor, function, gen
-from treeline_lang.ordering import Plan, Shared
 from treeline_lang.program import Function
-from treeline_lang.sampling import Sampling
 
 CONTEXT = "What all have in common. " * 8
 
@@ -47,20 +44,3 @@ def test_a_program_ends_as_without_hints(
     assert [state.ret_value for state in states] == expected
     assert len(backend.asked("warm")) == 4, "one of each program's fork, one of the batch"
     backend.wait_running(0)
-
-
-def test_a_batch_that_is_left_gives_its_hints_up() -> None:
-    backend = FakeBackend()
-    run = panel.new_run(backend, Sampling())
-    asked, later = Shared("asked"), Shared("later")
-    plan = Plan((0, 1), {0: (asked,), 1: (asked, later)})
-    with backend.holding("warm"):
-        item = threading.Thread(target=plan.prepare, args=(1, run), daemon=True)
-        item.start()
-        backend.wait_running(1)
-        plan.give_up()
-        item.join(PATIENCE_S)
-        assert not item.is_alive()
-        backend.wait_running(0)
-    assert backend.cancelled == 1
-    assert [request.text for request in backend.asked("warm")] == ["asked"], "what had not been sent is not sent"

@@ -1,11 +1,9 @@
-"""HTTP/1.1 as servers speak it: how bodies end and are packed, what comes before an answer, TLS, proxies."""
+"""HTTP/1.1 as servers speak it: how bodies end, what comes before an answer, TLS, proxies."""
 
 from __future__ import annotations
 
 import asyncio
-import gzip
 import ssl
-import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -74,11 +72,9 @@ def packed(name: str, body: bytes) -> bytes:
         (b"HTTP/1.1 200 OK\r\n\r\nhello", b" world"),
         (b"HTTP/1.0 200 OK\r\n\r\nhello world",),
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n", FINE),
-        (packed("gzip", gzip.compress(TEXT)),),
-        (packed("deflate", zlib.compress(TEXT)),),
     ],
 )
-async def test_an_answer_is_read_however_it_ends_and_is_packed(answer: tuple[bytes, ...]) -> None:
+async def test_an_answer_is_read_however_it_ends(answer: tuple[bytes, ...]) -> None:
     async with serving(answers(*answer)) as port:
         assert await ask(f"http://127.0.0.1:{port}") == (200, TEXT)
 
@@ -90,8 +86,7 @@ async def test_an_answer_is_read_however_it_ends_and_is_packed(answer: tuple[byt
         ((b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",), "closed"),
         ((b"HTTP/1.1 200 OK\r\nx: ", *[b"y" * 65536] * 100), "no end"),
         ((b"HTTP/1.1 100 Continue\r\n\r\n" * 4096,) * 100, "no end"),
-        ((packed("br", TEXT),), "packed as 'br'"),
-        ((packed("gzip", TEXT),), "not packed as it says"),
+        ((packed("gzip", TEXT),), "packed as 'gzip'"),
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",), "no HTTP"),
     ],
 )

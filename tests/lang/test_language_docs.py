@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,16 +51,6 @@ def run_python(path: Path, block: Block, url: str, names: dict[str, Any]) -> str
     return printed.getvalue()
 
 
-def run_shell(block: Block, url: str, folder: Path) -> str:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-ec", block.text.replace(SHOWN_URL, url)],
-        capture_output=True, text=True, cwd=folder, env=os.environ | {"PATH": path}, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_every_block_does_what_the_page_says(
     path: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,8 +64,6 @@ def test_every_block_does_what_the_page_says(
     for block in page:
         if block.kind == "text":
             assert printed == block.text, f"line {where} prints something else"
-        elif block.kind == "sh":
-            printed, where = run_shell(block, url, tmp_path), block.line
         elif block.kind == "python":
             printed, where = run_python(path, block, url, names), block.line
         else:

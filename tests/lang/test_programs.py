@@ -39,7 +39,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "dtypes": {"whole": 7},
     "selects": {"token_length_normalized": [" Paris"], "greedy_token_selection": [" Paris"], "same": " Paris"},
     "samples": {"several": [" Paris."] * 3},
-    "stops": {"text": "The ", "pattern": "The "},
+    "stops": {"text": "The ", "pattern": "The capital"},
     "scopes": {"country": "France", "turn": FRANCE, "rest": " of France is Paris.", "aside": ["2 + 5 = 7"]},
     "logprobs": {"answer": " Paris."},
     "react": {"act0": FRANCE, "act1": "4 + 5 = 9", "act2": ITALY, "final": ITALY},

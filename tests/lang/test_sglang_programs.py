@@ -197,11 +197,6 @@ def test_a_program_may_have_a_choices_method_of_its_own(endpoint: sgl.RuntimeEnd
         _ = state["city"]
 
 
-def test_a_choices_method_of_a_programs_own_is_in_no_file(tmp_path: Path) -> None:
-    with pytest.raises(sgl.ProgramFileError, match="the program's own"):
-        picks.compile(strict=True, method=Last()).save(tmp_path / "picks.json")
-
-
 def test_the_default_backend_is_that_of_the_configuration() -> None:
     backend = FakeBackend()
     sgl.global_config.verbosity = 2  # type: ignore[attr-defined]

@@ -259,15 +259,14 @@ def test_parts() -> None:
 
 
 def test_a_surplus_is_of_one_text_and_one_way_to_sample() -> None:
-    surplus = Surplus("before", 0, (";", " next", ";"), Sampling(temperature=0.5), None)
+    surplus = Surplus("before", (";", " next", ";"), Sampling(temperature=0.5), None)
     wanted = Sampling(temperature=0.5, stop=(";",))
-    found = surplus.part("before; ", 0, wanted)
+    found = surplus.part("before; ", wanted)
     assert found is not None
     assert (found[0].text, found[1].before, found[1].pieces) == ("next", "before; next", (";",))
-    assert surplus.part("other; ", 0, wanted) is None
-    assert surplus.part("before; ", 1, wanted) is None
-    assert surplus.part("before; ", 0, Sampling(temperature=0.6, stop=(";",))) is None
-    assert surplus.part("before, ", 0, wanted) is None
+    assert surplus.part("other; ", wanted) is None
+    assert surplus.part("before; ", Sampling(temperature=0.6, stop=(";",))) is None
+    assert surplus.part("before, ", wanted) is None
 
 
 def test_patterns_that_one_call_can_make() -> None:

@@ -170,7 +170,7 @@ def test_a_backend_that_reads_text_alone_says_so(tmp_path: Any) -> None:
 
         assert isinstance(run(shows).error(), Unsupported)
     seeing = FakeBackend()
-    seeing.reads_images, seeing.image_token = True, "<image>"
+    seeing.reads_images = True
     picture = tmp_path / "a.png"
     picture.write_bytes(b"\x89PNG\r\n\x1a\n")
 
@@ -179,7 +179,7 @@ def test_a_backend_that_reads_text_alone_says_so(tmp_path: Any) -> None:
 
     for source in (str(picture), picture.read_bytes(), "https://example.com/a.png"):
         state = run(looks, seeing, source=source)
-        assert state.messages()[0]["content"][1] == {"type": "text", "text": "<image>?"}
+        assert state.messages()[0]["content"][1] == {"type": "text", "text": "?"}
         assert state.messages()[0]["content"][0]["image_url"]["url"].startswith(("data:image/png;base64,iV", "https:"))
     for lost in (str(tmp_path / "none.png"), b"no picture"):
         with pytest.raises(ProgramError, match="no image: "):

@@ -12,8 +12,10 @@ import httpx
 import pytest
 import zmq
 import zmq.asyncio
-from treeline_sim.connection import MAX_BODY_BYTES
+from tokenizers import Tokenizer
+from treeline_sim.connection import CASE_HEADER, MAX_BODY_BYTES
 from treeline_sim.model.engine import EngineConfig
+from treeline_sim.openai import CHAT, COMPLETIONS, SimCase
 from treeline_sim.server import Dialect, ServerConfig, SimServer
 from treeline_wire import frames, headers
 from treeline_wire.events import BlockStored, decode_batch
@@ -187,3 +189,26 @@ async def test_in_vllms_dialect_it_names_its_publisher_and_has_metrics(model: Pa
 def test_time_that_does_not_pass_is_refused() -> None:
     with pytest.raises(ValueError, match="1000"):
         ServerConfig(ENGINE, speedup=0.0)
+
+
+CASES = (
+    SimCase(COMPLETIONS, json.dumps({"prompt": "abc def ghi " * 20}).encode(), held=True),
+    SimCase(COMPLETIONS, json.dumps({"prompt": "xyz uvw rst " * 20}).encode(), held=False),
+    SimCase(CHAT, json.dumps({"messages": [{"role": "user", "content": "hello " * 40}]}).encode(), held=True),
+)
+
+
+async def test_known_requests_are_answered_at_once_from_what_is_held(model: Path) -> None:
+    bundle = TokenizerBundle.from_dir(model)
+    tokens = len(Tokenizer.from_str(bundle.tokenizer_json).encode("abc def ghi " * 20).ids)
+    async with serving(model, replace(CONFIG, cases=CASES)) as (server, client):
+        found = []
+        for path, number in ((COMPLETIONS, 0), (COMPLETIONS, 1), (COMPLETIONS, 1), (CHAT, 2), (CHAT, 9)):
+            answer = await client.post(path, content=b"not read", headers={CASE_HEADER: str(number)})
+            usage = answer.json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == int(answer.headers[headers.CACHED_TOKENS])
+            found.append(int(answer.headers[headers.CACHED_TOKENS]))
+        assert (server.engine.journal.seq, server.load().running) == (0, 0)
+    assert found[:3] == [(tokens - 1) // 16 * 16, 0, 0], "it learns nothing"
+    assert found[3] > 0
+    assert found[4] == 0

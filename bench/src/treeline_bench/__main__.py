@@ -2,7 +2,7 @@
 
 import sys
 
-from treeline_bench.cli import main
+from treeline_bench.cli import PROG, main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog=PROG))

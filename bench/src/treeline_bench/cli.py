@@ -49,7 +49,6 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     add = bench.add_argument
     add("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     add("--quick", action="store_true", help="a few seconds each: proves that they work, measures little")
-    add("--list", action="store_true", help="list the benchmarks and exit")
     add(
         "--out",
         type=Path,
@@ -125,7 +124,7 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
     return 1 if failed else 0
 
 
-def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "treeline bench") -> int:
     """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
 
     `serving` measures any server, `programs` runs the frontend language; they take arguments of their own.
@@ -140,10 +139,6 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> int:
     bench = parser(prog)
     args = bench.parse_args(argv)
     console = Console(stderr=True)
-    if args.list:
-        for name, benchmark in BENCHMARKS.items():
-            print(f"{name:<8} {benchmark.summary}")
-        return 0
     if args.readme is not None:
         return _quote(args.readme, _out(args), console)
     try:

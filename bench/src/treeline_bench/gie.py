@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from treeline_bench.api_server import NAMESPACE, PODS, POOLS, ApiServer
 from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.envoy import bootstrap, envoy
@@ -186,8 +188,9 @@ def run(context: Context) -> list[Row]:
     with ExitStack() as stack:
         world = World(context.folder, port)
         stack.callback(world.close)
-        argv = [sys.executable, "-m", "treeline_sim", "--model", str(context.model)]
-        argv += ["--host", "0.0.0.0", "--fixed"]
+        (context.folder / "cases.msgpack").write_bytes(msgspec.msgpack.encode(()))
+        argv = [sys.executable, "-m", "treeline_sim", "serve", "--model", str(context.model)]
+        argv += ["--host", "0.0.0.0", "--cases", str(context.folder / "cases.msgpack")]
         words = ("--port", "--events-port", "--replay-port", "--load-port")
         argv += [text for pair in zip(words, map(str, (port, *free_ports(3))), strict=True) for text in pair]
         engine = stack.enter_context(child("sim", argv, context.folder, cores()[1]))

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import msgspec
-from treeline_sim.engine import SimCase
+from treeline_sim.openai import SimCase
 
 from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.envoy import bootstrap, envoy
@@ -83,9 +83,9 @@ def running(load: Requests, context: Context) -> Iterator[Rig]:
 def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], context: Context) -> list[str]:
     path = context.folder / f"cases-{index}.msgpack"
     path.write_bytes(msgspec.msgpack.encode(cases))
-    argv = [sys.executable, "-m", "treeline_sim", "--model", str(context.model), "--name", MODEL_NAME]
-    # Fixed: an engine that learnt would make every later request a hit, whatever the picker knows.
-    argv += ["--fixed", "--cases", str(path)]
+    argv = [sys.executable, "-m", "treeline_sim", "serve", "--model", str(context.model), "--name", MODEL_NAME]
+    # An engine that learnt would make every later request a hit, whatever the picker knows.
+    argv += ["--cases", str(path)]
     for name, port in zip(("port", "events-port", "replay-port", "load-port"), ports, strict=True):
         argv += [f"--{name}", str(port)]
     return argv

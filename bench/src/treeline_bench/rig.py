@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treeline_sim.connection import CASE_HEADER
-from treeline_sim.engine import CHAT, SimCase
+from treeline_sim.openai import CHAT, SimCase
 from treeline_wire import headers
 
 from treeline_bench.context import Display

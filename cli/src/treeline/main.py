@@ -1,12 +1,13 @@
-"""The `treeline` command: one parser, one function a word; the rooms do the work."""
+"""The `treeline` command: one parser, one module a word; the rooms do the work."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from treeline_wire.command_line import Parser
@@ -14,98 +15,46 @@ from treeline_wire.command_line import Parser
 
 @dataclass(frozen=True)
 class Word:
-    """One word of the command. `run` takes the arguments behind the word and returns the exit status."""
+    """One word of the command: `main` of a module, which takes the arguments behind it and returns the exit status."""
 
     help: str
-    run: Callable[[Sequence[str]], int]
+    module: str
+    optional: str = ""
+    """The distribution with it, where that may be missing: images and clusters have no need of it."""
 
-
-# Each imports its room when it is called: `treeline pick` must not load torch.
-
-
-def _up(argv: Sequence[str]) -> int:
-    from treeline.up.command import main as up
-
-    return up(argv)
-
-
-def _serve(argv: Sequence[str]) -> int:
-    from treeline_runtime.serve import main as serve
-
-    return serve(list(argv))
-
-
-def _pick(argv: Sequence[str]) -> int:
-    from treeline_epp.main import main as pick
-
-    return pick(list(argv))
-
-
-def _operate(argv: Sequence[str]) -> int:
-    from treeline_operator.operate import main as operate
-
-    return operate(list(argv))
-
-
-def _bench(argv: Sequence[str]) -> int:
-    try:
-        from treeline_bench.cli import main as bench
-    except ModuleNotFoundError as error:  # images and clusters have no need of it
-        print(f"treeline bench: {error.name} is not installed: pip install treeline-bench", file=sys.stderr)
-        return 1
-    return bench(argv, prog="treeline bench")
-
-
-def _sim(argv: Sequence[str]) -> int:
-    try:
-        from treeline_sim.command import main as sim
-    except ModuleNotFoundError as error:
-        print(f"treeline sim: {error.name} is not installed: pip install treeline-sim", file=sys.stderr)
-        return 1
-    return sim(argv)
-
-
-def _conformance(argv: Sequence[str]) -> int:
-    try:
-        from treeline_conformance.command import main as conformance
-    except ModuleNotFoundError as error:
-        print(f"treeline conformance: {error.name} is not installed: pip install treeline-conformance", file=sys.stderr)
-        return 1
-    return conformance(argv)
-
-
-def _program(argv: Sequence[str]) -> int:
-    try:
-        from treeline_lang.command import main as program
-    except ModuleNotFoundError as error:
-        print(f"treeline program: {error.name} is not installed: pip install treeline-lang", file=sys.stderr)
-        return 1
-    return program(argv, prog="treeline program")
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    from treeline.doctor import main as doctor
-
-    return doctor(argv)
-
-
-def _version(argv: Sequence[str]) -> int:
-    from treeline.version import main as version
-
-    return version(argv)
+    def run(self, name: str, argv: list[str]) -> int:
+        """Imports its room only now: `treeline pick` must not load torch."""
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if not self.optional:
+                raise
+            print(f"treeline {name}: {error.name} is not installed: pip install {self.optional}", file=sys.stderr)
+            return 1
+        return int(module.main(argv))
 
 
 WORDS = {
-    "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", _up),
-    "serve": Word("run one runtime: an OpenAI-compatible server for one model", _serve),
-    "pick": Word("run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain", _pick),
-    "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", _operate),
-    "bench": Word("measure a server that is running (bench serving), or Treeline itself", _bench),
-    "sim": Word("let the picker route to simulated engines, and compare policies", _sim),
-    "conformance": Word("ask an endpoint picker, any that speaks the protocol, whether it keeps it", _conformance),
-    "program": Word("run a saved program of the frontend language (program run), or show it", _program),
-    "doctor": Word("what this machine can run, and what is missing", _doctor),
-    "version": Word("the version of Treeline and of what it stands on", _version),
+    "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", "treeline.up.command"),
+    "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve"),
+    "pick": Word(
+        "run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain",
+        "treeline_epp.main",
+    ),
+    "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", "treeline_operator.operate"),
+    "bench": Word(
+        "measure a server that is running (bench serving), or Treeline itself", "treeline_bench.cli", "treeline-bench"
+    ),
+    "sim": Word(
+        "let the picker route to simulated engines, and compare policies", "treeline_sim.command", "treeline-sim"
+    ),
+    "conformance": Word(
+        "ask an endpoint picker, any that speaks the protocol, whether it keeps it",
+        "treeline_conformance.command",
+        "treeline-conformance",
+    ),
+    "doctor": Word("what this machine can run, and what is missing", "treeline.doctor"),
+    "version": Word("the version of Treeline and of what it stands on", "treeline.version"),
 }
 
 
@@ -133,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv = ["version"]
     word = top.parse_args(argv[:1]).word
     try:
-        status = WORDS[word].run(argv[1:])
+        status = WORDS[word].run(word, argv[1:])
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of the output, `head` for one, has enough of it

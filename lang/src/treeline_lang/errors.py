@@ -12,7 +12,6 @@
     │   ├── Unreachable      it cannot be reached, does not answer, or died over it
     │   └── Unmatched        its replies are not as the turn that the program wants (speculation)
     ├── TraceError           the program cannot be compiled, and why
-    ├── ProgramFileError     a file that is no program, or one that may not be run; or a program that cannot be in one
     └── Cancelled            interrupted from outside
 
 Each says which line of which program (`where`) was doing what (`step`).
@@ -93,10 +92,6 @@ class Unmatched(BackendError):
 
 
 class TraceError(ProgramError):
-    pass
-
-
-class ProgramFileError(ProgramError):
     pass
 
 

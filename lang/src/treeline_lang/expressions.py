@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Final, Literal, Never
 
 from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, token_length_normalized
@@ -328,25 +329,7 @@ def assistant(content: Piece | None = None) -> Expr:
     return _turn("assistant", content)
 
 
-def system_begin() -> Expr:
-    return RoleBegin("system")
-
-
-def system_end() -> Expr:
-    return RoleEnd("system")
-
-
-def user_begin() -> Expr:
-    return RoleBegin("user")
-
-
-def user_end() -> Expr:
-    return RoleEnd("user")
-
-
-def assistant_begin() -> Expr:
-    return RoleBegin("assistant")
-
-
-def assistant_end() -> Expr:
-    return RoleEnd("assistant")
+system_begin, system_end = partial(RoleBegin, "system"), partial(RoleEnd, "system")
+user_begin, user_end = partial(RoleBegin, "user"), partial(RoleEnd, "user")
+assistant_begin, assistant_end = partial(RoleBegin, "assistant"), partial(RoleEnd, "assistant")
+"""A turn of several steps, where `with s.user():` and its like do not fit."""

@@ -11,16 +11,15 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Literal, Self, overload
 
-from treeline_lang import background, batch
+from treeline_lang import background, batch, ordering
 from treeline_lang.backends.base import Backend, Call, default_backend
-from treeline_lang.compiler import prefix, serialize, trace
+from treeline_lang.compiler import trace
 from treeline_lang.compiler.execute import GraphBody
 from treeline_lang.compiler.graph import Graph
 from treeline_lang.compiler.passes import DEFAULT_PASSES, Pass, Report
-from treeline_lang.errors import Cancelled, ProgramError, ProgramFileError, TraceError
+from treeline_lang.errors import Cancelled, ProgramError, TraceError
 from treeline_lang.executor import Run
 from treeline_lang.sampling import Sampling, check_sampling
 from treeline_lang.state import ProgramState, state_of
@@ -93,13 +92,15 @@ class Function:
                 flat.pop(parameter.name, None)
         return flat
 
-    def bind(self, **arguments: Any) -> Function:
+    def bind(self, **arguments: Any) -> Self:
         """The same program with some of its arguments given."""
         unknown = arguments.keys() - self._signature.parameters.keys()
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._signature.parameters.values())
         if unknown and not open_ended:
             raise TypeError(f"{self.__name__}{self._signature} has no parameter {sorted(unknown)[0]!r}")
-        return Function(self.body, self.num_api_spec_tokens, {**self.bound, **arguments})
+        program = object.__new__(type(self))
+        program.__dict__.update(self.__dict__, bound={**self.bound, **arguments})
+        return program
 
     # ---- ahead of running ---------------------------------------------------------------------------------------
 
@@ -131,15 +132,22 @@ class Function:
         Where it cannot be traced, the function is run as before, and `fallback` says why; strict: raises TraceError.
         Raises TypeError.
         """
+        constants = self._switches() | self.bound | static
         try:
             graph = self.trace(**static)
         except TraceError as error:
             if strict:
                 raise
-            return Compiled.interpreted(self.bind(**static), str(error))
-        constants = self._switches() | self.bound | static
-        compiled = Compiled.of(graph, passes, lambda state, **rest: self.body(state, **constants, **rest))
-        compiled.__doc__ = self.__doc__
+            compiled = Compiled(self.body, self.num_api_spec_tokens, self.bound | static)
+            compiled.fallback = str(error)
+            return compiled
+        reports = []
+        for one in passes:
+            graph, report = one(graph)
+            reports.append(report)
+        body = GraphBody(graph, lambda state, **rest: self.body(state, **constants, **rest))
+        compiled = Compiled(body, self.num_api_spec_tokens)
+        compiled.graph, compiled.reports, compiled.__doc__ = graph, tuple(reports), self.__doc__
         return compiled
 
     def _switches(self) -> dict[str, Any]:
@@ -156,8 +164,7 @@ class Function:
         usual = {one.name: one.default for one in parameters if one.default is not one.empty}
         constants = usual | self.bound | arguments
         graph = self.traced(constants, to_first_request=True).graph
-        template = background.call(run.backend.template()) if prefix.has_turns(prefix.parts_of(graph)) else None
-        text = prefix.beginning(graph, constants, template)
+        [text] = ordering.beginnings(graph, [constants], run.backend)
         if text:
             background.call(run.backend.warm(Prompt(text), run.call))
         return text
@@ -281,13 +288,14 @@ class Function:
         """
         common, sampling = self.split(kwargs)
         program = self.bind(**common) if common else self
-        jobs = batch.Jobs(
+        states = batch.run_all(
             program,
             [program.arguments(*_item(item)) for item in items],
             lambda: program.new_run(backend, sampling, hints=hints, parallel=parallel),
-            order,
+            order=order,
+            num_threads=num_threads,
+            progress_bar=progress_bar,
         )
-        states = jobs.run(num_threads, progress_bar)
         return states if generator_style else list(states)
 
     def __call__(self, *args: Any, **kwargs: Any) -> ProgramState:
@@ -323,46 +331,6 @@ class Compiled(Function):
     """Why it is interpreted, with the line."""
     reports: tuple[Report, ...] = ()
     """What each pass has done."""
-
-    @classmethod
-    def of(cls, graph: Graph, passes: Sequence[Pass] = (), source: Callable[..., Any] | None = None) -> Compiled:
-        """source: the function that the graph comes from. Raises ValueError for a graph that cannot be executed."""
-        reports = []
-        for one in passes:
-            graph, report = one(graph)
-            reports.append(report)
-        compiled = cls(GraphBody(graph, source), graph.num_api_spec_tokens)
-        compiled.graph, compiled.reports = graph, tuple(reports)
-        return compiled
-
-    @classmethod
-    def interpreted(cls, program: Function, reason: str) -> Compiled:
-        compiled = cls(program.body, program.num_api_spec_tokens, program.bound)
-        compiled.fallback = reason
-        return compiled
-
-    def save(self, path: str | Path) -> None:
-        """Writes it to a file (`compiler.serialize`). Raises OSError; ProgramFileError for what no file holds."""
-        if self.graph is None:
-            raise ProgramFileError(f"{self.__name__} is interpreted, and cannot be in a file: {self.fallback}")
-        Path(path).write_text(serialize.dumps(self.graph), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: str | Path, *, passes: Sequence[Pass] = DEFAULT_PASSES) -> Compiled:
-        """What `save` wrote. Raises ProgramFileError, OSError."""
-        with Path(path).open("rb") as file:
-            text = file.read(serialize.MAX_BYTES + 1)  # a device has no size, and no end
-        return cls.of(serialize.loads(text), passes)
-
-    def bind(self, **arguments: Any) -> Compiled:
-        bound = Compiled(self.body, self.num_api_spec_tokens, super().bind(**arguments).bound)
-        bound.__doc__, bound.graph, bound.fallback, bound.reports = (
-            self.__doc__,
-            self.graph,
-            self.fallback,
-            self.reports,
-        )
-        return bound
 
     def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:
         if self.graph is None:

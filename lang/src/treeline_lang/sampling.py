@@ -102,6 +102,7 @@ _NATIVE: Final = (
     "ignore_eos",
     "stop",
     "stop_token_ids",
+    "stop_regex",
 )
 _FIELDS: Final = tuple(field.name for field in fields(Sampling))
 

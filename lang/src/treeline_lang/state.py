@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Final, Literal, Self, cast, overload
+from typing import Any, Final, Literal, Self, cast
 
 from treeline_lang.errors import ProgramError
 from treeline_lang.executor import Run, StreamExecutor
@@ -196,12 +196,6 @@ class ProgramState:
         with self._or_cancel():
             yield from self._grows(var_name).follow()
 
-    @overload
-    def text_async_iter(self, var_name: str | None = None) -> AsyncIterator[str]: ...
-    @overload
-    def text_async_iter(
-        self, var_name: str | None = None, return_meta_data: Literal[True] = True
-    ) -> AsyncIterator[tuple[str, Any]]: ...
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
         """`text_iter` for `async for`. return_meta_data: pairs with what the backend has said
         of the variable so far (of the whole text: {})."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treeline_lang import images, speculative
+from treeline_lang import images, speculation
 from treeline_lang.backends.base import Completion
 from treeline_lang.errors import ProgramError, RoleError, Unsupported, WrongType
 from treeline_lang.executor import Step, StreamExecutor
@@ -79,8 +79,8 @@ class Extend(Step):
         for number, part in enumerate(parts, 1):
             stream.step = (getattr(part, "where", None) or self.where, _name(part))
             await _append(stream, part, variables)
-            if isinstance(part, RoleBegin) and speculative.foresees(stream, part.role):
-                await speculative.foresee(stream, await _pattern(stream, parts[number:]))
+            if isinstance(part, RoleBegin) and speculation.foresees(stream, part.role):
+                await speculation.foresee(stream, await _pattern(stream, parts[number:]))
             stream.show()
 
 
@@ -236,7 +236,7 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
             stream.show(last.text)
         completions = [last]
     else:
-        completions = await speculative.generate(stream, prompt, sampling)
+        completions = await speculation.generate(stream, prompt, sampling)
     texts = ["" if looks else completion.text for completion in completions]
     stream.transcript.append(texts[0])
     metas = [completion.meta for completion in completions]
@@ -314,7 +314,7 @@ async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
         url = await asyncio.to_thread(images.url_of, source)
     except (OSError, ValueError) as error:
         raise ProgramError(f"no image: {error}") from error
-    stream.transcript.show(url, backend.image_token)
+    stream.transcript.images.append(url)
 
 
 async def _separate(stream: StreamExecutor, expr: Expr, model_type: str, variables: Iterator[Variable]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from treeline_lang.errors import Refused, TemplateError
-from treeline_lang.expressions import Role
+from treeline_lang.expressions import ROLES, Role
 
 Message = dict[str, str]
 Render = Callable[[list[Message], bool], Awaitable[str]]
@@ -49,30 +49,15 @@ class ChatTemplate:
         return self.turns[role]
 
 
-def _chatml() -> ChatTemplate:
-    turns: dict[Role, Turn] = {
-        role: Turn(f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("system", "user", "assistant")
-    }
-    return ChatTemplate(turns, ("<|im_end|>",))
+def _alike(begin: Callable[[Role], str], end: str, stop: str) -> ChatTemplate:
+    """One that writes all turns in the same way."""
+    return ChatTemplate({role: Turn(begin(role), end) for role in ROLES}, (stop,))
 
 
 TEMPLATES: Final[dict[str, ChatTemplate]] = {
-    "chatml": _chatml(),
-    "llama-3": ChatTemplate(
-        {
-            role: Turn(f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>")
-            for role in ("system", "user", "assistant")
-        },
-        ("<|eot_id|>",),
-    ),
-    "plain": ChatTemplate(
-        {
-            "system": Turn("SYSTEM: ", "\n"),
-            "user": Turn("USER: ", "\n"),
-            "assistant": Turn("ASSISTANT: ", "\n"),
-        },
-        ("\nUSER:",),
-    ),
+    "chatml": _alike(lambda role: f"<|im_start|>{role}\n", "<|im_end|>\n", "<|im_end|>"),
+    "llama-3": _alike(lambda role: f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "<|eot_id|>"),
+    "plain": _alike(lambda role: f"{role.upper()}: ", "\n", "\nUSER:"),
 }
 """For servers that do not render chats. `plain` is for models that were not trained on chats."""
 

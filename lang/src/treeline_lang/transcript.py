@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from treeline_lang.errors import RoleError
 from treeline_lang.expressions import Role
 from treeline_lang.templates import ChatTemplate
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """An image in a prompt."""
-
-    url: str
-    """`data:image/…;base64,…`, or one that the backend may fetch."""
-    at: int
-    """Characters of the text before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +22,15 @@ class Prompt:
     """The role of the open turn."""
     turn: str = ""
     """The text of that turn so far."""
-    images: tuple[Picture, ...] = ()
-    open_images: tuple[Picture, ...] = ()
-    """The images of the open turn."""
+    images: tuple[str, ...] = ()
+    """The images of that turn, as URLs: `data:image/…;base64,…`, or those that the backend may fetch."""
 
 
 @dataclass(slots=True)
 class Transcript:
     text: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    images: list[Picture] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
     role: Role | None = None
     _turn_at: int = 0
     """Where the content of the open turn begins in the text."""
@@ -66,18 +55,12 @@ class Transcript:
         self.text += template.end(role)
         self.role = None
 
-    def show(self, url: str, token: str) -> None:
-        """An image, which the text shows as `token`."""
-        self.images.append(Picture(url, len(self.text)))
-        self.text += token
-
     def take(self, other: Transcript, since: Transcript) -> None:
         """Append what another has beyond what it once was. Raises RoleError unless it is back in the same turn."""
         turns = other.messages[len(since.messages) :]
         if other.role != since.role or (turns and since.role is not None):
             raise RoleError("a branch that is appended ends in the turn in which it began")
-        shift = len(self.text) - len(since.text)
-        self.images += [Picture(one.url, one.at + shift) for one in other.images[len(since.images) :]]
+        self.images += other.images[len(since.images) :]
         self.text += other.text[len(since.text) :]
         self.messages += turns
 
@@ -87,7 +70,6 @@ class Transcript:
             tuple(self.messages),
             self.role,
             self.text[self._turn_at :] if self.role else "",
-            tuple(self.images),
             tuple(self.images[self._turn_images :]) if self.role else (),
         )
 
@@ -101,9 +83,9 @@ class Transcript:
         return content_of(self.text[self._turn_at :], self.images[self._turn_images :])
 
 
-def content_of(text: str, pictures: list[Picture]) -> str | list[dict[str, Any]]:
+def content_of(text: str, urls: Sequence[str]) -> str | list[dict[str, Any]]:
     """A turn's content in the words of OpenAI's API: images first, as models are trained."""
-    if not pictures:
+    if not urls:
         return text
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": picture.url}} for picture in pictures]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}]

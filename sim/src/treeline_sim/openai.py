@@ -23,6 +23,14 @@ _WORDS = (" the", " and", " a", "the", "a")
 """What an output consists of: the first that is one token."""
 
 
+class SimCase(msgspec.Struct, frozen=True):
+    """A request that will come. `held`: its prompt is in the cache from the start, on this engine."""
+
+    path: str
+    body: bytes
+    held: bool
+
+
 class BadRequest(ValueError):
     """A 400; the message is for the client."""
 

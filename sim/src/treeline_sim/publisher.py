@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import zmq
 import zmq.asyncio
@@ -17,28 +16,25 @@ TOPIC = b""
 HEARTBEAT_S = 1.0
 
 
-class Source(Protocol):
-    """Whose events and load are published."""
-
-    def reply(self, request: Request, topic: bytes) -> Iterator[Reply]:
-        """What the ROUTER socket answers."""
-        ...
-
-    def load(self) -> TreelineLoad:
-        """A report, with the next number."""
-        ...
-
-
 class Publisher:
     """Binds its sockets to `host` when made; `run` serves them until it is cancelled. Port 0 binds any free port.
 
-    `ours`: as our runtime does; else as vLLM, which knows replays alone and reports no load here.
+    `reply` says what the ROUTER socket answers, `load` is a report with the next number. `ours`: as our runtime does;
+    else as vLLM, which knows replays alone and reports no load here.
     """
 
     def __init__(
-        self, source: Source, host: str, events_port: int, replay_port: int, load_port: int, *, ours: bool = True
+        self,
+        reply: Callable[[Request, bytes], Iterator[Reply]],
+        load: Callable[[], TreelineLoad],
+        host: str,
+        events_port: int,
+        replay_port: int,
+        load_port: int,
+        *,
+        ours: bool = True,
     ) -> None:
-        self._source = source
+        self._reply, self._report_of = reply, load
         self._ours = ours
         # A PUB socket never waits for anybody, so it needs no event loop.
         self._pub_context, self._context = zmq.Context(), zmq.asyncio.Context()
@@ -70,12 +66,12 @@ class Publisher:
             with contextlib.suppress(zmq.ZMQError):  # the asker has gone
                 request = frames.parse_request(message)
                 if request is not None and (self._ours or isinstance(request, ReplayRequest)):
-                    for reply in self._source.reply(request, TOPIC):
+                    for reply in self._reply(request, TOPIC):
                         await self._router.send_multipart([identity, *frames.encode_reply(reply)])
 
     def report(self) -> None:
         """Send a load report in both forms."""
-        load = self._source.load()
+        load = self._report_of()
         for topic, form in ((LOAD_TOPIC, load_stat(load)), (TREELINE_LOAD_TOPIC, load)):
             self._load.send_multipart(frames.live(topic, load.seq, encode(form)), zmq.NOBLOCK)
 

@@ -9,14 +9,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import uvloop
 from rich.console import Console
 from treeline_wire import ports
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_sim.model.presets import DEFAULT, PRESETS
+from treeline_sim.openai import SimCase
 from treeline_sim.server import Dialect, ServerConfig, SimServer
 
+CONTEXT = 131_072
+AT_ONCE_TOKENS = 1 << 24
+"""Memory of one that answers at once, and its longest prompt: nothing is evicted, nothing refused."""
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny"
 
 
@@ -35,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-tokens", type=int, default=0, metavar="N", help="memory of each (default: the engine's)")
     add("--max-waiting", type=int, metavar="N", help="requests that may wait, then 503 (default: any number)")
     add("--speedup", type=float, default=1.0, metavar="X", help="time passes so many times as fast")
+    add(
+        "--cases",
+        type=Path,
+        metavar="FILE",
+        help="answer at once, from a cache that stays as these requests say (msgpack, written by the benchmarks)",
+    )
     add("--dialect", default=Dialect.TREELINE, choices=list(Dialect), help="whose contracts (default: %(default)s)")
 
 
@@ -44,6 +55,10 @@ def configs_of(args: argparse.Namespace) -> list[ServerConfig]:
         raise ValueError("--count must be from 1 to 200")
     engine = PRESETS[args.engine].engine
     engine = replace(engine, kv_tokens=args.kv_tokens or engine.kv_tokens, max_waiting=args.max_waiting)
+    cases: tuple[SimCase, ...] | None = None
+    if args.cases is not None:
+        cases = msgspec.msgpack.decode(args.cases.read_bytes(), type=tuple[SimCase, ...])
+        engine = replace(engine, kv_tokens=args.kv_tokens or AT_ONCE_TOKENS, block_size=16)
 
     def place(base: int, number: int) -> int:
         if not 0 <= base <= 65535 - args.count:
@@ -62,6 +77,8 @@ def configs_of(args: argparse.Namespace) -> list[ServerConfig]:
             epoch=number + 1,
             speedup=args.speedup,
             dialect=Dialect(args.dialect),
+            context=CONTEXT if cases is None else AT_ONCE_TOKENS,
+            cases=cases,
         )
         for number in range(args.count)
     ]

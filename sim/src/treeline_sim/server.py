@@ -2,13 +2,16 @@
 
 Pickers and routers that run as processes meet the same model as those in a simulation. Its clock runs `speedup` times
 as fast as the wall's. In the dialect `treeline` it speaks every contract of our runtime; in `vllm` it names its
-publisher under `/kv_event_sources`, answers replays alone, and has its load on `/metrics`.
+publisher under `/kv_event_sources`, answers replays alone, and reports load on `/metrics` alone.
+
+With `cases` it models nothing: it answers at once, from a table, for what is measured before it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -16,15 +19,15 @@ from typing import Any
 import msgspec
 from treeline_wire import headers
 from treeline_wire.events import encode_batch
-from treeline_wire.frames import Reply, Request
 from treeline_wire.load import TreelineLoad
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_sim.connection import Connection
+from treeline_sim.connection import Connection, response
 from treeline_sim.model.engine import FOREVER, Engine, EngineConfig
 from treeline_sim.model.work import Happened, Phase, Work
-from treeline_sim.openai import CHAT, COMPLETIONS, Asked, BadRequest, Reader, Shapes
+from treeline_sim.openai import CHAT, COMPLETIONS, Asked, BadRequest, Reader, Shapes, SimCase
 from treeline_sim.publisher import TOPIC, Publisher
+from treeline_sim.tokens import TokenPrompt
 
 REPORT_EVERY_S = 0.05
 SMALLEST_SLEEP_S = 0.005
@@ -53,6 +56,8 @@ class ServerConfig:
     speedup: float = 1.0
     dialect: Dialect = Dialect.TREELINE
     context: int = 131_072
+    cases: tuple[SimCase, ...] | None = None
+    """Requests to know beforehand: all are answered at once, and the cache stays as these say. None: the model."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speedup <= 1000:
@@ -82,7 +87,12 @@ class SimServer:
         self._reader = Reader(bundle, engine.block_size, config.context)
         ours = config.dialect is Dialect.TREELINE
         ports = config.events_port, config.replay_port, config.load_port
-        self._publisher = Publisher(self, config.host, *ports, ours=ours)
+        self._publisher = Publisher(self.engine.journal.reply, self.load, config.host, *ports, ours=ours)
+        self._table = None if config.cases is None else self._answers(config.cases)
+        nothing = TokenPrompt([], engine.block_size)
+        self._unknown = {
+            path: self._answer(Asked(path == CHAT, nothing, nothing, 1, False, False)) for path in (COMPLETIONS, CHAT)
+        }
         self._streams: dict[_Stream, Work] = {}
         self._count = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -125,11 +135,25 @@ class SimServer:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
 
-    # What is published
+    # Answers at once
 
-    def reply(self, request: Request, topic: bytes) -> Iterator[Reply]:
-        """As the journal has it."""
-        return self.engine.journal.reply(request, topic)
+    def _answers(self, cases: tuple[SimCase, ...]) -> list[bytes]:
+        asked = [self._reader.read(case.path, case.body) for case in cases]
+        for one, case in zip(asked, cases, strict=True):
+            if case.held:
+                self.engine.hold(one.prompt)
+        self.engine.journal.flush(time.time())
+        return [self._answer(replace(one, output_tokens=1, stream=False)) for one in asked]
+
+    def _answer(self, asked: Asked) -> bytes:
+        prompt = asked.prompt
+        cached = min(self.engine.cache.matched(prompt.blocks), max(prompt.tokens - 1, 0) // prompt.block_size)
+        cached *= prompt.block_size
+        counts = {headers.CACHED_TOKENS: str(cached), headers.PROMPT_TOKENS: str(prompt.tokens)}
+        shapes = Shapes(asked, self.config.name, 0, self._reader.text)
+        return response(200, shapes.whole(cached), counts)
+
+    # What is published
 
     def load(self) -> TreelineLoad:
         """The engine's report, in seconds of the wall's clock."""
@@ -195,7 +219,11 @@ class SimServer:
     def _serve(self, connection: Connection, method: str, path: str, body: bytes) -> None:
         if self._closed:
             connection.cut()
-        elif method == "POST" and path in (COMPLETIONS, CHAT):
+        elif method == "POST" and path in self._unknown:
+            if self._table is not None:
+                known = connection.case.isdecimal() and int(connection.case) < len(self._table)
+                connection.write(self._table[int(connection.case)] if known else self._unknown[path])
+                return
             try:
                 asked = self._reader.read(path, body)
             except BadRequest as error:
@@ -271,12 +299,12 @@ class SimServer:
             path: lambda: b'{"status":"ok"}' for path in ("/health", "/live", "/ready")
         }
         pages["/v1/models"] = self._models
+        pages["/metrics"] = self._metrics
         if self.config.dialect is Dialect.TREELINE:
             pages["/server_info"] = self._server_info
             pages["/treeline/tokenizer"] = self._bundle.to_json
         else:
             pages["/kv_event_sources"] = self._sources
-            pages["/metrics"] = self._metrics
             del pages["/ready"], pages["/live"]
         return pages
 

@@ -37,7 +37,7 @@ def test_pictures_stand_before_the_text() -> None:
     made = Transcript()
     made.begin("user", PLAIN)
     made.append("What ")
-    made.show("data:image/png;base64,AA==", "")
+    made.images.append("data:image/png;base64,AA==")
     made.append("is this?")
     made.end("user", PLAIN)
     made.begin("assistant", PLAIN)

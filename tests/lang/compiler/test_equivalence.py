@@ -1,4 +1,4 @@
-"""A program does the same interpreted, compiled with and without each pass, and read from a file."""
+"""A program does the same interpreted, and compiled with and without each pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from support.echo_backend import EchoBackend
 from support.lang_scripts import ARGUMENTS, program, scripts
-from treeline_lang import Compiled, ProgramError, ProgramState
+from treeline_lang import ProgramError, ProgramState
 from treeline_lang.compiler.passes import DEFAULT_PASSES
-from treeline_lang.compiler.serialize import dumps, loads
 
 ALIKE = [{"parallel": False}, {"hints": False}]
 
@@ -38,16 +37,13 @@ def outcome(one, **options):
 )
 @example([("role", "user", [("all", 3, [("select", "c", ["x"], True)]), ("read", "c", False)]), ("beside", [])])
 @example([("scope", "a", [("fork", [[("gen", "a", None)]] * 2, "concate_and_append")]), ("set", "b", "text")])
-def test_interpreted_compiled_and_from_a_file(script):
+def test_interpreted_and_compiled(script):
     """Every program that these scripts make can be traced, so each is compared."""
     original = program(script)
     expected = outcome(original)
     assert not isinstance(expected[0], type), expected
-    graph = original.trace()
     for passes in ((), DEFAULT_PASSES):
         assert outcome(original.compile(passes=passes, strict=True)) == expected
-    assert loads(dumps(graph)) == graph
-    assert outcome(Compiled.of(loads(dumps(graph)), DEFAULT_PASSES)) == expected
 
 
 @given(scripts)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.echo_backend import EchoBackend
 from treeline_lang import BackendError, assistant, function, gen, user
-from treeline_lang.ordering import groups, plan_batch, shared_length, worthwhile
+from treeline_lang.ordering import plan_batch, shared_length
 from treeline_lang.templates import TEMPLATES
 
 
@@ -30,25 +30,20 @@ OPENING = "Example: " + "One shot of many. " * 4 + "USER: Read: document "
 
 def plan(program, items, backend, threads=4, **options):
     run = program.new_run(backend, program.split({})[1], **options)
-    return plan_batch(program, [program.arguments((), item) for item in items], run, threads)
+    return list(plan_batch(program, [program.arguments((), item) for item in items], run, threads)[0])
 
 
 def test_items_with_the_same_beginning_are_neighbours():
-    order = plan(qa, ITEMS, EchoBackend()).order
+    order = plan(qa, ITEMS, EchoBackend())
     assert [number % 4 for number in order] == sorted(number % 4 for number in range(16))
 
 
-def test_what_all_share_is_cached_before_anything_is_asked_and_what_a_group_shares_before_the_group():
+def test_what_all_share_is_cached_before_anything_is_asked():
     backend = EchoBackend()
     states = qa.run_batch(ITEMS, backend=backend, num_threads=4)
     assert [state.error() for state in states] == [None] * 16
-    assert backend.warmed[0] == OPENING
-    assert sorted(backend.warmed[1:]) == [f"{OPENING[:-9]}{document}\nQ: q" for document in DOCUMENTS]
-    for position, (kind, text) in enumerate(backend.events):
-        if kind == "generate":
-            before = [warm for how, warm in backend.events[:position] if how == "warm"]
-            assert max(len(warm) for warm in before if text.startswith(warm)) > len(OPENING)
-    assert len(backend.warmed) == 5
+    assert backend.events[0] == ("warm", OPENING)
+    assert backend.warmed == [OPENING]
 
 
 def test_prompts_are_those_that_the_programs_then_send():
@@ -66,7 +61,7 @@ def test_the_beginning_goes_on_in_the_first_branch_of_a_fork():
         branches += gen("x")
 
     backend = EchoBackend()
-    assert list(plan(forks, [{"topic": topic} for topic in "cab"], backend).order) == [1, 2, 0]
+    assert list(plan(forks, [{"topic": topic} for topic in "cab"], backend)) == [1, 2, 0]
 
 
 def test_a_formatted_argument_orders_by_itself():
@@ -76,7 +71,7 @@ def test_a_formatted_argument_orders_by_itself():
         s += gen("x")
 
     items = [{"word": word, "unused": str(number)} for number, word in enumerate("baab")]
-    assert list(plan(formats, items, EchoBackend()).order) == [1, 2, 0, 3]
+    assert list(plan(formats, items, EchoBackend())) == [1, 2, 0, 3]
 
 
 def test_a_program_that_cannot_be_traced_is_run_in_the_given_order():
@@ -84,7 +79,7 @@ def test_a_program_that_cannot_be_traced_is_run_in_the_given_order():
     def counts(s, words):
         s += gen(str(len(words)))
 
-    assert list(plan(counts, [{"words": ["b"]}, {"words": ["a"]}], EchoBackend()).order) == [0, 1]
+    assert list(plan(counts, [{"words": ["b"]}, {"words": ["a"]}], EchoBackend())) == [0, 1]
 
 
 def test_a_backend_without_a_template_leaves_the_given_order():
@@ -92,7 +87,7 @@ def test_a_backend_without_a_template_leaves_the_given_order():
         async def template(self):
             raise BackendError("nobody there")
 
-    assert list(plan(qa, ITEMS, Silent()).order) == list(range(16))
+    assert list(plan(qa, ITEMS, Silent())) == list(range(16))
 
 
 def test_a_beginning_that_cannot_be_cached_fails_no_item():
@@ -104,7 +99,7 @@ def test_a_beginning_that_cannot_be_cached_fails_no_item():
     backend = Cold()
     states = qa.run_batch(ITEMS, backend=backend)
     assert [state.error() for state in states] == [None] * 16
-    assert len(backend.warmed) == 5
+    assert backend.warmed == [OPENING]
 
 
 @pytest.mark.parametrize("options", [{"hints": False}, {"num_threads": 1}, {"order": "given"}])
@@ -153,35 +148,11 @@ def test_cache_of_a_program_without_a_constant_beginning_sends_nothing():
         qa.cache(backend=backend, wrod="x")
 
 
-texts = st.lists(st.text("ab", max_size=6), min_size=1, max_size=8).map(sorted)
-
-
 def common_prefix(texts):
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
     return "".join(column[0] for column in alike)
 
 
-@given(texts)
-def test_groups_are_the_inner_nodes_of_the_tree_of_prefixes(texts):
-    found = set()
-    for first in range(len(texts)):
-        for last in range(first + 1, len(texts)):
-            prefix = common_prefix(texts[first : last + 1])
-            others = texts[:first] + texts[last + 1 :]
-            if prefix and not any(text.startswith(prefix) for text in others):
-                found.add((len(prefix), first, last))
-    assert sorted(groups(texts)) == sorted(found)
-
-
 @given(st.text("ab"), st.text("ab"))
 def test_shared_length(one, other):
     assert shared_length(one, other) == len(common_prefix([one, other]))
-
-
-def test_groups_are_worth_a_request_by_what_they_save():
-    alike = ["x" * 65 + str(number) for number in range(4)]
-    assert worthwhile(alike, 4) == [(65, 0, 3)]
-    assert worthwhile([text[1:] for text in alike], 4) == []
-    deep = sorted([*(f"a{'y' * 700}{number}" for number in range(4)), *"bc"])
-    assert worthwhile(deep, 4) == [(701, 0, 3)]
-    assert worthwhile(deep, 3) == []

@@ -51,7 +51,7 @@ def test_nothing_outside_of_the_region_moves_and_nothing_is_lost():
     graph = expert.trace()
     moved, _ = move_constants(graph)
     assert graph == expert.trace(), "the graph that it is given is as it was"
-    before, after = graph.streams[0].steps, moved.streams[0].steps
+    before, after = graph.of(0), moved.of(0)
     assert (after[:2], after[-2:]) == (before[:2], before[-2:])
     assert sorted(map(repr, after)) == sorted(map(repr, before))
     assert move_constants(moved)[0] == moved
@@ -67,7 +67,7 @@ def test_variables_come_last():
             s += "constant"
 
     moved, _ = move_constants(reads.trace())
-    assert [step.parts[0] for step in moved.streams[0].steps[3:6]] == [Text("constant"), Text("word: "), Text("x: ")]
+    assert [step.parts[0] for step in moved.of(0)[3:6]] == [Text("constant"), Text("word: "), Text("x: ")]
 
 
 @pytest.mark.parametrize(

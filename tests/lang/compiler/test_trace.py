@@ -18,14 +18,11 @@ from treeline_lang import (
     separate_reasoning,
     user,
 )
-from treeline_lang.compiler.nodes import (
+from treeline_lang.compiler.graph import (
     Append,
     Argument,
-    Const,
-    Entries,
     Fork,
     Hole,
-    Items,
     Join,
     Joined,
     Parameter,
@@ -159,7 +156,7 @@ def test_texts_arguments_and_model_calls_are_recorded_with_their_lines():
 
     graph = qa.trace()
     assert graph.parameters == (Parameter("question"), Parameter("shots"))
-    asked, answered = graph.streams[0].steps
+    asked, answered = graph.of(0)
     assert asked == Append(
         (
             RoleBegin("user"),
@@ -182,7 +179,7 @@ def test_a_bare_argument_may_be_a_number_and_one_in_a_sum_may_not():
         s += "a" + n
         s += gen("x") + n
 
-    parts = [step.parts[-1] for step in bare.trace().streams[0].steps]
+    parts = [step.parts[-1] for step in bare.trace().of(0)]
     assert [part.text for part in parts] == [False, True, False]
 
 
@@ -200,16 +197,14 @@ def test_forks_joins_and_what_is_read_of_them():
         return s["both"]["all"][0][1]
 
     graph = judge.trace()
-    steps = graph.streams[0].steps
+    steps = graph.of(0)
     assert steps[:2] == (Fork((1, 2)), Join((1, 2)))
     first, second = Variable(1, "verdict"), Variable(2, "verdict")
     assert [step.parts for step in steps[2:4]] == [
         (Text("0: "), Hole(first, text=True)),
         (Text("1: "), Hole(second, text=True)),
     ]
-    both = Entries(
-        ((Const("all"), Items((Items((first, second)), Joined((Variable(3, "extra"), "!"))), mutable=False)),)
-    )
+    both = {"all": ([first, second], Joined((Variable(3, "extra"), "!")))}
     assert steps[-1] == SetVar("both", both)
     assert graph.returns == second
 
@@ -222,9 +217,10 @@ def test_a_variable_that_is_set_again_is_another_one():
         s += gen("x", n=2)
         return [before, s["x"]]
 
-    assert twice.trace().returns == Items(
-        (Variable(0, "x"), Items((Variable(0, "x", 1, (0,)), Variable(0, "x", 1, (1,)))))
-    )
+    assert twice.trace().returns == [
+        Variable(0, "x"),
+        [Variable(0, "x", 1, (0,)), Variable(0, "x", 1, (1,))],
+    ]
 
 
 def test_choices_and_reasoning_take_what_is_not_known():
@@ -234,7 +230,7 @@ def test_choices_and_reasoning_take_what_is_not_known():
         s += separate_reasoning("Think of " + word + gen("idea"))
         return s["idea_reasoning_content"]
 
-    pick, idea = (step.parts[0] for step in chooses.trace().streams[0].steps)
+    pick, idea = (step.parts[0] for step in chooses.trace().of(0))
     hole = Hole(Argument("word"), text=True)
     assert pick.choices == ("yes", Sum((Hole(Argument("word")),)), Sum((Text("no "), hole)))
     assert idea.expr.parts[:2] == (Text("Think of "), hole)
@@ -253,9 +249,9 @@ def test_programs_that_are_called_are_recorded_inline_with_the_state_and_as_stre
         return [told, beside["x"], beside]
 
     graph = outer.trace()
-    assert len(graph.streams) == 2
-    assert graph.streams[1].sampling.temperature == 0.5
-    assert graph.streams[1].steps[0].parts[1] == Hole(Variable(0, "x"), text=True)
+    [(stream, sampling)] = graph.called
+    assert (stream, sampling.temperature) == (1, 0.5)
+    assert graph.of(1)[0].parts[1] == Hole(Variable(0, "x"), text=True)
 
 
 def test_constants_are_given_and_switches_are_their_defaults():
@@ -271,9 +267,9 @@ def test_constants_are_given_and_switches_are_their_defaults():
         switches.trace()
     graph = switches.trace(times=2)
     assert [parameter.name for parameter in graph.parameters] == ["word"]
-    assert len(graph.streams[0].steps) == 3
-    assert len(switches.trace(times=2, hint="psst").streams[0].steps) == 4
-    assert switches.bind(loud=True, times=0).trace().streams[0].steps == (Append((Text("!"),)),)
+    assert len(graph.of(0)) == 3
+    assert len(switches.trace(times=2, hint="psst").of(0)) == 4
+    assert switches.bind(loud=True, times=0).trace().of(0) == (Append((Text("!"),)),)
     with pytest.raises(TypeError, match="no parameter 'tmies'"):
         switches.trace(tmies=2)
 

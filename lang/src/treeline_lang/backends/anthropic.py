@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from treeline_lang.backends.base import Call, Completion, GrowingCompletion
+from treeline_lang.backends.base import Backend, Call, Completion, GrowingCompletion
 from treeline_lang.backends.http import HttpClient, given_up, read
-from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
-from treeline_lang.choices import ChoicesMethod, Decision
 from treeline_lang.errors import Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate
@@ -35,13 +33,14 @@ _UNKNOWN: Final = {
     "frequency_penalty": "",
     "presence_penalty": "",
     "stop_token_ids": "",
+    "stop_regex": "",
     "ignore_eos": "",
     "return_logprob": ": it tells no logprobs",
     "regex": ": ask for a json_schema in place of a regex or a dtype",
 }
 
 
-class Anthropic(StoppingBackend):
+class Anthropic(Backend):
     """A model behind Anthropic's API, which is sent turns and answers in the assistant's."""
 
     chats = True
@@ -67,22 +66,19 @@ class Anthropic(StoppingBackend):
     async def template(self) -> ChatTemplate:
         return self._template
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._http.post("/v1/messages", self._body(prompt, sampling))
         return [completion_of(answer)]
 
-    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         growing = Growing()
         body = self._body(prompt, sampling) | {"stream": True}
         async with aclosing(self._http.events("/v1/messages", body)) as events:
-            async for _, event in events:
+            async for event in events:
                 if growing.take(event):
                     yield growing.completion()
         if growing.finish is None:
             raise Unreachable(f"the server at {self._http.url} broke off: its stream ended before the text did")
-
-    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
-        raise Unsupported("Anthropic's API does not tell how likely a given text is, so it cannot select")
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
         turns = turns_of(prompt, self._template, "Anthropic")

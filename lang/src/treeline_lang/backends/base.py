@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from treeline_lang import background
-from treeline_lang.choices import ChoicesMethod, Decision
-from treeline_lang.errors import Unsupported
+from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob, tokens_of_choice
+from treeline_lang.errors import BackendError, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate
 from treeline_lang.transcript import Prompt
@@ -61,8 +61,6 @@ class Backend(ABC):
     Unsupported and TemplateError. A backend keeps nothing of a program: two runs never see each other."""
 
     reads_images = False
-    image_token = ""
-    """What stands in the text for an image."""
     takes_hints = False
     """`warm` makes later requests with the same beginning faster."""
     chats = False
@@ -87,6 +85,17 @@ class Backend(ABC):
         """One completion as it grows, at least one time."""
 
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
+        """By the logprobs of the tokens of each choice."""
+        return await select_by_logprobs(self, prompt.text, choices, method, call)
+
+    async def count(self, text: str, call: Call) -> int:
+        """Tokens of a text, which is cached from then on. Raises Unsupported where it does not tell logprobs."""
+        raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
+
+    async def score(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int, call: Call
+    ) -> list[list[TokenLogprob]]:
+        """The tokens of each prompt, a text or the ids of its tokens, from number `start` on. Raises as `count`."""
         raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:  # noqa: B027
@@ -112,6 +121,45 @@ class Backend(ABC):
 
     def get_server_info(self) -> dict[str, Any]:
         raise Unsupported(f"{type(self).__name__} has no server that tells about itself")
+
+
+async def select_by_logprobs(
+    backend: Backend, text: str, choices: Sequence[str], method: ChoicesMethod, call: Call
+) -> Decision:
+    """The prompt is sent once, then with each choice behind it, all in one batch. Two tokens of the prompt's end are
+    read too, as the tokenizer may join it with the choice's beginning."""
+    start = max(await backend.count(text, call) - 2, 0) if text else 0
+    before = 2 if start else 0
+    scored = _checked(await backend.score([text + choice for choice in choices], start, call), len(choices))
+    tokens = [tokens_of_choice(one, choice, before) for one, choice in zip(scored, choices, strict=True)]
+    if not all(tokens):
+        raise BackendError("the server gave no logprobs of the choices")
+    alone: list[list[TokenLogprob]] = []
+    if method.unconditional:
+        ids = [[token.id for token in one if token.id is not None] for one in tokens]
+        alone = _checked(await backend.score(ids, 0, call), len(choices))
+    return method.by_tokens(choices, tokens, alone)
+
+
+def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLogprob]]:
+    """As servers have said it, for comparing: what is not a number is neither more nor less likely than another. Raises
+    BackendError."""
+    if len(scored) != count:
+        raise BackendError(f"the server gave the logprobs of {len(scored)} texts where {count} were asked for")
+    for token in (token for one in scored for token in one):
+        fits = (
+            (token.logprob is None or _is_logprob(token.logprob))
+            and (token.id is None or type(token.id) is int)
+            and (token.text is None or isinstance(token.text, str))
+        )
+        if not fits:
+            raise BackendError(f"the server gave a logprob that is none: {str(token)[:200]}")
+    return scored
+
+
+def _is_logprob(value: Any) -> bool:
+    """Not above 0, but for rounding; -inf is one, NaN is not."""
+    return type(value) in (int, float) and value <= 1
 
 
 class GlobalConfig:

@@ -11,7 +11,6 @@ import base64
 import resource
 import ssl
 import urllib.request
-import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -76,22 +75,14 @@ class Response(asyncio.Protocol):
         return self
 
     async def parts(self) -> AsyncGenerator[bytes]:
-        """The body, unpacked, in pieces of at most a MiB or as they come. Raises BrokeOff, TimeoutError."""
-        packing = self.headers.get("content-encoding", "identity").lower()
-        if packing not in ("identity", "gzip", "x-gzip", "deflate"):
+        """The body, in pieces as they come. Raises BrokeOff, TimeoutError."""
+        if (packing := self.headers.get("content-encoding", "identity").lower()) != "identity":
             raise BrokeOff(f"its answer is packed as {packing!r}, which was not asked for")
-        unpacks = None if packing == "identity" else zlib.decompressobj(wbits=47)
         while True:
             while self._parts:
                 part = self._parts.popleft()
                 self._held -= len(part)
-                while part:
-                    try:
-                        piece = part if unpacks is None else unpacks.decompress(part, _HELD_BYTES)
-                    except zlib.error as error:
-                        raise BrokeOff(f"its answer is not packed as it says: {error}") from None
-                    yield piece
-                    part = b"" if unpacks is None else unpacks.unconsumed_tail
+                yield part
             if self._complete:
                 return
             self._transport.resume_reading()
@@ -202,7 +193,13 @@ class Connections:
         self.all: set[Response] = set()
         authority = self._server.netloc.rpartition("@")[2].encode("idna").decode()
         self._target = quote(self._server.path, safe="/%:@!$&'()*+,;=~")
-        fixed = {"host": authority, "user-agent": "treeline-lang", "accept": "*/*", **headers}
+        fixed = {
+            "host": authority,
+            "user-agent": "treeline-lang",
+            "accept": "*/*",
+            "accept-encoding": "identity",
+            **headers,
+        }
         if self._proxy is not None and self._tls is None:
             self._target = f"http://{authority}{self._target}"
             fixed |= authorization("proxy-authorization", self._proxy)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from treeline_lang.backends.base import Call, Completion
-from treeline_lang.backends.scoring import select_by_logprobs
-from treeline_lang.backends.stopping import StoppingBackend
-from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
+from treeline_lang.backends.base import Backend, Call, Completion
+from treeline_lang.choices import TokenLogprob
 from treeline_lang.errors import BackendError, ProgramError, Refused, TemplateError
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
@@ -20,30 +18,7 @@ _OPTIONS: Final = ("return_logprob", "logprob_start_len", "top_logprobs_num")
 _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 
 
-class Tokenizer(Protocol):
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
-
-
-class Engine(Protocol):
-    """What is asked of an engine: `treeline_runtime.Engine` is one."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = ...) -> str: ...
-
-    async def async_generate(self, prompts: Any, sampling_params: Any = ..., **options: Any) -> Any: ...
-
-    def async_stream(
-        self, prompt: Any, sampling_params: Any = ..., **options: Any
-    ) -> AsyncGenerator[tuple[str, Any], None]: ...
-
-    def flush_cache(self) -> None: ...
-
-
-class EngineBackend(StoppingBackend):
+class EngineBackend(Backend):
     """Programs on an engine that the caller made, and closes.
 
     with Engine(model="models/tiny") as engine:
@@ -53,9 +28,9 @@ class EngineBackend(StoppingBackend):
     takes_hints = True
     tells_tokens = True
 
-    def __init__(self, engine: Engine, *, chat_template: str | ChatTemplate | None = None) -> None:
-        """chat_template: one of `treeline_lang.templates.TEMPLATES`, or pieces of your own (None: the model's). Raises
-        ValueError for one that is none."""
+    def __init__(self, engine: Any, *, chat_template: str | ChatTemplate | None = None) -> None:
+        """engine: a `treeline_runtime.Engine`. chat_template: one of `treeline_lang.templates.TEMPLATES`, or pieces of
+        your own (None: the model's). Raises ValueError for one that is none."""
         self._engine = engine
         self._template = named(chat_template)
 
@@ -66,7 +41,7 @@ class EngineBackend(StoppingBackend):
 
     async def _render(self, messages: list[Message], opened: bool) -> str:
         def render() -> str:
-            return self._engine.render(messages, add_generation_prompt=opened)
+            return str(self._engine.render(messages, add_generation_prompt=opened))
 
         try:
             return await asyncio.to_thread(render)
@@ -84,13 +59,13 @@ class EngineBackend(StoppingBackend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         count = sampling.n or 1
         params, options = _asks(sampling)
         outputs = await _asked(self._engine.async_generate([prompt.text] * count, params, **options))
         return [self._completion(output, sampling) for output in outputs]
 
-    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         params, options = _asks(sampling)
         try:
             async with aclosing(self._engine.async_stream(prompt.text, params, **options)) as stream:
@@ -125,15 +100,13 @@ class EngineBackend(StoppingBackend):
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 
-    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
-        return await select_by_logprobs(self, prompt.text, choices, method)
-
-    async def count(self, text: str) -> int:
-        """As `scoring.Scorer` has it."""
+    async def count(self, text: str, call: Call) -> int:
         output = await _asked(self._engine.async_generate(text, _NOTHING))
         return int(output.prompt_tokens)
 
-    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
+    async def score(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int, call: Call
+    ) -> list[list[TokenLogprob]]:
         asked = {"return_logprob": True, "logprob_start_len": start}
         outputs = await _asked(self._engine.async_generate(list(prompts), _NOTHING, **asked))
         return [

@@ -21,8 +21,7 @@ _BUSY: Final = (429, 503, 529)
 _MAX_WAIT_S: Final = 30.0
 """The longest pause; servers say how long they want to be left alone (Retry-After)."""
 MAX_ANSWER_BYTES: Final = 256 << 20
-"""Bytes of an answer, or of one event of a stream, unpacked: a server may send without an end, or little that
-unpacks to more than there is memory."""
+"""Bytes of an answer, or of one event of a stream: a server may send without an end."""
 
 
 class HttpClient:
@@ -70,10 +69,8 @@ class HttpClient:
     async def post_text(self, path: str) -> str:
         return (await self._send("POST", path, None, {})).decode(errors="replace")
 
-    async def events(
-        self, path: str, body: Any, headers: Mapping[str, str] | None = None
-    ) -> AsyncGenerator[tuple[str, Any]]:
-        """The events of a stream: (its name or "", its data), up to `[DONE]` or the end. Leaving early ends the
+    async def events(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> AsyncGenerator[Any]:
+        """The data of a stream's events, up to `[DONE]` or the end. Leaving early ends the
         request. Raises as `post`, and Unreachable for a stream that breaks off."""
         async with (
             self._answer("POST", path, body, headers or {}) as response,
@@ -155,20 +152,20 @@ class _Pauses:
         return pause if self._left_s >= 0 else None
 
 
-async def _events(response: Response) -> AsyncGenerator[tuple[str, Any]]:
+async def _events(response: Response) -> AsyncGenerator[Any]:
     stream = EventStream(MAX_ANSWER_BYTES)
     async with aclosing(response.parts()) as chunks:
         async for chunk in chunks:
-            for name, data in _taken(stream, chunk):
+            for data in _taken(stream, chunk):
                 if data == "[DONE]":
                     return
-                yield name, _read_event(data)
-    for name, data in stream.end():
+                yield _read_event(data)
+    for data in stream.end():
         if data != "[DONE]":
-            yield name, _read_event(data)
+            yield _read_event(data)
 
 
-def _taken(stream: EventStream, chunk: bytes) -> list[tuple[str, str]]:
+def _taken(stream: EventStream, chunk: bytes) -> list[str]:
     try:
         return stream.take(chunk)
     except ValueError as error:

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from treeline_lang.backends import openai_format as form
-from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient, read
 from treeline_lang.backends.openai_format import DIALECTS, Dialect, spoken
-from treeline_lang.backends.scoring import Tokenize, select_by_logprobs, walk
-from treeline_lang.backends.stopping import StoppingBackend
 from treeline_lang.backends.turns import turns_of
 from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
 from treeline_lang.errors import Refused, Unreachable, Unsupported
@@ -41,7 +39,7 @@ class TokenUsage:
             setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
 
-class OpenAI(StoppingBackend):
+class OpenAI(Backend):
     """A model behind OpenAI's API. As chats it is sent turns, and answers in the assistant's; as completions it is sent
     the text."""
 
@@ -56,7 +54,6 @@ class OpenAI(StoppingBackend):
         completions: bool = False,
         chat_template: str | ChatTemplate | None = None,
         dialect: str | None = None,
-        tokenize: Tokenize | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         """url: what `/chat/completions` and `/completions` come after (None: the variable OPENAI_BASE_URL, or OpenAI's
@@ -65,8 +62,7 @@ class OpenAI(StoppingBackend):
         None: plain).
 
         dialect: what the server takes beyond OpenAI's API, one of `openai`, `treeline`, `vllm`, `sglang` (None: the
-        server's `/models` says who it is). tokenize: a text to the model's tokens, for `select` with OpenAI's own
-        completions. Raises ValueError for a URL, a template or a dialect that is none.
+        server's `/models` says who it is). Raises ValueError for a URL, a template or a dialect that is none.
         """
         key = api_key or os.environ.get("OPENAI_API_KEY")
         url = url or os.environ.get("OPENAI_BASE_URL") or URL
@@ -79,7 +75,6 @@ class OpenAI(StoppingBackend):
             raise ValueError(f"dialect is one of {', '.join(DIALECTS)}, not {dialect!r}")
         is_openai = self._http.url.startswith("https://api.openai.com/")
         self._known = DIALECTS["openai"] if dialect is None and is_openai else DIALECTS.get(dialect or "")
-        self._tokenize = tokenize
         self.token_usage = TokenUsage()
 
     async def template(self) -> ChatTemplate:
@@ -99,16 +94,16 @@ class OpenAI(StoppingBackend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._ask(self._path, await self._body(prompt, sampling))
         return form.completions_of(answer, sampling.n or 1, chat=self.chats)
 
-    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         body = await self._body(prompt, sampling) | asked
         growing = form.Growing(chat=self.chats)
         async with aclosing(self._http.events(self._path, body)) as events:
-            async for _, event in events:
+            async for event in events:
                 yield growing.take(event)
         self.token_usage.add(growing.meta)
         if growing.finish is None:
@@ -143,22 +138,26 @@ class OpenAI(StoppingBackend):
             )
         if method.unconditional:
             raise Unsupported(f"{method.name} needs the ids of tokens, which OpenAI's API does not tell")
-        if (await self._dialect()).echoes:
-            return await select_by_logprobs(_Scorer(self._complete), prompt.text, choices, method)
-        if self._tokenize is None:
-            raise Unsupported(
-                "OpenAI's API does not tell how likely a given text is; to choose token by token it needs "
-                "OpenAI(tokenize=…), as tiktoken.encoding_for_model(…).encode"
-            )
-        return await walk(prompt.text, choices, self._tokenize, self._say)
+        if not (await self._dialect()).echoes:
+            raise Unsupported("OpenAI's API does not tell how likely a given text is, so it cannot select")
+        return await super().select(prompt, choices, method, call)
 
-    async def _say(self, text: str, bias: dict[int, int]) -> str:
-        biased = {str(token): value for token, value in bias.items()}
-        answer = await self._complete(prompt=text, max_tokens=1, temperature=0, logit_bias=biased)
-        return form.completions_of(answer, 1, chat=False)[0].text
+    async def count(self, text: str, call: Call) -> int:
+        answer = await self._echo(text)
+        with read(answer, form.FORM):
+            return int(answer["usage"]["prompt_tokens"])
 
-    async def _complete(self, **body: Any) -> Any:
-        return await self._ask("/completions", {"model": self._model, **body})
+    async def score(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int, call: Call
+    ) -> list[list[TokenLogprob]]:
+        answer = await self._echo(prompts, logprobs=1)
+        with read(answer, form.FORM):
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            return [_tokens(choice["logprobs"])[start:] for choice in choices]
+
+    async def _echo(self, prompt: Any, **more: Any) -> Any:
+        body = {"model": self._model, "prompt": prompt, "max_tokens": 0, "temperature": 0, "echo": True, **more}
+        return await self._ask("/completions", body)
 
     async def _ask(self, path: str, body: Any) -> Any:
         answer = await self._http.post(path, body)
@@ -167,27 +166,6 @@ class OpenAI(StoppingBackend):
 
     async def aclose(self) -> None:
         await self._http.close()
-
-
-class _Scorer:
-    """`scoring.Scorer` over `/completions` with `echo`."""
-
-    def __init__(self, complete: Any) -> None:
-        self._complete = complete
-
-    async def count(self, text: str) -> int:
-        answer = await self._echo(text)
-        with read(answer, form.FORM):
-            return int(answer["usage"]["prompt_tokens"])
-
-    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
-        answer = await self._echo(prompts, logprobs=1)
-        with read(answer, form.FORM):
-            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            return [_tokens(choice["logprobs"])[start:] for choice in choices]
-
-    async def _echo(self, prompt: Any, **more: Any) -> Any:
-        return await self._complete(prompt=prompt, max_tokens=0, temperature=0, echo=True, **more)
 
 
 def _tokens(logprobs: Any) -> list[TokenLogprob]:

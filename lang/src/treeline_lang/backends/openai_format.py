@@ -17,8 +17,8 @@ from treeline_lang.sampling import Sampling
 @dataclass(frozen=True, slots=True)
 class Dialect:
     name: str
-    extends: bool = False
-    """Sampling beyond OpenAI's: `top_k`, `min_p`, `min_tokens`, `stop_token_ids`, `ignore_eos`."""
+    extensions: tuple[str, ...] = ()
+    """Sampling parameters that it takes beyond OpenAI's."""
     regex: tuple[str, ...] = ()
     """The path of the member that holds a regular expression; (): there is none."""
     continues: bool = False
@@ -28,13 +28,15 @@ class Dialect:
     chat_limit: str = "max_tokens"
 
 
+_EXTENSIONS: Final = ("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos")
+_OURS: Final = (*_EXTENSIONS, "stop_regex")
 DIALECTS: Final[dict[str, Dialect]] = {
     dialect.name: dialect
     for dialect in (
         Dialect("openai", chat_limit="max_completion_tokens"),
-        Dialect("treeline", extends=True, regex=("regex",), continues=True, echoes=True),
-        Dialect("vllm", extends=True, regex=("structured_outputs", "regex"), continues=True, echoes=True),
-        Dialect("sglang", extends=True, regex=("regex",), continues=True, echoes=True),
+        Dialect("treeline", extensions=_OURS, regex=("regex",), continues=True, echoes=True),
+        Dialect("vllm", extensions=_EXTENSIONS, regex=("structured_outputs", "regex"), continues=True, echoes=True),
+        Dialect("sglang", extensions=_OURS, regex=("regex",), continues=True, echoes=True),
     )
 }
 
@@ -52,18 +54,18 @@ def spoken(models: Any, model: str) -> Dialect:
 
 FORM: Final = "one of OpenAI's API"
 _PLAIN: Final = ("temperature", "top_p", "frequency_penalty", "presence_penalty", "n", "stop")
-_EXTENSIONS: Final = ("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos")
 
 
 def sampling_body(sampling: Sampling, dialect: Dialect, *, chat: bool) -> dict[str, Any]:
     """The members of a request but for its prompt. Raises Unsupported."""
     body: dict[str, Any] = {dialect.chat_limit if chat else "max_tokens": sampling.limit}
     body |= sampling.given(_PLAIN)
-    if sampling.stop_regex:
-        body.pop("n", None)
-    extensions = sampling.given(_EXTENSIONS)
-    if extensions and not dialect.extends:
-        raise Unsupported(f"OpenAI's API has no {next(iter(extensions))}; say which dialect the server speaks")
+    extensions = sampling.given(_OURS)
+    unknown = [name for name in extensions if name not in dialect.extensions]
+    if unknown:
+        raise Unsupported(
+            f"OpenAI's API has no {unknown[0]} (dialect {dialect.name}); say which dialect the server speaks"
+        )
     return body | extensions | _constraint(sampling, dialect) | _logprobs(sampling, chat=chat)
 
 

@@ -12,11 +12,9 @@ from urllib.parse import urlsplit, urlunsplit
 from treeline_wire.headers import FORK, SESSION_ID
 
 from treeline_lang import background
-from treeline_lang.backends.base import Call, Completion
+from treeline_lang.backends.base import Backend, Call, Completion
 from treeline_lang.backends.http import HttpClient, given_up, read
-from treeline_lang.backends.scoring import select_by_logprobs
-from treeline_lang.backends.stopping import StoppingBackend
-from treeline_lang.choices import ChoicesMethod, Decision, TokenLogprob
+from treeline_lang.choices import TokenLogprob
 from treeline_lang.errors import BackendError, Refused, Unreachable, Unsupported
 from treeline_lang.sampling import Sampling
 from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive, named
@@ -26,7 +24,7 @@ _TOP_LEVEL: Final = ("return_logprob", "logprob_start_len", "top_logprobs_num", 
 _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 
 
-class RuntimeEndpoint(StoppingBackend):
+class RuntimeEndpoint(Backend):
     """A runtime behind a URL: a pod's, or that of a gateway with many behind it."""
 
     takes_hints = True
@@ -53,7 +51,7 @@ class RuntimeEndpoint(StoppingBackend):
 
     # ---- generating ---------------------------------------------------------------------------------------------
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
         answer = await self._post(self._body(prompt.text, sampling), call)
         completions = [_completion(one) for one in (answer if isinstance(answer, list) else [answer])]
         if len(completions) != (sampling.n or 1):
@@ -62,11 +60,11 @@ class RuntimeEndpoint(StoppingBackend):
             )
         return completions
 
-    async def _stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
+    async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
         body = {**self._body(prompt.text, sampling), "stream": True}
         ended = False
         async with aclosing(self._http.events("/generate", body, self._headers(call))) as events:
-            async for _, data in events:
+            async for data in events:
                 if isinstance(data, dict) and "error" in data:
                     raise given_up(data["error"])
                 completion = _completion(data)
@@ -81,14 +79,25 @@ class RuntimeEndpoint(StoppingBackend):
         await self._http.post("/generate", body, headers)
 
     def _body(self, text: str, sampling: Sampling) -> dict[str, Any]:
-        constraints = sampling.given(("regex", "json_schema") if sampling.stop_regex else ("regex", "json_schema", "n"))
+        constraints = sampling.given(("regex", "json_schema", "n"))
         body = {"text": text, "sampling_params": sampling.native() | constraints}
         return body | sampling.given(_TOP_LEVEL)
 
     # ---- choosing -----------------------------------------------------------------------------------------------
 
-    async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
-        return await select_by_logprobs(_Scorer(self, call), prompt.text, choices, method)
+    async def count(self, text: str, call: Call) -> int:
+        answer = await self._post({"text": text, "sampling_params": _NOTHING}, call)
+        with read(answer, "one of /generate"):
+            return int(answer["meta_info"]["prompt_tokens"])
+
+    async def score(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int, call: Call
+    ) -> list[list[TokenLogprob]]:
+        inputs = {"text" if isinstance(prompts[0], str) else "input_ids": prompts}
+        asked = {"return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
+        answers = await self._post({**inputs, **asked, "sampling_params": _NOTHING}, call)
+        with read(answers, "one of /generate"):
+            return [[TokenLogprob(*entry) for entry in one["meta_info"]["input_token_logprobs"]] for one in answers]
 
     # ---- the server ---------------------------------------------------------------------------------------------
 
@@ -179,25 +188,6 @@ class RuntimeEndpoint(StoppingBackend):
 
     async def aclose(self) -> None:
         await self._http.close()
-
-
-class _Scorer:
-    """`scoring.Scorer` over `/generate`."""
-
-    def __init__(self, backend: RuntimeEndpoint, call: Call) -> None:
-        self._backend, self._call = backend, call
-
-    async def count(self, text: str) -> int:
-        answer = await self._backend._post({"text": text, "sampling_params": _NOTHING}, self._call)
-        with read(answer, "one of /generate"):
-            return int(answer["meta_info"]["prompt_tokens"])
-
-    async def score(self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int) -> list[list[TokenLogprob]]:
-        inputs = {"text" if isinstance(prompts[0], str) else "input_ids": prompts}
-        asked = {"return_logprob": True, "logprob_start_len": start, "return_text_in_logprobs": True}
-        answers = await self._backend._post({**inputs, **asked, "sampling_params": _NOTHING}, self._call)
-        with read(answers, "one of /generate"):
-            return [[TokenLogprob(*entry) for entry in one["meta_info"]["input_token_logprobs"]] for one in answers]
 
 
 def _completion(answer: Any) -> Completion:

@@ -11,14 +11,13 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 
 class EventStream:
-    """Takes bytes as they come, cut anywhere. An event is (its name or "", its lines of data)."""
+    """Takes bytes as they come, cut anywhere. An event is its data: nothing else of one is read."""
 
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: of one event, as a server may never end one."""
         self._max_bytes = max_bytes
         self._line = bytearray()
         """What there is of the line that has not ended."""
-        self._name = ""
         self._data: list[bytes] = []
         self._held = 0
         """Bytes of the data."""
@@ -26,7 +25,7 @@ class EventStream:
         """A line has ended with what may be the half of its end."""
         self._begun = False
 
-    def take(self, chunk: bytes) -> list[tuple[str, str]]:
+    def take(self, chunk: bytes) -> list[str]:
         """→ the events that end here. Raises ValueError for one that is too large."""
         if self._after_return:
             chunk = chunk.removeprefix(b"\n")
@@ -43,17 +42,17 @@ class EventStream:
             raise ValueError(f"an event of more than {self._max_bytes} bytes")
         return found
 
-    def end(self) -> list[tuple[str, str]]:
+    def end(self) -> list[str]:
         """What the stream had not ended with an empty line, as some servers do with their last event."""
         return [*self._end_of(bytes(self._line)), *self._end_of(b"")]
 
-    def _end_of(self, line: bytes) -> list[tuple[str, str]]:
+    def _end_of(self, line: bytes) -> list[str]:
         if not self._begun:
             self._begun, line = True, line.removeprefix(_BOM)
         if not line:
-            event = (self._name, b"\n".join(self._data).decode(errors="replace")) if self._data else None
-            self._name, self._data, self._held = "", [], 0
-            return [event] if event else []
+            event = [b"\n".join(self._data).decode(errors="replace")] if self._data else []
+            self._data, self._held = [], 0
+            return event
         field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":
@@ -61,6 +60,4 @@ class EventStream:
             self._held += len(value)
             if self._held > self._max_bytes:
                 raise ValueError(f"an event of more than {self._max_bytes} bytes")
-        elif field == b"event":
-            self._name = value.decode(errors="replace")
         return []

@@ -22,8 +22,8 @@ def turns_of(prompt: Prompt, template: ChatTemplate, backend: str) -> list[dict[
     if text + template.begin("assistant", not prompt.messages) + prompt.turn != prompt.text:
         raise Unsupported(f"{backend} is sent chats: text outside of system(…), user(…) and assistant(…) would be lost")
     turns = [dict(message) for message in prompt.messages]
-    if prompt.turn or prompt.open_images:
-        turns.append({"role": "assistant", "content": content_of(prompt.turn, list(prompt.open_images))})
+    if prompt.turn or prompt.images:
+        turns.append({"role": "assistant", "content": content_of(prompt.turn, prompt.images)})
     return turns
 
 

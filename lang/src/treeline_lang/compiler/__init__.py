@@ -1,1 +1,1 @@
-"""Programs as graphs: recorded, rewritten, stored, drawn, and run without their functions."""
+"""Programs as graphs: recorded, rewritten, and run without their functions."""

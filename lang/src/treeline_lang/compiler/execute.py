@@ -1,42 +1,40 @@
 """Runs a graph: what a body would have submitted is submitted to the same streams, without the body.
 
-All steps are submitted at once, in an order in which each comes after what it needs; a step that appends or keeps a
-variable waits for it in its own stream.
+All steps are submitted at once, in the order of the program; a step that appends or keeps a variable waits for it in
+its own stream.
 """
 
 from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from treeline_lang import growing
-from treeline_lang.compiler.graph import Graph
-from treeline_lang.compiler.nodes import (
+from treeline_lang.compiler.graph import (
     ROOT,
     Append,
     Argument,
-    Const,
-    Entries,
     Fork,
+    Graph,
     Hole,
-    Items,
     Join,
     Joined,
     SetVar,
+    Source,
     State,
-    Value,
+    Step,
     Variable,
-    generates,
-    reads,
+    parts_of,
+    rebuilt,
     sources,
 )
 from treeline_lang.compiler.trace import Recorder
 from treeline_lang.errors import WrongArgument
-from treeline_lang.executor import Step, StreamExecutor
-from treeline_lang.expressions import Expr, Select, SeparateReasoning, Sum, Text, at_path, characters_of, flatten
+from treeline_lang.executor import Step as StreamStep
+from treeline_lang.executor import StreamExecutor
+from treeline_lang.expressions import Expr, Sum, Text, at_path, characters_of, flatten
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Assign, Extend, Read, join
 from treeline_lang.steps import Fork as ForkStep
@@ -46,10 +44,9 @@ from treeline_lang.where import Where
 class GraphBody:
     """A graph as the body of a program: called with a state and arguments, as the function was that it comes from."""
 
-    def __init__(self, graph: Graph, source: Callable[..., Any] | None = None) -> None:
-        """source: the function, with the same parameters. Raises ValueError for a graph that cannot be executed."""
+    def __init__(self, graph: Graph, source: Callable[..., Any]) -> None:
+        """source: the function, with the same parameters."""
         self.graph = graph
-        self.order = graph.order()
         self._source = source
         self.__name__ = graph.name
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -66,85 +63,69 @@ class GraphBody:
 
     def __call__(self, state: ProgramState, /, **arguments: Any) -> Any:
         """Raises WrongArgument; and what the body would have raised where it reads: the failure of a variable."""
-        recorder: Any = state._stream
-        if isinstance(recorder, Recorder):
-            if self._source is None:
-                recorder.tracing.fail("a program from a file is run, and not compiled again within another one")
+        stream: Any = state._stream
+        if isinstance(stream, Recorder):
             return self._source(state, **arguments)
         execution = _Execution(self.graph, state, arguments)
         try:
-            for number, index in self.order:
-                execution.submit(number, self.graph.streams[number].steps[index])
+            for step in self.graph.steps:
+                execution.submit(step)
         finally:
             execution.close()
-        for number, index in self.order:
-            for source in reads(self.graph.streams[number].steps[index]):
-                execution.known(source)
+        for source in execution.reads:
+            execution.known(source)
         return execution.value(self.graph.returns)
 
 
 class _Execution:
     def __init__(self, graph: Graph, state: ProgramState, arguments: Mapping[str, Any]) -> None:
-        self._graph = graph
         self._arguments = arguments
         self._generated: dict[Variable, growing.Variable] = {}
-        self._counts: dict[tuple[int, str], int] = {}
-        self._states: dict[int, ProgramState] = {ROOT: state}
         run = state._stream.run
-        called = set(range(1, len(graph.streams))) - graph.parents().keys()
-        for number in sorted(called):
-            self._states[number] = ProgramState(StreamExecutor(run.beside(graph.streams[number].sampling)))
-        self._called = called
+        self._called = {number: StreamExecutor(run.beside(sampling)) for number, sampling in graph.called}
+        self._streams = {ROOT: state._stream, **self._called}
+        self._states = {ROOT: state}
+        self.reads: list[Variable] = []
+        """What the steps need of what the model writes."""
 
-    def submit(self, number: int, step: Any) -> None:
-        stream = self._stream(number)
+    def submit(self, step: Step) -> None:
+        stream, where = self._streams[step.stream], step.where
         match step:
-            case Append(parts, where=where):
-                extend = Extend(Sum(tuple(filled for part in parts for filled in self._filled(part))), where)
-                for name, variable in zip(generates(step), extend.variables, strict=False):
-                    nth = self._counts.get((number, name), 0)
-                    self._counts[number, name] = nth + 1
-                    self._generated[Variable(number, name, nth)] = variable
+            case Append(parts):
+                extend = Extend(Sum(parts_of(parts, self._filled)), where)
+                self._generated.update(zip(step.sets, extend.variables, strict=False))
                 stream.submit(extend)
-            case SetVar(name, value, where=where):
-                waits = any(isinstance(source, Variable) for source in sources(value))
-                stream.submit(Compute(name, value, self, where) if waits else Assign(name, self.value(value), where))
-            case Fork():
-                self._fork(stream, step)
-            case Join(children, appends, where=where):
-                join(stream, [self._stream(child) for child in children], appends=appends, where=where)
-
-    def _fork(self, stream: StreamExecutor, step: Fork) -> None:
-        branches = stream.branch(len(step.children))
-        self._states |= {child: ProgramState(one) for child, one in zip(step.children, branches, strict=True)}
-        stream.submit(ForkStep(branches, step.where))
+            case SetVar(name, value):
+                needed = [source for source in sources(value) if isinstance(source, Variable)]
+                self.reads += needed
+                stream.submit(Compute(name, value, self, where) if needed else Assign(name, self.value(value), where))
+            case Fork(children):
+                branches = stream.branch(len(children))
+                self._streams.update(zip(children, branches, strict=True))
+                stream.submit(ForkStep(branches, where))
+            case Join(children, appends):
+                join(stream, [self._streams[child] for child in children], appends=appends, where=where)
 
     def close(self) -> None:
         """The programs that the body called have ended."""
-        for number in self._called:
-            self._stream(number).close()
-
-    def _stream(self, number: int) -> StreamExecutor:
-        return self._states[number]._stream
+        for stream in self._called.values():
+            stream.close()
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
-    def _filled(self, part: Expr) -> tuple[Expr, ...]:
+    def _filled(self, part: Expr) -> Sequence[Expr]:
         """A part without holes, but for reading variables that are not there yet."""
         match part:
             case Hole(Variable() as variable, text, where=where):
+                self.reads.append(variable)
                 return (Read(self._variable(variable), variable.path, text, where),)
             case Hole(Argument() as argument, text, where=where):
                 return self._argument(argument, text, where)
-            case Select(_, choices):
-                return (replace(part, choices=tuple(self._choice(choice) for choice in choices)),)
-            case SeparateReasoning(expr):
-                return (replace(part, expr=Sum(tuple(one for inner in flatten(expr) for one in self._filled(inner)))),)
             case _:
                 return (part,)
 
-    def _argument(self, argument: Argument, text: bool, where: Where | None) -> tuple[Expr, ...]:
-        value = self.argument(argument, where)
+    def _argument(self, argument: Argument, text: bool, where: Where | None) -> Sequence[Expr]:
+        value = self.known(argument, where)
         if text and not isinstance(value, str | Expr):
             raise WrongArgument(_not_a_text(argument, value), where=where)
         if isinstance(value, Expr):
@@ -156,72 +137,60 @@ class _Execution:
             raise WrongArgument(reason, where=where)
         return (Text(characters_of(value), where=where),)
 
-    def _choice(self, choice: str | Expr) -> str | Expr:
-        if isinstance(choice, str):
-            return choice
-        parts = tuple(filled for part in flatten(choice) for filled in self._filled(part))
-        if len(parts) == 1 and isinstance(parts[0], Text):
-            return parts[0].text
-        return Sum(parts)
-
     def _variable(self, variable: Variable) -> growing.Variable:
-        return self._generated[replace(variable, path=())]
+        return self._generated[Variable(variable.stream, variable.name, variable.nth)]
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
-    def argument(self, argument: Argument, where: Where | None = None) -> Any:
+    def known(self, source: Source, where: Where | None = None) -> Any:
+        """Waits for a variable. Raises its failure; WrongArgument."""
+        if isinstance(source, Variable):
+            return at_path(self._variable(source).read(), source.path)
         try:
-            return at_path(self._arguments[argument.name], argument.path)
+            return at_path(self._arguments[source.name], source.path)
         except (LookupError, TypeError) as error:
-            path = "".join(f"[{key!r}]" for key in argument.path)
-            reason = f"{argument.name}{path}: {type(error).__name__}: {error}"
+            path = "".join(f"[{key!r}]" for key in source.path)
+            reason = f"{source.name}{path}: {type(error).__name__}: {error}"
             raise WrongArgument(reason, where=where) from None
 
-    def known(self, source: Argument | Variable) -> Any:
-        """Waits for a variable. Raises its failure."""
-        if isinstance(source, Argument):
-            return self.argument(source)
-        return at_path(self._variable(source).read(), source.path)
-
-    async def wait(self, value: Value) -> None:
+    async def wait(self, value: Any) -> None:
         """Until all that the value needs is there."""
         for source in sources(value):
             if isinstance(source, Variable):
                 await self._variable(source).wait_async()
 
-    def value(self, value: Value) -> Any:
+    def value(self, value: Any) -> Any:
+        return rebuilt(value, self._leaf)
+
+    def _leaf(self, value: Any) -> Any:
         match value:
             case Argument() | Variable():
                 return self.known(value)
             case Joined(parts):
                 return "".join(part if isinstance(part, str) else self._text(part) for part in parts)
-            case Const(constant):
-                return constant
-            case Items(items, mutable):
-                return (list if mutable else tuple)(self.value(item) for item in items)
-            case Entries(entries):
-                return {self.value(key): self.value(entry) for key, entry in entries}
             case State(number):
-                return self._states[number]
+                return self._states.setdefault(number, ProgramState(self._streams[number]))
+            case _:
+                return value
 
-    def _text(self, source: Argument | Variable) -> str:
+    def _text(self, source: Source) -> str:
         text = self.known(source)
         if not isinstance(text, str):
             raise WrongArgument(_not_a_text(source, text))
         return text
 
 
-def _not_a_text(source: Argument | Variable, value: object) -> str:
+def _not_a_text(source: Source, value: object) -> str:
     kind = "argument" if isinstance(source, Argument) else "variable"
     return f"the {kind} {source.name!r} is added to a text, and it is {value!r}: only a text can be"
 
 
-class Compute(Step):
+class Compute(StreamStep):
     """`set_var` of a value that has variables in it: once they are there."""
 
     name = "set_var"
 
-    def __init__(self, name: str, value: Value, execution: _Execution, where: Where | None) -> None:
+    def __init__(self, name: str, value: Any, execution: _Execution, where: Where | None) -> None:
         self.where = where
         self._value = value
         self._execution = execution

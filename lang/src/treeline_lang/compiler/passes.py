@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from treeline_lang.compiler.graph import Graph
-from treeline_lang.compiler.nodes import Append, Argument, Hole, Step, Stream
+from treeline_lang.compiler.graph import Append, Argument, Graph, Hole, Step
 from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, RoleEnd, Text
 
 
@@ -39,33 +38,33 @@ def move_constants(graph: Graph) -> tuple[Graph, Report]:
     call answers to all the text before it.
     """
     lines: list[str] = []
-    streams = []
-    for stream in graph.streams:
-        steps = list(stream.steps)
-        for first, end in _regions(stream):
-            before = steps[first:end]
-            obstacle = next((part for step in before for part in _foreign(step)), None)
-            if obstacle is not None:
-                lines.append(f"{_place(steps[first - 1])}: left alone, as it holds {obstacle}")
-                continue
-            after = sorted(before, key=_known_late)
-            if after != before:
-                steps[first:end] = after
-                lines += [f"{_place(steps[first - 1])}: constants come first", *_diff(before, after)]
-        streams.append(replace(stream, steps=tuple(steps)))
-    return replace(graph, streams=tuple(streams)), Report("code movement", tuple(lines))
+    steps = list(graph.steps)
+    for region in _regions(graph):
+        marker, *within = region
+        before = [steps[index] for index in within]
+        obstacle = next((part for step in before for part in _foreign(step)), None)
+        if obstacle is not None:
+            lines.append(f"{_place(steps[marker])}: left alone, as it holds {obstacle}")
+            continue
+        after = sorted(before, key=_known_late)
+        if after != before:
+            for index, step in zip(within, after, strict=True):
+                steps[index] = step
+            lines += [f"{_place(steps[marker])}: constants come first", *_diff(before, after)]
+    return replace(graph, steps=tuple(steps)), Report("code movement", tuple(lines))
 
 
-def _regions(stream: Stream) -> Iterator[tuple[int, int]]:
-    """The steps between two markers, from the first to before the end. Innermost ones only: one around another would
+def _regions(graph: Graph) -> Iterator[list[int]]:
+    """The number of the step that begins a region, and of those within. Innermost ones only: one around another would
     hold its markers."""
-    begun: int | None = None
-    for index, step in enumerate(stream.steps):
+    begun: dict[int, list[int]] = {}
+    for index, step in enumerate(graph.steps):
         if _is_marker(step, OrderBegin):
-            begun = index + 1
-        elif _is_marker(step, OrderEnd) and begun is not None:
-            yield begun, index
-            begun = None
+            begun[step.stream] = [index]
+        elif _is_marker(step, OrderEnd) and step.stream in begun:
+            yield begun.pop(step.stream)
+        elif step.stream in begun:
+            begun[step.stream].append(index)
 
 
 def _is_marker(step: Step, kind: type[Expr]) -> bool:

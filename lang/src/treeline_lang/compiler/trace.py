@@ -11,32 +11,30 @@ from __future__ import annotations
 import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Never, Self, cast
 
-from treeline_lang.compiler.graph import Graph
-from treeline_lang.compiler.nodes import (
+from treeline_lang.compiler.graph import (
     Append,
     Argument,
-    Const,
-    Entries,
     Fork,
+    Graph,
     Hole,
-    Items,
     Join,
     Joined,
     Parameter,
     SetVar,
+    Source,
     State,
-    Stream,
     Unknown,
-    Value,
     Variable,
+    parts_of,
+    rebuilt,
 )
-from treeline_lang.compiler.nodes import Step as GraphStep
+from treeline_lang.compiler.graph import Step as GraphStep
 from treeline_lang.errors import ProgramError, TraceError, UnknownVariable
 from treeline_lang.executor import Step, StreamExecutor
-from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten
+from treeline_lang.expressions import Expr, Gen, Select, SeparateReasoning, Sum, Text, flatten, names_of
 from treeline_lang.sampling import Sampling
 from treeline_lang.state import ProgramState
 from treeline_lang.steps import Arrive, Assign, Extend
@@ -160,15 +158,13 @@ class Recorder:
 
     returned: Any = None
 
-    def __init__(self, tracing: Tracing, variables: Mapping[str, Recorded], sampling: Sampling) -> None:
+    def __init__(self, tracing: Tracing, variables: Mapping[str, Recorded]) -> None:
         self.tracing = tracing
-        self.number = len(tracing.recorders)
+        self.number = tracing.streams
         self.variables = dict(variables)
-        self.steps: list[GraphStep] = []
-        self.sampling = sampling
         self._counts: dict[str, int] = {}
         self._ended = False
-        tracing.recorders.append(self)
+        tracing.streams += 1
 
     def submit(self, step: Step) -> None:
         if self._ended:
@@ -178,36 +174,41 @@ class Recorder:
                 self._append(step)
             case Assign():
                 name = step.variables[0].name
-                self.steps.append(SetVar(name, self.tracing.value(step.value), where=step.where))
+                self._keep(SetVar(name, self.tracing.value(step.value), stream=self.number, where=step.where))
                 self._set(name, step.value)
             case ForkStep():
                 children = tuple(cast(Recorder, child).number for child in step.children)
-                self.steps.append(Fork(children, where=step.where))
+                self._keep(Fork(children, stream=self.number, where=step.where))
             case Arrive():
                 self.tracing.arrived[step] = self.number
             case JoinStep():
                 children = tuple(self.tracing.arrived[arrival] for arrival in step.arrivals)
-                self.steps.append(Join(children, step.appends, where=step.where))
+                self._keep(Join(children, step.appends, stream=self.number, where=step.where))
                 for name, parts in cast(Mapping[str, Sequence[Recorded]], step.gathered).items():
                     self._set(name, [part.value for part in parts])
             case _:
                 self.tracing.fail(f"{type(step).__name__} cannot be compiled")
 
+    def _keep(self, step: GraphStep) -> None:
+        self.tracing.steps.append(step)
+
     def _append(self, step: Extend) -> None:
-        parts = tuple(part for one in flatten(step.expr) for part in self.tracing.parts(one))
-        self.steps.append(Append(parts, where=step.where))
-        for part in parts:
-            count = part.sampling.n or 1 if isinstance(part, Gen) else 1
-            for variable in Extend(part, None).variables:
-                self._generated(variable.name, count)
+        parts = parts_of(flatten(step.expr), self.tracing.parts)
+        sets = [
+            self._generated(name, part.sampling.n or 1 if isinstance(part, Gen) else 1)
+            for part in parts
+            for name in names_of(part)
+        ]
+        self._keep(Append(parts, sets=tuple(sets), stream=self.number, where=step.where))
         if any(isinstance(part, Gen | Select | SeparateReasoning) for part in parts):
             self.tracing.has_asked()
 
-    def _generated(self, name: str, count: int) -> None:
-        value = Variable(self.number, name, self._counts.get(name, 0))
-        self._counts[name] = value.nth + 1
-        whole = Placeholder(value, self.tracing)
+    def _generated(self, name: str, count: int) -> Variable:
+        variable = Variable(self.number, name, self._counts.get(name, 0))
+        self._counts[name] = variable.nth + 1
+        whole = Placeholder(variable, self.tracing)
         self._set(name, whole if count == 1 else [whole[index] for index in range(count)])
+        return variable
 
     def _set(self, name: str, value: Any) -> None:
         self.variables[name] = Recorded(self.tracing, name, value)
@@ -221,7 +222,7 @@ class Recorder:
         return self.variables[name]
 
     def branch(self, count: int) -> list[Recorder]:
-        return [Recorder(self.tracing, self.variables, self.sampling) for _ in range(count)]
+        return [Recorder(self.tracing, self.variables) for _ in range(count)]
 
     def close_alone(self) -> None:
         self._ended = True
@@ -243,24 +244,27 @@ class Enough(BaseException):
     """What was to be known is recorded. Not an Exception: the program's own handlers are for its own errors."""
 
 
+@dataclass
 class Tracing:
-    """One trace: its streams, and why it cannot go on, if it cannot."""
+    """One trace: its steps, and why it cannot go on, if it cannot."""
 
-    def __init__(self, *, to_first_request: bool) -> None:
-        self.recorders: list[Recorder] = []
-        self.arrived: dict[Arrive, int] = {}
-        self.failure: TraceError | None = None
-        self.stopped_by: Unknown | None = None
-        """What the program wanted to know when it could not go on."""
-        self._to_first_request = to_first_request
+    to_first_request: bool
+    steps: list[GraphStep] = field(default_factory=list)
+    streams: int = 0
+    called: list[tuple[int, Sampling]] = field(default_factory=list)
+    arrived: dict[Arrive, int] = field(default_factory=dict)
+    failure: TraceError | None = None
+    stopped_by: Unknown | None = None
+    """What the program wanted to know when it could not go on."""
 
-    def state(self, sampling: Sampling | None = None) -> ProgramState:
+    def state(self) -> ProgramState:
         """A new one, that begins with an empty text."""
-        return ProgramState(cast(StreamExecutor, Recorder(self, {}, sampling or Sampling())))
+        return ProgramState(cast(StreamExecutor, Recorder(self, {})))
 
     def beside(self, body: Callable[..., Any], arguments: Mapping[str, Any], sampling: Sampling) -> ProgramState:
         """A program that the traced one calls: streams of its own."""
-        state = self.state(sampling)
+        self.called.append((self.streams, sampling))
+        state = self.state()
         state._stream.returned = body(state, **arguments)
         return state
 
@@ -269,13 +273,12 @@ class Tracing:
     def refuse(self, value: Unknown, verb: str) -> Never:
         if self.failure is None:
             self.stopped_by = value
-        named = next((one for one in _arguments(value)), None)
+        named = first_argument(value)
         if named is None:
             remedy = "it is known once the model has written it, so a program that looks at it is not compiled but run"
         else:
-            remedy = f"or make it a constant: compile({named}=…)"
-        reason = f"{described(value)} is {verb}, and a trace does not know it: {_TEXT}; {remedy}"
-        self.fail(reason)
+            remedy = f"or make it a constant: compile({named.name}=…)"
+        self.fail(f"{described(value)} is {verb}, and a trace does not know it: {_TEXT}; {remedy}")
 
     def refuse_state(self, what: str) -> Never:
         self.fail(f"{what} are not known while a program is traced: a program that reads them is not compiled but run")
@@ -286,7 +289,7 @@ class Tracing:
         raise error
 
     def has_read(self) -> None:
-        if self._to_first_request:
+        if self.to_first_request:
             raise Enough
 
     has_asked = has_read
@@ -297,58 +300,39 @@ class Tracing:
         """A part of what a program appends, with holes where it has placeholders."""
         match part:
             case Placeholder(Joined(pieces)):
-                return [self._piece(piece) for piece in pieces]
+                return [
+                    Text(piece) if isinstance(piece, str) else Hole(piece, text=True, where=caller())
+                    for piece in pieces
+                ]
             case Placeholder(value):
-                return [Hole(cast(Argument | Variable, value), where=caller())]
-            case Select(_, choices):
-                return [replace(part, choices=tuple(self._choice(choice) for choice in choices))]
-            case SeparateReasoning(expr):
-                inner = tuple(hole for one in flatten(expr) for hole in self.parts(one))
-                return [replace(part, expr=Sum(inner))]
+                return [Hole(cast(Source, value), where=caller())]
             case _:
-                for field in fields(part):
-                    inner = getattr(part, field.name)
+                for one in fields(part):
+                    inner = getattr(part, one.name)
                     if isinstance(inner, Placeholder):
-                        self.refuse(inner.value, f"the {field.name} of {part.step}")
+                        self.refuse(inner.value, f"the {one.name} of {part.step}")
                 return [part]
 
-    def _piece(self, piece: str | Argument | Variable) -> Expr:
-        return Text(piece) if isinstance(piece, str) else Hole(piece, text=True, where=caller())
-
-    def _choice(self, choice: str | Expr) -> str | Expr:
-        if isinstance(choice, str):
-            return choice
-        return Sum(tuple(part for one in flatten(choice) for part in self.parts(one)))
-
-    def value(self, value: Any) -> Value:
+    def value(self, value: Any) -> Any:
         """What a program sets or returns, with placeholders as the values that they stand for."""
+        return rebuilt(value, self._leaf)
+
+    def _leaf(self, value: Any) -> Any:
         match value:
             case Placeholder():
                 return value.value
-            case list() | tuple() if type(value) in (list, tuple):
-                return Items(tuple(self.value(item) for item in value), isinstance(value, list))
-            case dict():
-                return Entries(tuple((self.value(key), self.value(entry)) for key, entry in value.items()))
             case ProgramState() if isinstance(recorder := cast(Any, value)._stream, Recorder):
                 return State(recorder.number)
             case Sum():
                 return self.fail("a sum with a model call in it is appended, not kept")
             case _:
-                return Const(value)
-
-    def graph(self, name: str, parameters: Sequence[Parameter], returns: Value, spec_tokens: int | None) -> Graph:
-        streams = tuple(Stream(tuple(one.steps), one.sampling) for one in self.recorders)
-        return Graph(name, tuple(parameters), streams, returns, spec_tokens)
+                return value
 
 
-def _arguments(value: Unknown | str) -> list[str]:
-    match value:
-        case Argument(name):
-            return [name]
-        case Joined(parts):
-            return [name for part in parts for name in _arguments(part)]
-        case _:
-            return []
+def first_argument(value: Unknown | None) -> Argument | None:
+    """Of those that a value is made of."""
+    parts = value.parts if isinstance(value, Joined) else (value,)
+    return next((part for part in parts if isinstance(part, Argument)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,7 +356,7 @@ def trace(
 
     to_first_request: what comes after the first model call, or the first variable that is read, is not run.
     """
-    tracing = Tracing(to_first_request=to_first_request)
+    tracing = Tracing(to_first_request)
     open_ones = [
         parameter
         for parameter in signature.parameters.values()
@@ -383,7 +367,7 @@ def trace(
         for one in open_ones
     ]
     holes = {one.name: Placeholder(Argument(one.name), tracing) for one in open_ones}
-    returns: Value = Const(None)
+    returns: Any = None
     token = _tracing.set(tracing)
     try:
         returns = tracing.value(body(tracing.state(), **holes, **given))
@@ -399,5 +383,6 @@ def trace(
         tracing.failure.__cause__ = error
     finally:
         _tracing.reset(token)
-    graph = tracing.graph(name_of(body), parameters, returns, num_api_spec_tokens)
+    steps, called = tuple(tracing.steps), tuple(tracing.called)
+    graph = Graph(name_of(body), tuple(parameters), steps, called, returns, num_api_spec_tokens)
     return Traced(graph, tracing.failure, tracing.stopped_by)

@@ -152,6 +152,15 @@ class Engine:
         elif work.phase is Phase.RUNNING:
             self._finish(work)
 
+    def hold(self, prompt: Prompt) -> None:
+        """Have a prompt's blocks in the cache, as if it had been served. The journal has not flushed it."""
+        cache, blocks = self.cache, prompt.blocks
+        held = cache.matched(blocks)
+        cache.use(blocks[:held])
+        self.journal.removed(cache.take(len(blocks) - held))
+        self.journal.stored(prompt, held, len(blocks), cache.name(blocks[held:]))
+        cache.give(blocks)
+
     def load(self) -> TreelineLoad:
         """Its load report."""
         cache, seq = self.cache, self._seq

@@ -1,5 +1,0 @@
-import sys
-
-from treeline_lang.command import main
-
-sys.exit(main())
