@@ -111,11 +111,13 @@ def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]
     assert "picker, gie, routing, routing-sim, tree" in capsys.readouterr().err
 
 
-def test_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+def test_listing_and_help_name_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list"]) == 0
+    listed = capsys.readouterr().out
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     helped = capsys.readouterr().out
-    assert all(name in helped for name in registry.BENCHMARKS)
+    assert all(name in listed and name in helped for name in registry.BENCHMARKS)
 
 
 def test_a_corpus_belongs_to_structured_and_has_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

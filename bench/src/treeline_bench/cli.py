@@ -49,6 +49,7 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     add = bench.add_argument
     add("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     add("--quick", action="store_true", help="a few seconds each: proves that they work, measures little")
+    add("--list", action="store_true", help="list the benchmarks and exit")
     add(
         "--out",
         type=Path,
@@ -139,6 +140,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "treeline bench") -> int
     bench = parser(prog)
     args = bench.parse_args(argv)
     console = Console(stderr=True)
+    if args.list:
+        for name, benchmark in BENCHMARKS.items():
+            print(f"{name:<8} {benchmark.summary}")
+        return 0
     if args.readme is not None:
         return _quote(args.readme, _out(args), console)
     try:

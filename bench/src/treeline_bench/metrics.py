@@ -295,6 +295,15 @@ _KUBERNETES = {
     "operator.idle_reconciles": detail("reconciles", "made meanwhile, which shows that it looked", "higher"),
     "operator.converge_s": detail("s", "first request to create so many pools to their last child", "lower"),
     "operator.children": detail("objects", "made for so many pools, pods aside", "lower"),
+    "operator.throttled.status_s": Metric(
+        "s", "until each of so many pools created at once has a status, with a fifth of a processor", "lower"
+    ),
+    "operator.throttled.judged_s": detail("s", "until each status speaks of what was planned", "lower"),
+    "operator.throttled.converge_s": Metric(
+        "s", "first request to create so many pools to their last child, with a fifth of a processor", "lower"
+    ),
+    "operator.throttled.cpu_s": detail("s", "of the operator's processor for so many pools", "lower"),
+    "operator.throttled.lost": Metric("times", "the lease was lost or a replica ended meanwhile", "lower"),
     "epp.models_consistent_s": Metric(
         "s", "last of 1,000 changed InferenceModels to the picker's list being true", "lower", 2.0, EXPECTED
     ),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from treeline_bench import gie, picker, routing, routing_sim, scripts
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
+from treeline_bench.kubernetes import throttled
 from treeline_bench.serving.datasets import DATASETS
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -18,6 +19,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         routing_sim.BENCHMARK,
         *scripts.BENCHMARKS,
         operator.BENCHMARK,
+        throttled.BENCHMARK,
     )
 }
 

@@ -58,7 +58,7 @@ def configs_of(args: argparse.Namespace) -> list[ServerConfig]:
     cases: tuple[SimCase, ...] | None = None
     if args.cases is not None:
         cases = msgspec.msgpack.decode(args.cases.read_bytes(), type=tuple[SimCase, ...])
-        engine = replace(engine, kv_tokens=args.kv_tokens or AT_ONCE_TOKENS, block_size=16)
+        engine = replace(engine, kv_tokens=args.kv_tokens or AT_ONCE_TOKENS)
 
     def place(base: int, number: int) -> int:
         if not 0 <= base <= 65535 - args.count:
