@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from treeline_runtime import launch, scheduler_process, serve
-from treeline_runtime.child import run_child
+from treeline_runtime import processes, scheduler_process, serve
 from treeline_runtime.core import Batch, Phase
+from treeline_runtime.processes import run_child
 from treeline_runtime.scheduler import Scheduler
 from treeline_runtime.scheduler.executor import Launched
 
@@ -104,7 +104,7 @@ def record() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        launch.MODULES["scheduler"] = "profiled_scheduler"
+        processes.MODULES["scheduler"] = "profiled_scheduler"
         sys.exit(serve.main())
     record()
     sys.exit(run_child("scheduler", scheduler_process.run))

@@ -1,11 +1,11 @@
 """Measure what streams cost beside the engine: many of them against a scheduler without a model. Prints JSON rows.
 
-    python runtime/benchmarks/streamed_chunks.py [--http-workers 1 2 4] [--streams 256] [--tokens 200] [--step-ms 50]
+    python runtime/benchmarks/streamed_chunks.py [--streams 256] [--tokens 200] [--step-ms 50]
 
 The server is `treeline serve` with `tests/support/fake_scheduler.py` in place of the engine, which gives each stream a
 token every `--step-ms`. What counts is computing time, which a busy machine disturbs less than rates: microseconds of
-all HTTP processes for a chunk (`http.chunk_us`), of the detokenizer (`detokenizer.chunk_us`), and how many chunks a
-second there can be before the busiest HTTP process is busy all the time (`http.limit_chunks_s`), as far as the machine
+the HTTP process for a chunk (`http.chunk_us`), of the detokenizer (`detokenizer.chunk_us`), and how many chunks a
+second there can be before the HTTP process is busy all the time (`http.limit_chunks_s`), as far as the machine
 has a core for each. Steps have to be long enough that no two chunks become one: `chunks_a_token` must be near 1. Runs
 too short for the system's clock of computing time, which counts hundredths of a second, have no limit to tell.
 """
@@ -30,8 +30,8 @@ PREFIX = b"data: "
 @dataclass(frozen=True)
 class Server:
     port: int
-    https: list[int]
-    """Process ids."""
+    http: int
+    """Id of the process, as is:"""
     detokenizer: int
 
 
@@ -46,14 +46,13 @@ def processes(parent: int) -> dict[int, str]:
 
 
 @contextlib.contextmanager
-def server(model: Path, workers: int, step_ms: float) -> Iterator[Server]:
+def server(model: Path, step_ms: float) -> Iterator[Server]:
     """A server that is ready."""
     environment = {"FAKE_TOKEN_S": str(step_ms / 1000)}
-    with serving(model, f"--http-workers={workers}", environment=environment) as (pid, port):
+    with serving(model, environment=environment) as (pid, port):
         children = processes(pid)
-        https = [pid, *(child for child, command in children.items() if "http_worker" in command)]
         [detokenizer] = [child for child, command in children.items() if "detokenizer" in command]
-        yield Server(port, https, detokenizer)
+        yield Server(port, pid, detokenizer)
 
 
 async def stream(port: int, tokens: int) -> int:
@@ -77,32 +76,29 @@ async def streams(port: int, count: int, tokens: int) -> int:
 
 
 def measure(one: Server, count: int, tokens: int) -> dict[str, float]:
-    before, detokenizer = [cpu_s(pid) for pid in one.https], cpu_s(one.detokenizer)
+    before, detokenizer = cpu_s(one.http), cpu_s(one.detokenizer)
     chunks = asyncio.run(streams(one.port, count, tokens))
-    computed = [cpu_s(pid) - was for pid, was in zip(one.https, before, strict=True)]
+    computed = cpu_s(one.http) - before
     figures = {
         "chunks_a_token": chunks / (count * tokens),
-        "http.chunk_us": 1e6 * sum(computed) / chunks,
+        "http.chunk_us": 1e6 * computed / chunks,
         "detokenizer.chunk_us": 1e6 * (cpu_s(one.detokenizer) - detokenizer) / chunks,
     }
-    busiest = max(computed)
-    return figures | ({"http.limit_chunks_s": chunks / busiest} if busiest else {})
+    return figures | ({"http.limit_chunks_s": chunks / computed} if computed else {})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny")
-    parser.add_argument("--http-workers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--step-ms", type=float, default=50.0)
     args = parser.parse_args()
-    for workers in args.http_workers:
-        with server(args.model, workers, args.step_ms) as one:
-            asyncio.run(streams(one.port, args.streams, max(1, args.tokens // 4)))  # not counted
-            for metric, value in measure(one, args.streams, args.tokens).items():
-                row = {"metric": metric, "http_workers": workers, "value": float(f"{value:.4g}")}
-                sys.stdout.write(json.dumps(row) + "\n")
+    with server(args.model, args.step_ms) as one:
+        asyncio.run(streams(one.port, args.streams, max(1, args.tokens // 4)))  # not counted
+        for metric, value in measure(one, args.streams, args.tokens).items():
+            row = {"metric": metric, "value": float(f"{value:.4g}")}
+            sys.stdout.write(json.dumps(row) + "\n")
     return 0
 
 

@@ -135,7 +135,7 @@ def prompts(rng: random.Random, count: int) -> list[list[int]]:
 def seconds(engine: Engine, asked: list[list[int]], params: SamplingParams | list[SamplingParams]) -> tuple[float, int]:
     """→ seconds, tokens"""
     started = time.perf_counter()
-    outputs = engine.generate(asked, params, progress=False)
+    outputs = engine.generate(asked, params)
     return time.perf_counter() - started, sum(len(output.token_ids) for output in outputs)
 
 

@@ -12,7 +12,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time
 
 
 def test_for_ever() -> None:
-    server = ServerProcess(Path("models/tiny"), "--no-events", "--http-workers=2", fake=True).ready()
+    server = ServerProcess(Path("models/tiny"), "--no-events", fake=True).ready()
     deaf = subprocess.Popen([sys.executable, "-c", DEAF], start_new_session=True)
     family = [server.process, *psutil.Process(server.process.pid).children(recursive=True), deaf]
     told = Path(os.environ["ENDLESS_RUN"])

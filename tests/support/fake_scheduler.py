@@ -16,8 +16,7 @@ from array import array
 from dataclasses import dataclass
 
 import zmq
-from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
-from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Process, Ready
+from treeline_runtime.ipc import Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     AbortReq,
     BatchTokenOut,
@@ -38,6 +37,7 @@ from treeline_runtime.messages import (
     decode_to_scheduler,
 )
 from treeline_runtime.models.pooling import pooling_of
+from treeline_runtime.processes import ChildSpec, StartError, run_child
 
 END, END_OF_TURN = 0, 2
 """Token ids of `support.runtime_server.SPECIAL`."""
@@ -84,10 +84,10 @@ class Run:
 
 class FakeScheduler:
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self.inbox = Inbox(context, spec.addresses.scheduler, decode_to_scheduler)
-        self.detokenizer = Outbox(context, spec.addresses.of(Process("detokenizer")))
-        self.publisher = None if spec.args.no_events else Outbox(context, spec.addresses.publisher)
-        self.http = Outbox(context, spec.addresses.http)
+        self.inbox = Inbox(context, spec.addresses.of("scheduler"), decode_to_scheduler)
+        self.detokenizer = Outbox(context, spec.addresses.of("detokenizer"))
+        self.publisher = None if spec.args.no_events else Outbox(context, spec.addresses.of("publisher"))
+        self.http = Outbox(context, spec.addresses.of("http"))
         self.page_size = spec.args.page_size
         self.runs: dict[str, Run] = {}
         self.outs: list[TokenOut] = []
@@ -98,7 +98,6 @@ class FakeScheduler:
         self.asleep = 0
         pooling = pooling_of(spec.model_dir, spec.args.task, matryoshka=spec.args.matryoshka)
         self.size = 0 if pooling is None else pooling.size
-        tell_when_asked(lambda: f"{len(self.runs)} runs")
         info: dict[str, object] = {"context_length": CONTEXT, "longest_request": CONTEXT, "max_total_tokens": 65536}
         info |= {"kv_dtype": "float32", "kv_bytes_per_token": 512}
         self.http.send(Ready("scheduler", info))

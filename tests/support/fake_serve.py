@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from treeline_runtime import launch, serve
+from treeline_runtime import processes, serve
 
 from support.loop_watch import watch
 
@@ -24,8 +24,8 @@ class WatchedServer(serve.Server):
 
 
 if __name__ == "__main__":
-    launch.MODULES["scheduler"] = "support.fake_scheduler"
-    launch.STOP_S = float(os.environ.get("STOP_S", launch.STOP_S))
+    processes.MODULES["scheduler"] = "support.fake_scheduler"
+    processes.STOP_S = float(os.environ.get("STOP_S", processes.STOP_S))
     if "LOOP_WATCH" in os.environ:
         serve.Server = WatchedServer  # type: ignore[misc]
     sys.exit(serve.main())

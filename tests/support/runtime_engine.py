@@ -290,7 +290,7 @@ class DenseAttention(AttentionBackend):
             values = self.pool.values[layer][pages].flatten(0, 1)[:kv_len]
             for position in range(kv_len - q_len, kv_len):
                 window = self.scoring.window(layer) or kv_len
-                oldest = position // window * window if self.scoring.chunked else max(position + 1 - window, 0)
+                oldest = max(position + 1 - window, 0)
                 seen = slice(oldest, position + 1)
                 for head in range(self.num_heads):
                     group = head * self.num_kv_heads // self.num_heads

@@ -79,8 +79,8 @@ class Runner:
         slots = self.pages[positions // self.page_size] * self.page_size + positions % self.page_size
         layout = Layout([len(ids)], [self.length], self.pages[None], torch.zeros(1, dtype=torch.int64))
         cos, sin = (table[:, positions].unsqueeze(2) for table in self.model.rope)
-        plan, scales = self.attention.plan(layout), self.model.query_scales(positions)
-        context = Context(self.attention, plan, slots, cos, sin, query_scales=scales)
+        plan = self.attention.plan(layout)
+        context = Context(self.attention, plan, slots, cos, sin)
         return self.model.logits(self.model.forward(self.model.embed(torch.tensor(ids)), context))
 
 

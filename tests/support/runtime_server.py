@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -20,7 +19,6 @@ import httpx
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from treeline_runtime.ipc import Process
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -196,7 +194,6 @@ class ServerProcess:
     def children(self) -> dict[str, int]:
         """Process name → pid, of the server's children."""
         found: dict[str, int] = {}
-        several: list[tuple[int, str, int]] = []
         for folder in Path("/proc").iterdir():
             if not folder.name.isdigit():
                 continue
@@ -206,37 +203,10 @@ class ServerProcess:
             except OSError:
                 continue
             if int(stat[1]) == self.process.pid and stat[0] != "Z":
-                for name in ("scheduler", "publisher"):
+                for name in ("scheduler", "detokenizer", "publisher"):
                     if name in command:
                         found[name] = int(folder.name)
-                for module, kind in (("detokenizer_process", "detokenizer"), ("http_worker", "http")):
-                    if module in command:
-                        several.append((int(stat[19]), kind, int(folder.name)))
-        ranks = {"detokenizer": itertools.count(0), "http": itertools.count(1)}
-        for _, kind, pid in sorted(several):  # in the order in which they were started
-            found[Process(kind, next(ranks[kind])).name] = pid
         return found
-
-    @contextlib.contextmanager
-    def client_of_each(self, **kwargs: Any) -> Iterator[dict[str, httpx.Client]]:
-        """For each HTTP process by name a client with one connection, which that process has."""
-        pids = {"http": self.process.pid} | {n: p for n, p in self.children().items() if n.startswith("http-")}
-        one = httpx.Limits(max_connections=1, keepalive_expiry=None)
-        found: dict[str, httpx.Client] = {}
-        with contextlib.ExitStack() as stack:
-            for _ in range(400):
-                if len(found) == len(pids):
-                    break
-                client = stack.enter_context(self.client(limits=one, **kwargs))
-                stream = client.get("/live").extensions["network_stream"]
-                inode = _inode(stream.get_extra_info("server_addr")[1], stream.get_extra_info("client_addr")[1])
-                owner = next((name for name, pid in pids.items() if inode in _sockets(pid)), None)
-                if owner is not None and owner not in found:
-                    found[owner] = client
-                else:
-                    client.close()
-            assert set(found) == set(pids), f"of 400 connections {sorted(found)} had some"
-            yield found
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """The exit status; fails with the log when the server does not end."""
@@ -252,25 +222,6 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.wait()
-
-
-def _inode(local_port: int, remote_port: int) -> str:
-    """Of the socket of this machine that is connected so (IPv4)."""
-    wanted = [f":{local_port:04X}", f":{remote_port:04X}"]
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if [fields[1][8:], fields[2][8:]] == wanted:
-            return fields[9]
-    raise AssertionError("there is no such connection")
-
-
-def _sockets(pid: int) -> set[str]:
-    """Inodes of the sockets that a process has open."""
-    links = []
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            links.append(os.readlink(descriptor))
-    return {link[8:-1] for link in links if link.startswith("socket:[")}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from treeline_wire.command_line import Parser
 from treeline_wire.security import KeyFileError, read_secret
 from treeline_wire.settings import add_flags, port_setting, setting, shown, values
 
-from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.config import ConfigError, SchedulerConfig
 
 EPILOG = """\
 examples:
@@ -31,9 +31,6 @@ try it:
 signals: SIGTERM drains (--pre-stop, then --drain-timeout), exit status 0; Ctrl-C ends in seconds; a second one at once.
 Logs go to standard error. Exit status: 0 stopped as asked, 1 something failed, 2 wrong arguments.
 """
-
-LEAST_BYTES_IN_FLIGHT = 1 << 20
-"""Of one HTTP worker."""
 
 GROUPS = {
     "serving": "serving",
@@ -92,15 +89,6 @@ class ServerArgs(SchedulerConfig):
         help="demand 'Authorization: Bearer KEY' (probes and information stay open); better TREELINE_API_KEY in the "
         "environment, since everyone on the machine sees the list of processes",
     )
-    http_workers: int = setting(
-        1,
-        group="serving",
-        metavar="N",
-        at_least=1,
-        at_most=64,
-        help="processes that answer HTTP, on one port; one is good for some 15,000 streamed chunks a second "
-        "(default: %(default)s)",
-    )
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         group="serving",
@@ -157,9 +145,9 @@ class ServerArgs(SchedulerConfig):
         group="serving",
         rare=True,
         metavar="BYTES",
-        at_least=LEAST_BYTES_IN_FLIGHT,
-        help="memory for large bodies and prompts of all requests together, each HTTP worker has an equal part; "
-        "a client named by the edge half of that; beyond it 503 (default: %(default)s)",
+        at_least=1 << 20,
+        help="memory for large bodies and prompts of all requests together, a client "
+        "named by the edge has half of it; beyond it 503 (default: %(default)s)",
     )
 
     metrics_host: str = setting(
@@ -325,14 +313,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     if given.api_key == "":
         parser.error("argument --api-key: must not be empty")
     key = _admin_key(parser, given.admin_key, given.admin_key_file)
-    args = ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
+    try:
+        args = ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
+    except ConfigError as error:  # settings that do not go together
+        parser.error(str(error))
     _check_ports(parser, args)
-    least = LEAST_BYTES_IN_FLIGHT * args.http_workers
-    if args.max_bytes_in_flight < least:
-        parser.error(
-            f"argument --max-bytes-in-flight: must be at least {least}, {LEAST_BYTES_IN_FLIGHT} for each of "
-            f"{args.http_workers} HTTP workers"
-        )
     return args
 
 

@@ -119,7 +119,7 @@ class EngineConfig:
         rare=True,
         help="let requests ask for hidden states: answers then have a vector for each token that was computed",
     )
-    seed: int = setting(0, group=None, help="of dummy weights, and of the schedule policy random")
+    seed: int = setting(0, group=None, help="of dummy weights")
 
     def __post_init__(self) -> None:
         check(self)
@@ -178,12 +178,11 @@ class SchedulerConfig(EngineConfig):
         at_least=1,
         help="prefill steps that running requests wait for at most, before they decode (default: 1)",
     )
-    schedule_policy: str = setting(
+    schedule_policy: Literal["fcfs", "lpm", "priority"] = setting(
         "fcfs",
         group="scheduling",
-        metavar="NAME",
         help="order of one client's waiting requests, while clients take turns: fcfs; lpm = longest cached prefix "
-        "first; dfs-weight = by prefixes, the most wanted first; random; priority = by the requests' field "
+        "first; priority = by the requests' field "
         "(default: fcfs)",
     )
     starvation_bound: float = setting(
@@ -206,20 +205,17 @@ class SchedulerConfig(EngineConfig):
         rare=True,
         help="a lower priority is more urgent, as for vLLM; else a higher one, as for SGLang",
     )
-    eviction_policy: str = setting(
+    eviction_policy: Literal["lru", "lfu", "priority"] = setting(
         "lru",
         group="scheduling",
         rare=True,
-        metavar="NAME",
-        help="what the cache forgets first: lru, lfu, fifo, mru, filo, slru, or priority = what only requests of low "
-        "priority used (default: lru)",
+        help="what the cache forgets first; priority = what only requests of low priority used (default: lru)",
     )
-    prefix_cache: Literal["radix", "whole-prompts", "off"] = setting(
+    prefix_cache: Literal["radix", "off"] = setting(
         "radix",
         group="scheduling",
         rare=True,
-        help="what requests find of earlier ones: radix = the longest common prefix; to measure what that is worth, "
-        "whole-prompts = an earlier prompt that theirs begins with, or off (default: %(default)s)",
+        help="what requests find of earlier ones: radix = the longest common prefix (default: %(default)s)",
     )
     logit_processor: tuple[str, ...] = setting(
         (),
@@ -229,7 +225,7 @@ class SchedulerConfig(EngineConfig):
         parse=entry,
         help="let requests have their logits changed by this class, as `custom_logit_processor: NAME` with "
         "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
-        "no_repeat_ngram, thinking_budget (default: none; code is never taken from requests)",
+        "thinking_budget (default: none; code is never taken from requests)",
     )
     grammar_backend: Literal["auto", "llguidance", "xgrammar"] = setting(
         "auto",
@@ -255,6 +251,11 @@ class SchedulerConfig(EngineConfig):
         help="launched batches whose results are not processed yet when the next one is launched (None: 1 on CUDA, "
         "0 on a CPU, where a launch computes)",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.priority_preemption_threshold is not None and self.schedule_policy != "priority":
+            raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
 
     @property
     def uses_priority(self) -> bool:

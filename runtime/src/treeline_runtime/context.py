@@ -52,5 +52,3 @@ class Context:
     unfinite: torch.Tensor | None = None
     """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
     adapters: Adapters | None = None
-    query_scales: torch.Tensor | None = None
-    """(tokens, 1, 1) float32: what queries are multiplied by in layers that do not rotate (Llama 4's)."""

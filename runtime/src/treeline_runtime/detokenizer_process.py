@@ -16,9 +16,7 @@ import msgspec
 import zmq
 from tokenizers import Tokenizer
 
-from treeline_runtime.child import ChildSpec, run_child
-from treeline_runtime.ids import maker
-from treeline_runtime.ipc import HEARTBEAT_S, HeartbeatSender, Inbox, Outbox, Process, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, HeartbeatSender, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -36,6 +34,7 @@ from treeline_runtime.messages import (
     decode_to_detokenizer,
     encode,
 )
+from treeline_runtime.processes import ChildSpec, run_child
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 TOKEN_TEXTS = 65_536
@@ -52,8 +51,6 @@ class _Request:
 
     init: DetokenizeInit
     text: IncrementalDetokenizer
-    http: int
-    """Rank of the HTTP process that waits for its text."""
     stopped: TextOut | None = None
     """Its text has ended at a stop string with this; the scheduler does not know yet."""
 
@@ -82,7 +79,7 @@ class DetokenizerCore:
         return len(self._requests) + len(self._early)
 
     def take(self, messages: Iterable[ToDetokenizer]) -> DetokenizerOutput:
-        """Handles what arrived, in order; texts of neighbouring batches leave as one for each HTTP process."""
+        """Handles what arrived, in order; texts of neighbouring batches leave as one."""
         turn, texts = DetokenizerOutput(), _Texts()
         for message in messages:
             match message:
@@ -109,7 +106,7 @@ class DetokenizerCore:
             min_tokens=init.min_new_tokens,
             stop_regex=init.stop_regex,
         )
-        return _Request(init, text, maker(init.rid))
+        return _Request(init, text)
 
     def _push(self, out: TokenOut, texts: _Texts, turn: DetokenizerOutput) -> None:
         request = self._requests.get(out.rid)
@@ -120,7 +117,7 @@ class DetokenizerCore:
             del self._requests[out.rid]
         if request.stopped is not None:
             if out.finish is not None and request.init.waits_for_end:
-                texts.append(request.http, _ended(request.stopped, out))
+                texts.append(_ended(request.stopped, out))
             return
         delta = request.text.push(out.token_ids, out.finish, withdrawn=out.withdrawn)
         finish = out.finish
@@ -131,14 +128,14 @@ class DetokenizerCore:
             out = msgspec.structs.replace(out, token_ids=used, completion_tokens=count)
         with_text = request.init.return_logprob_text
         for part in _parts(out):
-            texts.append(request.http, self._text_out(part, "", None, with_text=with_text))
+            texts.append(self._text_out(part, "", None, with_text=with_text))
         last = self._text_out(_rest(out), delta.text, finish, with_text=with_text)
         if finish is not None and out.finish is None:
             request.stopped = last
             turn.to_scheduler.append(StopReq(out.rid, delta.matched))
             if request.init.waits_for_end:
                 last = msgspec.structs.replace(last, finish=None)
-        texts.append(request.http, last)
+        texts.append(last)
 
     def _text_out(self, out: TokenOut, text: str, finish: FinishReason | None, *, with_text: bool) -> TextOut:
         return TextOut(
@@ -186,32 +183,24 @@ def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
 
 
 class _Texts:
-    """Texts on their way to HTTP processes, in messages that hold up an event loop for a few milliseconds only."""
+    """Texts on their way to the HTTP process, in messages that hold up its event loop for a few milliseconds only."""
 
     def __init__(self) -> None:
-        self._full: list[BatchTextOut] = []
-        self._open: dict[int, list[TextOut]] = {}
-        self._sizes: dict[int, int] = {}
+        self._batches: list[list[TextOut]] = []
+        self._size = MESSAGE_SIZE
 
-    def append(self, http: int, out: TextOut) -> None:
-        outs = self._open.setdefault(http, [])
-        outs.append(out)
+    def append(self, out: TextOut) -> None:
+        if self._size >= MESSAGE_SIZE:
+            self._batches.append([])
+            self._size = 0
+        self._batches[-1].append(out)
         states = b"" if out.hidden_states is None else out.hidden_states.data
         large = sum(map(len, out.logprobs)) + len(out.vector or b"") + len(states)
-        size = self._sizes.get(http, 0) + 1 + large // LOGPROB_BYTES
-        if size >= MESSAGE_SIZE:
-            self._full.append(BatchTextOut(self._open.pop(http)))
-            size = 0
-        self._sizes[http] = size
+        self._size += 1 + large // LOGPROB_BYTES
 
     def batches(self) -> list[BatchTextOut]:
-        """In order, for each of the processes; `waiter` says whose each is."""
-        return [*self._full, *map(BatchTextOut, self._open.values())]
-
-
-def waiter(message: ToTokenizer) -> int:
-    """The rank of the HTTP process that waits for a message."""
-    return maker(message.outs[0].rid if isinstance(message, BatchTextOut) else message.id)
+        """In order."""
+        return [BatchTextOut(outs) for outs in self._batches]
 
 
 def _parts(out: TokenOut) -> list[TokenOut]:
@@ -246,20 +235,19 @@ def _rest(out: TokenOut) -> TokenOut:
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer = Tokenizer.from_file(f"{spec.model_dir}/tokenizer.json")
     core = DetokenizerCore(lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip)))
-    process = Process("detokenizer")
-    inbox = Inbox(context, spec.addresses.of(process), decode_to_detokenizer)
-    https = [Outbox(context, spec.addresses.of(Process("http", rank))) for rank in range(spec.args.http_workers)]
-    scheduler = Outbox(context, spec.addresses.scheduler)
+    inbox = Inbox(context, spec.addresses.of("detokenizer"), decode_to_detokenizer)
+    http = Outbox(context, spec.addresses.of("http"))
+    scheduler = Outbox(context, spec.addresses.of("scheduler"))
     gc.collect()
     gc.freeze()  # the tokenizer stays
-    https[0].send(Ready(process.name, {}))
-    heartbeat = HeartbeatSender(process.name, https[0])
+    http.send(Ready("detokenizer", {}))
+    heartbeat = HeartbeatSender("detokenizer", http)
     while True:
         heartbeat.beat()
         inbox.wait(int(HEARTBEAT_S * 1000))
         turn = core.take(inbox.take())
         for message in turn.to_http:
-            https[waiter(message)].send(message)
+            http.send(message)
         for stop in turn.to_scheduler:
             scheduler.send(stop)
 

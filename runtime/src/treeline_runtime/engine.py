@@ -7,15 +7,17 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeGuard, overload
 
 import msgspec
 from tokenizers import Tokenizer
+from treeline_wire.chat import ChatTemplate, TemplateError
+from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.engine_chats import EngineChats
 from treeline_runtime.messages import (
     AbortReq,
     FlushReq,
@@ -31,11 +33,11 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.outputs import Call, GenerationError, Output, Outputs, Running
-from treeline_runtime.progress import progress_bar
 from treeline_runtime.sampling import Factory
 from treeline_runtime.scheduler import Scheduler
 from treeline_runtime.scheduler.processors import Processors
 from treeline_runtime.scheduler_thread import EngineDead, SchedulerThread
+from treeline_runtime.templates.pool import TemplatePool
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 __all__ = ["Engine", "EngineDead", "GenerationError", "Output", "Params", "Prompt"]
@@ -44,7 +46,8 @@ Prompt = str | list[int]
 Params = SamplingParams | Mapping[str, Any]
 """Sampling parameters, or a mapping with some of their fields."""
 
-PROGRESS_S = 0.1
+SETTLE_S = 0.1
+"""Between two looks whether the scheduler has ended."""
 
 
 class Engine:
@@ -77,7 +80,7 @@ class Engine:
         outputs = self._outputs = Outputs(stop=lambda stop: thread.tell(stop))
         processors = Processors({name: one for name, one in given.items() if not isinstance(one, str)})
         thread = self._thread = SchedulerThread(self.config, outputs.take, outputs.on_death, processors)
-        self._chats: EngineChats | None = None
+        self._chats: _Chats | None = None
         self._chats_lock = threading.Lock()
         self._finalizer = weakref.finalize(self, thread.close)  # forgotten engines end too, at the latest at exit
 
@@ -110,42 +113,31 @@ class Engine:
     # ---- prompts → answers ----------------------------------------------------------------------------------
 
     @overload
-    def generate(
-        self, prompts: Prompt, sampling_params: Params | None = ..., *, progress: bool | None = ..., **options: Any
-    ) -> Output: ...
+    def generate(self, prompts: Prompt, sampling_params: Params | None = ..., **options: Any) -> Output: ...
     @overload
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params | Sequence[Params] | None = ...,
-        *,
-        progress: bool | None = ...,
-        **options: Any,
+        self, prompts: Sequence[Prompt], sampling_params: Params | Sequence[Params] | None = ..., **options: Any
     ) -> list[Output]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
-        *,
-        progress: bool | None = None,
         **options: Any,
     ) -> Output | list[Output]:
         """Complete one prompt (text or ids), or a list of them in one go, in order.
 
-        `progress`: a bar on standard error (None: for lists, on a terminal). `options`: the other fields of
-        GenerateReq. Raises GenerationError if a request is refused or fails; the others of the list are ended first.
+        `options`: the other fields of GenerateReq. Raises GenerationError if a request is refused or fails; the others
+        of the list are ended first.
         Raises TypeError for parameters and options that do not exist or have a wrong type.
         """
         requests = self._requests(prompts, sampling_params, options)
         woken = threading.Event()
-        with progress_bar(len(requests), progress) as show, self._call(requests, woken.set, streams=False) as call:
+        with self._call(requests, woken.set, streams=False) as call:
             try:
                 while call.open and call.failure is None:
-                    woken.wait(None if show is None else PROGRESS_S)
+                    woken.wait()
                     woken.clear()
                     self._check_alive(call)
-                    if show is not None:
-                        show(len(call.runs) - call.open, call.tokens)
             finally:
                 self._settle(call, woken)
         return _answer(call, prompts)
@@ -156,7 +148,7 @@ class Engine:
         sampling_params: Params | Sequence[Params] | None = None,
         **options: Any,
     ) -> Any:
-        """`generate` for an event loop, without a bar; cancelling it ends its requests."""
+        """`generate` for an event loop; cancelling it ends its requests."""
         requests = await asyncio.to_thread(self._requests, prompts, sampling_params, options)
         woken, wake = _loops_event()
         with self._call(requests, wake, streams=False) as call:
@@ -209,7 +201,7 @@ class Engine:
         `treeline_wire.chat.TemplateError` for messages that it refuses."""
         with self._chats_lock:
             if self._chats is None:
-                self._chats = EngineChats(self.config.model)
+                self._chats = _Chats(self.config.model)
         return self._chats.render(messages, add_generation_prompt=add_generation_prompt)
 
     # ---- administration -------------------------------------------------------------------------------------
@@ -321,7 +313,7 @@ class Engine:
         """End what is left of the call and wait for that, so that its memory is free when the caller goes on."""
         self._abort(call)
         while call.open and not self._thread.ended:
-            woken.wait(PROGRESS_S)
+            woken.wait(SETTLE_S)
             woken.clear()
 
     def _news(self, call: Call) -> Iterator[tuple[str, Output]]:
@@ -347,6 +339,32 @@ class Engine:
             min_tokens=sampling.min_new_tokens,
             stop_regex=sampling.stop_regex,
         )
+
+
+class _Chats:
+    """Renders chats. A template that is not trusted to end is rendered by another process, started when it is needed
+    and ended by `close`."""
+
+    def __init__(self, model: str) -> None:
+        """Raises ModelError for a model without a chat template."""
+        try:
+            bundle = TokenizerBundle.from_dir(model)
+            self._pool = TemplatePool()
+            template = ChatTemplate.from_bundle(bundle, self._pool)
+        except (BundleError, TemplateError) as error:
+            raise ModelError(f"{model}: {error}") from None
+        if template is None:
+            raise ModelError(f"{model} has no chat template")
+        self._template = template
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Also in the thread of a running event loop, which waits for it. Raises TemplateError."""
+        with ThreadPoolExecutor(max_workers=1) as thread:  # where a loop runs, the template would refuse to wait
+            rendered = thread.submit(self._template.render, messages, add_generation_prompt=add_generation_prompt)
+            return rendered.result()
+
+    def close(self) -> None:
+        self._pool.close()
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:

@@ -1,8 +1,4 @@
-"""What every HTTP process of a server has: the model's tokenizer, the service that answers, requests in flight.
-
-The first HTTP process is the parent (`serve`), which also has the server's life in its hands; the others, if there are
-any, are its workers (`http_worker`).
-"""
+"""The HTTP side of a server: what it reads of a checkpoint, the service that answers, uvicorn on our sockets."""
 
 from __future__ import annotations
 
@@ -10,39 +6,31 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
-import gc
-import importlib.metadata
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
-import zmq
 from starlette.types import ASGIApp
 from treeline_wire.chat import TemplateError
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_wire.tracing_env import TracingError
 
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.child import ChildSpec
 from treeline_runtime.config import ConfigError
-from treeline_runtime.ipc import Begin, Observed, Outbox, Process
-from treeline_runtime.listeners import url_of
-from treeline_runtime.messages import BatchTextOut, FinishReason
+from treeline_runtime.ipc import Outbox
+from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
-from treeline_runtime.models.wrapped import language_model
-from treeline_runtime.server import surfaces
 from treeline_runtime.server.formats import Formats, formats_of
-from treeline_runtime.server.limits import ByteBudget, Limits
+from treeline_runtime.server.limits import ByteBudget
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pooling_reader import check_template
-from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
@@ -89,7 +77,7 @@ class ServedModel:
     @property
     def hidden_size(self) -> int:
         """0 where config.json does not say it: then the scheduler refuses to start."""
-        size = language_model(self.config).get("hidden_size")
+        size = self.config.get("hidden_size")
         return size if isinstance(size, int) else 0
 
     @classmethod
@@ -117,93 +105,31 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ServeError(f"--model: cannot read {path}: {error}") from None
 
 
-class Frontend:
-    """The share of one HTTP process in a server. Made in a running event loop."""
-
-    def __init__(
-        self,
-        spec: ChildSpec,
-        model: ServedModel,
-        context: zmq.Context[zmq.Socket[bytes]],
-        state: State,
-        *,
-        to_publisher: Outbox | None = None,
-        to_workers: Sequence[Outbox] = (),
-        report: Callable[[Observed], object] | None = None,
-    ) -> None:
-        """`to_publisher` and `to_workers`: of the first HTTP process. `report`: of workers, see `EngineHealth`. Raises
-        ServeError."""
-        self._args = args = spec.args
-        name = served_name(args)
-        self.to_scheduler = Outbox(context, spec.addresses.scheduler)
-        self.metrics = Metrics(name)
-        self.pool = ReaderPool(
-            ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling, model.formats)
-        )
-        self.service = Service(
-            model_name=name,
-            prompts=model.prompts,
-            defaults=model.defaults,
-            manager=TokenizerManager(
-                self.metrics,
-                self.to_scheduler,
-                Outbox(context, spec.addresses.of(Process("detokenizer"))),
-                to_publisher,
-                to_workers=to_workers,
-                rank=spec.rank,
-            ),
-            metrics=self.metrics,
-            state=state,
-            budget=ByteBudget(args.max_bytes_in_flight // args.http_workers),
-            pooling=model.pooling,
-            formats=model.formats,
-            pool=self.pool,
-            uses_priority=args.uses_priority,
-            hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
-            tracing=_tracing(name) if args.tracing else None,
-        )
-        info = ServerInfo(
-            args=args,
-            version=importlib.metadata.version("treeline-runtime"),
-            epoch=spec.epoch,
-            model_config=model.config,
-            started_at=spec.started_at,
-        )
-        self.probes = Probes(self.service, info, report)
-
-    def inference(self) -> ASGIApp:
-        """What listens on the main port."""
-        args = self._args
-        return surfaces.inference(
-            self.service,
-            self.probes,
-            key=args.api_key,
-            metrics_at=None if args.metrics_port is None else url_of(args.metrics_host, args.metrics_port),
-            admin_at=None if args.admin_port is None else url_of(args.admin_host, args.admin_port),
-            documented=not args.no_docs,
-            allowed_origins=args.cors_allow_origin,
-        )
-
-    def begin(self, begin: Begin) -> None:
-        """The engine is ready."""
-        scheduler = begin.scheduler
-        self.service.limits = Limits(
-            context_length=scheduler["context_length"], max_request_tokens=scheduler["longest_request"]
-        )
-        self.probes.scheduler_info, self.probes.kv_events = scheduler, begin.kv_events
-        self.pool.start()
-        gc.collect()
-        gc.freeze()  # what is there now stays: no later collection walks through it while requests wait
-
-    def on_batch(self, batch: BatchTextOut) -> None:
-        self.service.manager.on_batch(batch)
-        self.probes.health.on_batch(batch)
-
-    async def close(self) -> None:
-        self.service.prompts.close()
-        await self.pool.stop()
-        if self.service.tracing is not None:
-            await self.service.tracing.stop(FAREWELL_S)
+def new_service(
+    args: ServerArgs, model: ServedModel, to_scheduler: Outbox, to_detokenizer: Outbox, to_publisher: Outbox | None
+) -> tuple[Service, ReaderPool]:
+    """What answers requests, and the processes that read large bodies for it. Raises ServeError."""
+    name = served_name(args)
+    metrics = Metrics(name)
+    pool = ReaderPool(
+        ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling, model.formats)
+    )
+    service = Service(
+        model_name=name,
+        prompts=model.prompts,
+        defaults=model.defaults,
+        manager=TokenizerManager(metrics, to_scheduler, to_detokenizer, to_publisher),
+        metrics=metrics,
+        state=State(),
+        budget=ByteBudget(args.max_bytes_in_flight),
+        pooling=model.pooling,
+        formats=model.formats,
+        pool=pool,
+        uses_priority=args.uses_priority,
+        hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
+        tracing=_tracing(name) if args.tracing else None,
+    )
+    return service, pool
 
 
 def _tracing(model_name: str) -> Tracing | None:

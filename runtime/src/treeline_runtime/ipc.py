@@ -1,9 +1,8 @@
 """How the runtime's processes reach each other: one inbox (ZMQ PULL, ipc) per process; everybody else connects to it.
 
-    http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc, http-1.ipc … (`--http-workers`)
-    http workers ──▶ scheduler.ipc, detokenizer.ipc, http.ipc (control only)
+    http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc
     scheduler    ──▶ detokenizer.ipc, publisher.ipc, http.ipc (control only)
-    detokenizer  ──▶ http.ipc, http-1.ipc …, scheduler.ipc (StopReq)
+    detokenizer  ──▶ http.ipc, scheduler.ipc (StopReq)
     publisher    ──▶ http.ipc (control only)
 
 Messages between engine parts are in `messages`; those below are about the processes themselves. The sockets lie in a
@@ -63,92 +62,12 @@ class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
     after_updates: int
 
 
-# ---- between the first HTTP process and its workers ------------------------------------------------------
-
-
-class Begin(msgspec.Struct, tag=True, frozen=True):
-    """The engine is ready: serve. Answered by Ready."""
-
-    scheduler: dict[str, Any]
-    """What the scheduler said about itself."""
-    kv_events: dict[str, Any] | None
-    """Where events are published; None: nowhere."""
-
-
-class StateUpdate(msgspec.Struct, tag=True, frozen=True):
-    """Where the server is in its life: the fields of the same names of `server.service.State`, which has their meaning.
-    Sent whenever one of them has changed; that a worker may serve is said by Begin."""
-
-    draining: bool
-    refusing: bool
-    failure: str | None
-    problem: str | None
-    failing_since: float
-    asleep: int
-    operation: str | None
-    pausing: bool
-    holding: bool
-    unheard: bool
-    model_path: str | None
-    weight_version: str
-    heartbeat_at: dict[str, float]
-    heartbeats: int
-    load: messages.LoadUpdate
-
-
-class EndAll(msgspec.Struct, tag=True, frozen=True):
-    """End whatever is in flight, now."""
-
-    finish: messages.FinishReason
-
-
-class AbortNamed(msgspec.Struct, tag=True, frozen=True):
-    """Abort what clients call so. Idempotent; legal for unknown names."""
-
-    name: str
-
-
-class SamplesReq(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the metrics. Answered by Reply; `data` has the `samples` (`server.metrics.Samples`)."""
-
-    id: str
-
-
-class Observed(msgspec.Struct, tag=True, frozen=True):
-    """What a worker has seen of the engine: it answered; or a request failed; or (`problem`) it failed a check."""
-
-    answered: bool
-    problem: str | None = None
-
-
-class Idle(msgspec.Struct, tag=True, frozen=True):
-    """The server stops, and this worker answers no request any more."""
-
-    process: str
-
-
-ToHttp = messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat | Observed | Idle
-ToWorker = (
-    messages.BatchTextOut | messages.Reply | Begin | StateUpdate | messages.HeardReq | EndAll | AbortNamed | SamplesReq
-)
+ToHttp = messages.BatchTextOut | messages.Reply | Ready | Failed | Heartbeat
 
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
-"""Of the first HTTP process."""
-decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_to_publisher = msgspec.msgpack.Decoder(
     messages.CacheUpdate | messages.LoadUpdate | messages.DrainReq | AnnouncedReq
 ).decode
-
-
-class Process(msgspec.Struct, frozen=True):
-    """A process by what it does and, where several do the same, by its rank. The parent is the first `http`."""
-
-    kind: str
-    rank: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-{self.rank}" if self.rank else self.kind
 
 
 class Addresses(msgspec.Struct, frozen=True):
@@ -156,25 +75,8 @@ class Addresses(msgspec.Struct, frozen=True):
 
     folder: str
 
-    @property
-    def http(self) -> str:
-        """The parent's, which hears of every process."""
-        return self._at("http")
-
-    @property
-    def scheduler(self) -> str:
-        """The first rank's, which every message to the engine goes to."""
-        return self.of(Process("scheduler"))
-
-    @property
-    def publisher(self) -> str:
-        return self._at("publisher")
-
-    def of(self, process: Process) -> str:
-        return self._at(process.name)
-
-    def _at(self, name: str) -> str:
-        return f"ipc://{self.folder}/{name}.ipc"
+    def of(self, process: str) -> str:
+        return f"ipc://{self.folder}/{process}.ipc"
 
     def remove(self) -> None:
         """Removes the sockets and the folder; idempotent."""
@@ -205,9 +107,6 @@ class Outbox:
     def flush(self, timeout_ms: int) -> None:
         """Closes, giving what still waits `timeout_ms` to leave."""
         self._socket.close(linger=timeout_ms)
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
 
 
 class HeartbeatSender:

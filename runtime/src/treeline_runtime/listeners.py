@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from treeline_wire.security import is_loopback
 
 from treeline_runtime.args import ServerArgs
-
-SPREADS = sys.platform == "linux"
-"""Whether new connections are spread over the sockets that share a port (SO_REUSEPORT means other things elsewhere)."""
-
 
 _FIXES = {
     errno.EADDRINUSE: ": another program listens there; end it, or give another port",
@@ -34,8 +29,6 @@ class Listeners:
     http: socket.socket
     metrics: socket.socket | None
     admin: socket.socket | None
-    workers: tuple[socket.socket, ...] = ()
-    """One for each HTTP worker, on the port of `http`. On Linux they are bound and do not listen yet."""
 
     @property
     def admin_on_loopback(self) -> bool:
@@ -47,9 +40,8 @@ class Listeners:
 def listening(args: ServerArgs) -> Iterator[Listeners]:
     """The sockets that `args` ask for, closed at the end of the block. Raises ListenError."""
     with contextlib.ExitStack() as stack:
-        http = listen(args.host, args.port, "", shared=args.http_workers > 1)
+        http = listen(args.host, args.port, "")
         stack.enter_context(contextlib.closing(http))
-        workers = tuple(stack.enter_context(contextlib.closing(join(http))) for _ in range(1, args.http_workers))
         metrics = admin = None
         if args.metrics_port is not None:
             metrics = listen(args.metrics_host, args.metrics_port, "metrics-")
@@ -57,12 +49,11 @@ def listening(args: ServerArgs) -> Iterator[Listeners]:
         if args.admin_port is not None:
             admin = listen(args.admin_host, args.admin_port, "admin-", closed=args.admin_key is None)
             stack.enter_context(contextlib.closing(admin))
-        yield Listeners(http, metrics, admin, workers)
+        yield Listeners(http, metrics, admin)
 
 
-def listen(host: str, port: int, flag: str, *, closed: bool = False, shared: bool = False) -> socket.socket:
-    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only. `shared`: others
-    can `join`.
+def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.socket:
+    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only.
 
     Raises ListenError.
     """
@@ -79,8 +70,6 @@ def listen(host: str, port: int, flag: str, *, closed: bool = False, shared: boo
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(where)
-        if shared and SPREADS:  # not before `bind`: that fails on a port that another server of this user shares
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.listen(2048)
     except OSError as error:
         made.close()
@@ -97,20 +86,6 @@ def _no_address(flag: str, host: str) -> str:
         f"--{flag}host: {host!r} is no address of this machine: give 127.0.0.1 (this machine alone), 0.0.0.0 (all its "
         f"networks), or one of its own addresses; the port is --{flag}port"
     )
-
-
-def join(first: socket.socket) -> socket.socket:
-    """Another socket on the address of one that is `shared`. Once it listens the system gives it its part of new
-    connections; where the system does not spread them, it is the same socket, and connections are whose who is first.
-    """
-    if not SPREADS:
-        return first.dup()
-    made = socket.socket(first.family, first.type)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    made.bind(first.getsockname())
-    made.setblocking(False)
-    return made
 
 
 def address(listener: socket.socket) -> tuple[str, int]:

@@ -11,9 +11,8 @@ from typing import Any
 
 import zmq
 
-from treeline_runtime.child import ChildSpec, StartError, run_child, tell_when_asked
 from treeline_runtime.config import ConfigError
-from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Process, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     FromScheduler,
     LoadUpdate,
@@ -22,6 +21,7 @@ from treeline_runtime.messages import (
     decode_to_scheduler,
 )
 from treeline_runtime.models import ModelError
+from treeline_runtime.processes import ChildSpec, StartError, run_child
 from treeline_runtime.scheduler import start
 
 LOAD_INTERVAL_S = 0.05
@@ -34,13 +34,12 @@ class SocketTransport:
     """Implements `Transport` between processes: nothing here blocks but `wait`."""
 
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._inbox = Inbox(context, spec.addresses.of(Process("scheduler", spec.rank)), decode_to_scheduler)
-        self._detokenizer = Outbox(context, spec.addresses.of(Process("detokenizer")))
-        self._http = Outbox(context, spec.addresses.http)
-        self._name = Process("scheduler", spec.rank).name
+        self._inbox = Inbox(context, spec.addresses.of("scheduler"), decode_to_scheduler)
+        self._detokenizer = Outbox(context, spec.addresses.of("detokenizer"))
+        self._http = Outbox(context, spec.addresses.of("http"))
         self._publisher: Outbox | None = None
         if not spec.args.no_events:
-            self._publisher = Outbox(context, spec.addresses.publisher, limit=PUBLISHER_BACKLOG)
+            self._publisher = Outbox(context, spec.addresses.of("publisher"), limit=PUBLISHER_BACKLOG)
         self._load = LoadUpdate()
         self._load_told = True
         self._beat_at = float("-inf")
@@ -48,7 +47,7 @@ class SocketTransport:
 
     def announce_ready(self, limits: dict[str, Any], load: LoadUpdate) -> None:
         """Tell the HTTP process that there is a scheduler behind this, and routers that it is idle."""
-        self._http.send(Ready(self._name, limits))
+        self._http.send(Ready("scheduler", limits))
         self.publish(load)
         self._beat()
 
@@ -78,7 +77,7 @@ class SocketTransport:
             if self._load_told and self._publisher is not None:
                 self._publisher.send(self._load)  # nothing new, but a sign of life
             self._beat_at, self._load_told = now, True
-            self._http.send(Heartbeat(self._name, self._load))
+            self._http.send(Heartbeat("scheduler", self._load))
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -90,7 +89,6 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         raise StartError(str(error)) from None
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection walks through it between two steps
-    tell_when_asked(scheduler.activity.describe)
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
     scheduler.grammars.warm(lambda: scheduler.is_idle)
     scheduler.run_forever(stop=lambda: False)  # ends with the process

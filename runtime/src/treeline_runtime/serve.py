@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
+import gc
+import importlib.metadata
 import logging
 import os
 import secrets
@@ -25,52 +26,37 @@ import zmq
 from treeline_wire.load import LOAD_TOPIC
 
 from treeline_runtime.args import ServerArgs, parse_args
-from treeline_runtime.child import ChildSpec, setup_logging
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.frontend import (
     FAREWELL_S,
     STOPPED,
-    Frontend,
     HttpServer,
     ServedModel,
     ServeError,
     give_back_large_blocks,
+    new_service,
     stop_all,
 )
-from treeline_runtime.ipc import (
-    Addresses,
-    AsyncInbox,
-    Begin,
-    Failed,
-    Heartbeat,
-    Idle,
-    Observed,
-    Outbox,
-    Process,
-    Ready,
-    ToHttp,
-    decode_to_http,
-)
-from treeline_runtime.launch import Ended, ProcessGroup, SocketFolder
-from treeline_runtime.listeners import ListenError, Listeners, address, listening, url
+from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, ToHttp, decode_to_http
+from treeline_runtime.listeners import ListenError, Listeners, address, listening, url, url_of
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
+from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder, setup_logging
 from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.service import State
-from treeline_runtime.workers import HttpWorkers
+from treeline_runtime.server.limits import Limits
+from treeline_runtime.server.probes import Probes, ServerInfo
 
 INTERRUPT_DRAIN_S = 3.0
 """What Ctrl-C gives requests in flight."""
 LAST_WORDS_S = 0.2
-SCHEDULER_RANKS = 1
-"""Processes that compute one model together: the first is sent everything, and passes it on to the others."""
+"""For the message of a child that has ended, which may still be on its way."""
 
 logger = logging.getLogger("treeline")
 
 
 class Server:
-    """One runtime: the first HTTP process and its children. Made in a running event loop; `run` once."""
+    """One runtime: the HTTP process and its children. Made in a running event loop; `run` once."""
 
     def __init__(
         self,
@@ -80,35 +66,30 @@ class Server:
         addresses: Addresses,
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
+        """Raises ServeError."""
         self._args = args
         self._listeners = listeners
         self._context = context
-        self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1, started_at=time.time())
+        self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1)
         self._started = time.monotonic()
-        self._state = State()
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-        self._schedulers = [Process("scheduler", rank) for rank in range(SCHEDULER_RANKS)]
-        self._engine = [*self._schedulers, Process("detokenizer")]
-        if not args.no_events:
-            self._engine.append(Process("publisher"))
-        self._https = [Process("http", rank) for rank in range(1, args.http_workers)]
+        self._children = ["scheduler", "detokenizer", *([] if args.no_events else ["publisher"])]
         self._ready: dict[str, dict[str, Any]] = {}
-        self._begin: Begin | None = None
-        """What the workers were sent when the engine was ready."""
         self._stopping = False
-        self._to_publisher = None if args.no_events else Outbox(context, addresses.publisher)
-        self._workers = HttpWorkers(context, addresses, self._https, self._state)
-        self._front = Frontend(
-            self._spec,
-            model,
-            context,
-            self._state,
-            to_publisher=self._to_publisher,
-            to_workers=list(self._workers.outboxes.values()),
+        self._to_scheduler = Outbox(context, addresses.of("scheduler"))
+        self._to_publisher = None if args.no_events else Outbox(context, addresses.of("publisher"))
+        to_detokenizer = Outbox(context, addresses.of("detokenizer"))
+        self._service, self._pool = new_service(args, model, self._to_scheduler, to_detokenizer, self._to_publisher)
+        self._state = self._service.state
+        info = ServerInfo(
+            args=args,
+            version=importlib.metadata.version("treeline-runtime"),
+            epoch=self._spec.epoch,
+            model_config=model.config,
+            started_at=time.time(),
         )
-        self._service, self._probes = self._front.service, self._front.probes
-        self._probes.counted_elsewhere = functools.partial(self._workers.samples, self._service.manager)
+        self._probes = Probes(self._service, info)
 
     # ---- life -----------------------------------------------------------------------------------------------
 
@@ -121,12 +102,9 @@ class Server:
         servers = self._servers()
         inbox = None
         try:
-            inbox = AsyncInbox(self._context, self._spec.addresses.http, decode_to_http, self._on_message)
-            for process in self._engine:
+            inbox = AsyncInbox(self._context, self._spec.addresses.of("http"), decode_to_http, self._on_message)
+            for process in self._children:
                 group.start(process, self._spec)
-            for process, listener in zip(self._https, self._listeners.workers, strict=True):
-                group.start(process, self._spec, listener)
-                listener.close()  # only its owner holds it, so that no client waits at the socket of one that died
             serving = [server.start() for server in servers]
             watchdog = asyncio.create_task(self._watch(group))
             health = asyncio.create_task(self._probes.health.watch())
@@ -138,7 +116,10 @@ class Server:
                 await stop_all(servers, serving)
         finally:
             self._stopping = True
-            await self._front.close()
+            self._service.prompts.close()
+            await self._pool.stop()
+            if self._service.tracing is not None:
+                await self._service.tracing.stop(FAREWELL_S)
             await group.stop()
             if inbox is not None:
                 inbox.close()
@@ -160,7 +141,7 @@ class Server:
             return await self._fail(self._failure.result())
         logger.warning("%s again: stopping without waiting", again.result().name)
         self._state.refusing = True
-        self._end_all(STOPPED)
+        self._service.manager.fail_all(STOPPED)
         await self._settle(FAREWELL_S)
         return 128 + again.result()
 
@@ -168,7 +149,7 @@ class Server:
         """Tells everybody who waits, then ends with status 1."""
         logger.error("%s; stopping", why)
         self._state.failure = why
-        cut = self._end_all(FinishReason("error", message=f"The server failed: {why}", status=503))
+        cut = self._service.manager.fail_all(FinishReason("error", message=f"The server failed: {why}", status=503))
         if cut:
             logger.error("%d requests in flight were ended", cut)
         await self._settle(FAREWELL_S)
@@ -178,7 +159,7 @@ class Server:
         """SIGTERM: routers learn of it now, new requests are taken during --pre-stop, then those in flight finish."""
         args, state = self._args, self._state
         state.draining = True
-        self._front.to_scheduler.send(DrainReq())
+        self._to_scheduler.send(DrainReq())
         if self._to_publisher is not None:
             self._to_publisher.send(DrainReq())
         if number == signal.SIGTERM:
@@ -190,21 +171,15 @@ class Server:
             limit_s = min(args.drain_timeout, INTERRUPT_DRAIN_S)
         state.refusing = True
         if not await self._settle(limit_s):
-            cut = self._end_all(STOPPED)
+            cut = self._service.manager.fail_all(STOPPED)
             logger.warning("%d requests had not finished after %g s and were ended", cut, limit_s)
             await self._settle(FAREWELL_S)
-
-    def _end_all(self, finish: FinishReason) -> int:
-        """Ends what is in flight, in all HTTP processes; returns how many requests that were in this one."""
-        self._workers.end_all(finish)
-        return self._service.manager.fail_all(finish)
 
     async def _settle(self, timeout_s: float) -> bool:
         """Waits until no request is being answered; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._service.idle.wait()
-                await self._workers.idle()
         except TimeoutError:
             return False
         return True
@@ -215,29 +190,24 @@ class Server:
         while not state.ready:
             await asyncio.sleep(0.2)
             if time.monotonic() - self._started > args.start_timeout:
-                missing = self._awaited(self._engine) or self._awaited(self._https)
+                missing = [process for process in self._children if process not in self._ready]
                 self._report(f"not ready after {args.start_timeout:g} s: waiting for {', '.join(missing)}")
                 return
         while args.watchdog_timeout:
             await asyncio.sleep(min(1.0, args.watchdog_timeout / 4))
             process, still_s = state.most_stale_child(time.monotonic())
             if still_s > args.watchdog_timeout:
-                group.ask(process)
-                await asyncio.sleep(LAST_WORDS_S)
                 self._report(f"the {process} has not moved for {still_s:.0f} s")
                 group.abort(process)
                 return
-
-    def _awaited(self, processes: Sequence[Process]) -> list[str]:
-        """Those that are not ready."""
-        return [process.name for process in processes if process.name not in self._ready]
 
     # ---- what children say --------------------------------------------------------------------------------
 
     def _on_message(self, message: ToHttp) -> None:
         match message:
             case BatchTextOut():
-                self._front.on_batch(message)
+                self._service.manager.on_batch(message)
+                self._probes.health.on_batch(message)
             case Heartbeat():
                 if self._state.heartbeat_at:
                     self._state.heartbeat_at[message.process] = time.monotonic()
@@ -246,31 +216,25 @@ class Server:
                     self._state.load = message.load
             case Reply():
                 self._service.manager.on_reply(message)
-            case Observed():
-                self._probes.health.observe(message)
-            case Idle():
-                self._workers.on_idle(message.process)
             case Ready():
                 self._ready[message.process] = message.info
-                if message.process not in self._workers.outboxes and not self._awaited(self._engine):
-                    self._on_engine_ready()
-                if self._begin is not None and not self._awaited(self._https):
-                    self._on_ready(self._begin)
+                if len(self._ready) == len(self._children):
+                    self._on_ready()
             case Failed():
                 self._report(f"the {message.process} process failed: {message.message}")
 
-    def _on_engine_ready(self) -> None:
-        """The workers go first: a client that sees the server ready may reach any of them."""
+    def _on_ready(self) -> None:
+        args, scheduler, service, metrics = self._args, self._ready["scheduler"], self._service, self._service.metrics
         publisher = self._ready.get("publisher")
-        kv_events = None if publisher is None else _kv_events(publisher, self._args)
-        self._begin = Begin(self._ready[self._schedulers[0].name], kv_events)
-        names = [process.name for process in (*self._engine, *self._https)]
-        self._state.heartbeat_at = dict.fromkeys(names, time.monotonic())
-        self._workers.begin(self._begin)
-
-    def _on_ready(self, begin: Begin) -> None:
-        args, scheduler, metrics = self._args, begin.scheduler, self._front.metrics
-        self._front.begin(begin)
+        service.limits = Limits(
+            context_length=scheduler["context_length"], max_request_tokens=scheduler["longest_request"]
+        )
+        self._probes.scheduler_info = scheduler
+        self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
+        self._pool.start()
+        gc.collect()
+        gc.freeze()  # what is there now stays: no later collection walks through it while requests wait
+        self._state.heartbeat_at = dict.fromkeys(self._children, time.monotonic())
         self._state.ready = True
         took_s = time.monotonic() - self._started
         metrics.set("startup_time_seconds", took_s)
@@ -290,7 +254,6 @@ class Server:
     def _on_end(self, ended: Ended) -> None:
         if self._stopping:
             return
-        self._workers.on_idle(ended.process)
         if ended.status == 1:  # it may have said why: that message may still be on its way
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
         else:
@@ -306,12 +269,21 @@ class Server:
     def _servers(self) -> list[HttpServer]:
         """An HTTP server for each listener. All of them answer until the last request has been drained."""
         args, listeners, service, probes = self._args, self._listeners, self._service, self._probes
-        found = [HttpServer(self._front.inference(), listeners.http)]
+        inference = surfaces.inference(
+            service,
+            probes,
+            key=args.api_key,
+            metrics_at=None if args.metrics_port is None else url_of(args.metrics_host, args.metrics_port),
+            admin_at=None if args.admin_port is None else url_of(args.admin_host, args.admin_port),
+            documented=not args.no_docs,
+            allowed_origins=args.cors_allow_origin,
+        )
+        found = [HttpServer(inference, listeners.http)]
         if listeners.metrics is not None:
             found.append(HttpServer(surfaces.metrics(service, probes), listeners.metrics))
         if listeners.admin is not None:
             loopback = listeners.admin_on_loopback
-            engine = Administration(service, args, functools.partial(self._workers.told, service.manager))
+            engine = Administration(service, args)
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append(HttpServer(administration, listeners.admin))
         return found

@@ -5,13 +5,14 @@ opener closes it in a `finally`, and closing aborts what has not ended. So a gen
 HTTP request that asked for it. Closing is legal in every state and any number of times.
 
 Names belong to clients, who may use one again as soon as its request is over for them. Other processes may not be done
-with it then, so they see ids of ours that are never used twice (`ids`). Every tenant has names of its own: none learns
-which ones another uses, and none can take them first. HTTP workers do not know each other's names.
+with it then, so they see ids of ours that are never used twice: a name, `#`, a count. Every
+tenant has names of its own: none learns which ones another uses, and none can take them first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -19,8 +20,7 @@ from typing import Any, Protocol
 import msgspec
 
 from treeline_runtime.gate import Gate
-from treeline_runtime.ids import IdMaker
-from treeline_runtime.ipc import AbortNamed, AnnouncedReq, SamplesReq
+from treeline_runtime.ipc import AnnouncedReq
 from treeline_runtime.messages import (
     AbortReq,
     AdminReq,
@@ -175,16 +175,11 @@ class TokenizerManager:
         to_scheduler: Sender,
         to_detokenizer: Sender,
         to_publisher: Sender | None = None,
-        *,
-        to_workers: Sequence[Sender] = (),
-        rank: int = 0,
     ) -> None:
-        """`rank`: of this HTTP process; `to_workers`: those that follow it."""
         self._metrics = metrics
         self._to_scheduler = to_scheduler
         self._to_detokenizer = to_detokenizer
         self._to_publisher = to_publisher
-        self._to_workers = to_workers
         self._running: dict[str, _Generation] = {}
         """By our own ids."""
         self._named: dict[str, dict[str | None, list[str]]] = {}
@@ -192,9 +187,10 @@ class TokenizerManager:
         self._gate = Gate[GenerateReq](size_of)
         self._marks: dict[str, int] = {}
         """What the scheduler is asked to say that it has taken, by the question's id."""
-        self._on_all_sent: list[Callable[[], object]] = []
+        self._all_sent = asyncio.Event()
+        """No generation waits for its turn."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
-        self._ids = IdMaker(rank)
+        self._count = itertools.count()
 
     def open(
         self,
@@ -220,7 +216,7 @@ class TokenizerManager:
 
     def _register(self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None) -> InflightRequest:
         rids = [request.rid for request in requests]
-        ids = [self._ids.make(rid) for rid in rids]
+        ids = [self._new_id(rid) for rid in rids]
         names: dict[tuple[str | None, str], list[str]] = {}
         for rid, id in zip(rids, ids, strict=True):
             if (tenant, rid) in names or tenant in self._named.get(rid, ()):
@@ -249,15 +245,7 @@ class TokenizerManager:
                 question = self._new_id()
                 self._marks[question] = mark
                 self._to_scheduler.send(HeardReq(question))
-        if not len(self._gate):
-            calls, self._on_all_sent = self._on_all_sent, []
-            for call in calls:
-                call()
-
-    def when_all_sent(self, call: Callable[[], object]) -> None:
-        """Calls once no generation waits for its turn: at once, where none does."""
-        self._on_all_sent.append(call)
-        self._pump()
+        (self._all_sent.clear if len(self._gate) else self._all_sent.set)()
 
     def forget(self, inflight: InflightRequest) -> None:
         """Aborts what has not ended of a request that is no longer waited for. Idempotent."""
@@ -298,8 +286,6 @@ class TokenizerManager:
         named = self._named.get(name, {}).values() if name else [list(self._running)]
         for ids in named:
             self._abort(id for id in ids if not self._end_waiting(id, ABORTED))
-        for worker in self._to_workers:
-            worker.send(AbortNamed(name))
 
     def fail_all(self, finish: FinishReason) -> int:
         """Ends everything in flight here and now, without the scheduler; returns how many there were."""
@@ -367,9 +353,8 @@ class TokenizerManager:
 
     async def ask(self, question: Callable[[str], AdminReq], timeout_s: float) -> Reply:
         """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
-        sent = asyncio.Event()
-        self.when_all_sent(sent.set)
-        await sent.wait()
+        self._pump()
+        await self._all_sent.wait()
         id = self._new_id()
         return await self._ask(self._to_scheduler, question(id), id, timeout_s)
 
@@ -386,16 +371,6 @@ class TokenizerManager:
         id = self._new_id()
         return (await self._ask(self._to_publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
-    async def samples(self, worker: Sender, timeout_s: float) -> Any:
-        """The metrics of a worker. Raises NoReply."""
-        id = self._new_id()
-        return ((await self._ask(worker, SamplesReq(id), id, timeout_s)).data or {})["samples"]
-
-    async def heard(self, worker: Sender, timeout_s: float) -> None:
-        """Returns when a worker has taken what it was sent before. Raises NoReply."""
-        id = self._new_id()
-        await self._ask(worker, HeardReq(id), id, timeout_s)
-
     async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._asked[id] = future
@@ -408,5 +383,6 @@ class TokenizerManager:
         finally:
             del self._asked[id]
 
-    def _new_id(self) -> str:
-        return self._ids.make("q")
+    def _new_id(self, name: str = "q") -> str:
+        """One that was never made before."""
+        return f"{name}#{next(self._count)}"

@@ -116,9 +116,6 @@ class World:
             scores = cap * torch.tanh(scores / cap)
         ages = torch.arange(total - new, total)[:, None] - torch.arange(total)
         hidden = (ages < 0) | (ages >= (window or total))
-        if self.scoring.chunked and window:
-            chunks = torch.arange(total) // window
-            hidden |= chunks[total - new :, None] != chunks
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks[:, None, None].expand(-1, new, 1)), dim=-1)
@@ -185,19 +182,6 @@ def test_each_layer_has_its_window(backend: str, window: int, page_size: int, mo
         world.check([(5, 1), (0, 9), (30, 1), (8, 6), (2, 1), (40, 1)], layer)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("window", [1, 6, 8, 1000])
-def test_each_layer_has_its_chunks(backend: str, window: int, page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treeline_runtime.attention.torch_sdpa.QUERY_BLOCK", 9)
-    scoring = Scoring(windows=(None, window), chunked=True)
-    world = World(backend, (4, 2, 8), page_size, num_pages=160, scoring=scoring)
-    for layer in (0, 1):
-        world.check([(0, 19)], layer)
-        world.check([(16, 21), (3, 9), (0, 1), (8, 8)], layer)
-        world.check([(9, 1), (9, 1)], layer)
-        world.check([(5, 1), (0, 9), (30, 1), (8, 6), (2, 1), (47, 1), (48, 1)], layer)
-
-
 def test_scores_are_scaled_and_capped_as_told(backend: str) -> None:
     for scoring in (Scoring(scale=0.7), Scoring(softcap=1.5), Scoring(0.9, 2.0, (5, None))):
         world = World(backend, (6, 2, 8), 4, scoring=scoring)
@@ -222,8 +206,7 @@ def test_every_token_sees_its_heads_sinks(
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps_under_random_rules(backend: str, seed: int) -> None:
     rng = random.Random(seed)
-    windows, chunked = (None, rng.randint(1, 24)), rng.random() < 0.5
-    scoring = Scoring(softcap=rng.choice([None, 2.0]), windows=windows, chunked=chunked)
+    scoring = Scoring(softcap=rng.choice([None, 2.0]), windows=(None, rng.randint(1, 24)))
     lens = [(rng.choice([0, 1, 4, 9, 20]), rng.choice([1, 1, 1, 2, 7])) for _ in range(rng.randint(1, 6))]
     World(backend, rng.choice(SHAPES), rng.choice([1, 4]), seed, num_pages=200, scoring=scoring).check(lens)
 
@@ -231,7 +214,6 @@ def test_random_steps_under_random_rules(backend: str, seed: int) -> None:
 SCORINGS = {
     "plain": PLAIN,
     "window": Scoring(windows=(None, 6)),
-    "chunked": Scoring(windows=(None, 6), chunked=True),
     "capped": Scoring(softcap=2.0),
     "sinks": Scoring(windows=(6, None), sinks=True),
 }

@@ -158,13 +158,6 @@ def test_a_closed_or_forgotten_engine_leaves_nothing(model: Path) -> None:
     assert set(process.net_connections()) <= set(connections)
 
 
-def test_a_bar_is_shown_where_it_is_asked_for(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    engine.generate(PROMPTS, GREEDY)
-    assert capsys.readouterr().err == "", "no terminal"
-    engine.generate(PROMPTS, GREEDY, progress=True)
-    assert "5/5" in capsys.readouterr().err
-
-
 def test_wrong_options_are_named(engine: Engine) -> None:
     for options, problem in (
         ({"return_logprob": "yes"}, r"Expected `bool`, got `str` - at `\$.return_logprob`"),

@@ -41,7 +41,7 @@ def said(grammars: list[Grammar], most: int) -> list[str | None]:
             SamplingParams(temperature=1.5, seed=seed, max_new_tokens=most, grammar=grammar)
             for seed, grammar in enumerate(grammars)
         ]
-        outputs = engine.generate(["Answer with an example: "] * len(grammars), params, progress=False)
+        outputs = engine.generate(["Answer with an example: "] * len(grammars), params)
     return [output.text if output.finish and output.finish.type == "stop" else None for output in outputs]
 
 

@@ -32,7 +32,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.locks: list[Prefix] = []
         self.mirror: dict[int, int | None] = {}
 
-    @rule(size=st.sampled_from([1, 2, 3]), policy=st.sampled_from([*EVICTION_POLICIES.names(), *3 * ["priority"]]))
+    @rule(size=st.sampled_from([1, 2, 3]), policy=st.sampled_from([*EVICTION_POLICIES, *3 * ["priority"]]))
     @precondition(lambda self: not self.model)
     def configure(self, size: int, policy: str) -> None:
         self.size = size

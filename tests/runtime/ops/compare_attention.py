@@ -29,14 +29,12 @@ RANDOM = Random(0)
 
 WINDOWS = Scoring(windows=(100, 200), sinks=True)
 CAPPED = Scoring(0.2, 1.5, (128, 1))
-CHUNKED = Scoring(windows=(64, 100), chunked=True)
 RULES = (
     (8, 2, 64, PLAIN),
     (6, 1, 24, PLAIN),
     (2, 2, 128, PLAIN),
     (2, 1, 256, PLAIN),
     (4, 2, 16, WINDOWS),
-    (2, 1, 16, CHUNKED),
     (3, 1, 24, CAPPED),
 )
 """(heads, kv_heads, head_dim, how scores are made)"""
@@ -119,8 +117,6 @@ class Attended:
         keys = torch.arange(len(k), device=DEVICE)
         queries = keys[len(k) - len(q) :, None]
         hidden = (keys > queries) | (keys <= queries - (window or len(k)))
-        if self.scoring.chunked and window:
-            hidden = (keys > queries) | (keys // window < queries // window)
         scores = scores.masked_fill(hidden, -torch.inf)
         if self.sinks is not None:
             scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
@@ -131,8 +127,7 @@ def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
     """The kernel of decode: any lengths, any number of shares."""
     for *shape, scoring in RULES if stored is None else FP8_RULES:
         for lens in ([1], [19], [7] * 3, [2, 301, 4, 91], [128, 1, 129, 64, 5, 256, 2, 3, 130]):
-            few = 9 if scoring is CHUNKED else 4
-            if DEVICE == "cpu" and (lens != [19] if 256 in shape else scoring is not PLAIN and len(lens) < few):
+            if DEVICE == "cpu" and (lens != [19] if 256 in shape else scoring is not PLAIN and len(lens) < 4):
                 continue  # the interpreter is slow
             if stored is not None and len(lens) not in (3, 4):
                 continue

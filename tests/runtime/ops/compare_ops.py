@@ -88,16 +88,6 @@ def gate(dtype: torch.dtype) -> None:
 
 
 def route(dtype: torch.dtype) -> None:
-    for experts, top_k in ((16, 1), (5, 4), (128, 1)):  # large logits, of which all sigmoids are 1, and NaN first
-        logits = 30 * noise(4, experts, dtype=dtype)
-        logits[1, experts - 2], logits[2, 0], logits[3] = torch.nan, -torch.inf, torch.inf
-        scores, ids = FUSED.route(logits, top_k, normalise=False, sigmoid=True)
-        expected, expected_ids = REFERENCE.route(logits, top_k, normalise=False, sigmoid=True)
-        near(scores, expected, rtol=2e-6, atol=1e-7, equal_nan=True)
-        assert ids[1, 0] == experts - 2
-        assert all(len(set(row)) == top_k for row in ids.tolist())
-        if dtype == torch.float32:
-            assert torch.equal(ids[:3], expected_ids[:3].int())
     for experts, top_k, normalise in ((4, 1, False), (5, 4, True), (60, 4, False), (128, 8, True)):
         logits = 3 * noise(4, experts, dtype=dtype)
         logits[2] = 0.5  # which ones are chosen is not said

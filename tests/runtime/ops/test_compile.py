@@ -73,7 +73,6 @@ SHAPES = {
     "llama8b": Shape(32, 8, 128, 4096, 14336, 128256, False),
     "qwen3_0_6b": Shape(16, 8, 128, 1024, 3072, 151936, True),
     "phi4_mini": Shape(24, 8, 128, 3072, 8192, 200064, False, rotary=96),
-    "llama4": Shape(40, 8, 128, 5120, 8192, 202048, False, 128, Scoring(windows=(8192,), chunked=True)),
     "gemma": Shape(8, 4, 256, 2304, 9216, 256000, True, 256, Scoring(256**-0.5, 50.0, (4096,)), plus_one=True),
 }
 
@@ -174,12 +173,12 @@ def operations(shape: Shape) -> None:
     ops.forbid(torch.zeros(2, shape.vocab), torch.zeros(2, mask_words(shape.vocab), dtype=torch.int32))
 
 
-def storing(shape: Shape, pool: KVPool, rope: int | None = 0) -> None:
+def storing(shape: Shape, pool: KVPool) -> None:
     """Of keys and values."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     norm = noise(shape.query + shape.kv, shape.dim).to(shape.norms) if shape.normed else None
-    heads = Heads(shape.query, shape.kv, shape.dim, norm, 1e-6, rope=rope)
+    heads = Heads(shape.query, shape.kv, shape.dim, norm, 1e-6)
     angles = noise(1, 2, 1, shape.rotary)
     context = Context(
         SimpleNamespace(pool=pool),  # type: ignore[arg-type]
@@ -240,15 +239,6 @@ def prompts_of_float32(shape: Shape) -> None:
             prompts.forward(0, q, q, q, prompts.plan(layout))
 
 
-def of_llama4(shape: Shape) -> None:
-    """What others do not launch: chunks, keys that are not rotated, scores by the sigmoid."""
-    from treeline_runtime.ops.triton_ops import TritonOps
-
-    attention(shape, steps=STEPS[:2])
-    storing(shape, a_pool(shape), rope=None)
-    TritonOps().route(noise(2, 128), 1, normalise=False, sigmoid=True)
-
-
 def experts(shape: Shape) -> None:
     """Of gpt-oss-20b, which has all that others have and more: every tile, tokens sorted and not."""
     from treeline_runtime.ops.triton_ops import TritonOps
@@ -280,18 +270,14 @@ CAPABILITIES = {
     products_of_fp8: (89, 90),
     cache_of_fp8: (90,),
     experts: (90,),
-    of_llama4: (90,),
     prompts_of_float32: (90,),
 }
 """What is launched, and what it is compiled for."""
 CASES = [
-    (what, name)
-    for what in (operations, attention)
-    for name in SHAPES
-    if name != "llama4" and (what, name) != (attention, "phi4_mini")
+    (what, name) for what in (operations, attention) for name in SHAPES if (what, name) != (attention, "phi4_mini")
 ]
 CASES += [(products_of_fp8, "llama8b"), (cache_of_fp8, "llama8b"), (cache_of_fp8, "gemma"), (experts, "llama8b")]
-CASES += [(prompts_of_float32, "llama8b"), (of_llama4, "llama4")]
+CASES += [(prompts_of_float32, "llama8b")]
 
 
 @pytest.mark.parametrize(("what", "shape"), CASES)

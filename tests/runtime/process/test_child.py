@@ -9,25 +9,24 @@ from pathlib import Path
 import msgspec
 import pytest
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.child import ChildSpec
 from treeline_runtime.ipc import Addresses
+from treeline_runtime.processes import ChildSpec
 
 CHILD = """
-import sys, time
+import shutil, sys, time
 from pathlib import Path
-from treeline_runtime.child import call_at_end, run_child
+from treeline_runtime import processes
 
 def run(spec, context):
     folder = Path(spec.addresses.folder)
     print("started", flush=True)
     {}
 
-sys.exit(run_child("http", run, farewell_s=600))
+sys.exit(processes.run_child("detokenizer", run))
 """
 LOADS = "time.sleep(600)"
-FINDS_NO_FOLDER = """call_at_end(lambda: None)
-    while folder.exists():
-        time.sleep(0.01)
+FINDS_NO_FOLDER = """processes.NOTICE_S = 600
+    shutil.rmtree(folder)
     (folder / "socket").touch()"""
 
 

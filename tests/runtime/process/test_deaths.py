@@ -79,11 +79,10 @@ def test_a_scheduler_that_stands_still_is_noticed(start: Any) -> None:
     assert gone(children["scheduler"])
 
 
-def test_a_scheduler_that_stalls_says_what_it_was_doing_and_where(start: Any) -> None:
+def test_a_scheduler_that_stalls_says_where(start: Any) -> None:
     server = start("--watchdog-timeout=1", STOP_S="1").ready()
     Stream(server, tokens=5, prompt=[Magic.STALL])
     assert server.wait(60) == 1
-    server.wait_for_log("asked what it is doing: 0 runs")
     server.wait_for_log("in take")  # of the stack that SIGABRT leaves
     assert server.process.returncode == 1
 

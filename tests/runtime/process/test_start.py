@@ -15,10 +15,10 @@ import zmq
 from support.runtime_server import ServerProcess
 from treeline_runtime import scheduler_process
 from treeline_runtime.args import ServerArgs, build_parser, parse_args
-from treeline_runtime.child import ChildSpec, StartError
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses
 from treeline_runtime.listeners import ListenError
+from treeline_runtime.processes import ChildSpec, StartError
 from treeline_runtime.publisher.sockets import EventsError
 from treeline_runtime.serve import main, serve
 from treeline_wire.security import CurveKeys
@@ -49,10 +49,12 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         (["--model", "m", "--drain-timeout", "-1"], "--drain-timeout"),
         (["--model", "m", "--drain-timeout", "soon"], "--drain-timeout: expected seconds"),
         (["--model", "m", "--mem-fraction", "1.5"], "--mem-fraction"),
-        (["--model", "m", "--http-workers", "0"], "--http-workers: must be at least 1 and at most 64, got 0"),
+        (["--model", "m", "--max-bytes-in-flight", "1"], "--max-bytes-in-flight: must be at least 1048576"),
+        (["--model", "m", "--schedule-policy", "dfs-weight"], "invalid choice: 'dfs-weight' (choose from"),
+        (["--model", "m", "--eviction-policy", "slru"], "invalid choice: 'slru' (choose from"),
         (
-            ["--model", "m", "--http-workers", "3", "--max-bytes-in-flight", "3000000"],
-            "--max-bytes-in-flight: must be at least 3145728, 1048576 for each of 3 HTTP workers",
+            ["--model", "m", "--priority-preemption-threshold", "5"],
+            "priority_preemption_threshold needs schedule_policy priority",
         ),
         (["--model", "m", "--api-key", ""], "--api-key"),
         (["--model", "m", "--metrics-port", "8000"], "argument --metrics-port: port 8000 is also --port's"),
@@ -63,7 +65,7 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         (["--model", "m", "--admin-port", "none"], "--admin-port: expected a whole number, got 'none'"),
         (
             ["--model", "m", "--prefix-cache", "nosuch"],
-            "--prefix-cache: invalid choice: 'nosuch' (choose from 'radix', 'whole-prompts', 'off')",
+            "--prefix-cache: invalid choice: 'nosuch' (choose from 'radix', 'off')",
         ),
         (["--model", "m", "--admin-key", ""], "--admin-key: a key is one word"),
         (["--model", "m", "--admin-key", "two words"], "--admin-key: a key is one word"),
@@ -233,9 +235,6 @@ def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Pat
     ("old", "new", "args", "named"),
     [
         ("Qwen3ForCausalLM", "OddForCausalLM", {}, "OddForCausalLM"),
-        ("", "", {"schedule_policy": "magic"}, "schedule policy 'magic'"),
-        ("", "", {"priority_preemption_threshold": 5}, "needs schedule_policy priority"),
-        ("", "", {"eviction_policy": "none"}, "eviction policy 'none'"),
         ("", "", {"context_length": 1 << 20}, "context_length"),
         ("", "", {"device": "abacus"}, "abacus"),
     ],
@@ -248,22 +247,5 @@ def test_a_scheduler_that_cannot_start_says_what_to_change(
     config = (odd / "config.json").read_text()
     (odd / "config.json").write_text(config.replace(old, new) if old else config)
     spec = ChildSpec(ServerArgs(model=str(odd), **args), Addresses(str(tmp_path)), str(odd), 1)
-    with zmq.Context() as context, pytest.raises(StartError, match=named):
-        scheduler_process.run(spec, context)
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        ({"schedule_policy": "magic"}, "schedule policy 'magic'"),
-        ({"priority_preemption_threshold": 5}, "needs schedule_policy priority"),
-        ({"eviction_policy": "none"}, "eviction policy 'none'"),
-    ],
-)
-def test_a_wrong_policy_is_told_before_weights_are_read(
-    model: Path, tmp_path: Path, args: dict[str, Any], named: str
-) -> None:
-    shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    spec = ChildSpec(ServerArgs(model="bare", **args), Addresses(str(tmp_path)), str(tmp_path / "bare"), 1)
     with zmq.Context() as context, pytest.raises(StartError, match=named):
         scheduler_process.run(spec, context)

@@ -16,9 +16,9 @@ import zmq
 from support.engine_wheels import load, needs_engine_wheels
 from support.runtime_server import eventually, make_tokenizer
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.child import ChildSpec
 from treeline_runtime.ipc import Addresses, Heartbeat, Inbox, Outbox, Ready, decode_to_http
 from treeline_runtime.messages import CacheUpdate, Cleared, Removed, Stored
+from treeline_runtime.processes import ChildSpec
 
 pytestmark = [needs_engine_wheels, pytest.mark.integration, pytest.mark.deep]
 
@@ -46,8 +46,8 @@ class Publisher:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.setsockopt(zmq.LINGER, 0)
         addresses = Addresses(str(folder))
-        self._inbox = Inbox(self.context, addresses.http, decode_to_http)
-        self._outbox = Outbox(self.context, addresses.publisher)
+        self._inbox = Inbox(self.context, addresses.of("http"), decode_to_http)
+        self._outbox = Outbox(self.context, addresses.of("publisher"))
         args = ServerArgs(model=str(folder), events_port=0, replay_port=0, load_port=0, kv_events_topic=TOPIC)
         command = [sys.executable, "-m", "treeline_runtime.publisher.process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)

@@ -18,7 +18,6 @@ from support.publisher import Consumer
 from support.raw_zmtp import is_ended, raw_client
 from support.runtime_server import eventually, make_tokenizer
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.child import ChildSpec
 from treeline_runtime.ipc import (
     Addresses,
     AnnouncedReq,
@@ -30,6 +29,7 @@ from treeline_runtime.ipc import (
     decode_to_http,
 )
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Removed, Reply, Stored
+from treeline_runtime.processes import ChildSpec
 from treeline_wire import frames
 from treeline_wire.events import decode_batch
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
@@ -54,8 +54,8 @@ class Publisher:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.context.setsockopt(zmq.LINGER, 0)  # of all its sockets: a stranger's question is never delivered
         addresses = Addresses(str(folder))
-        self.inbox = Inbox(self.context, addresses.http, decode_to_http)
-        self.outbox = Outbox(self.context, addresses.publisher)
+        self.inbox = Inbox(self.context, addresses.of("http"), decode_to_http)
+        self.outbox = Outbox(self.context, addresses.of("publisher"))
         defaults = ServerArgs(model=str(model), events_port=0, replay_port=0, load_port=0)
         spec = ChildSpec(replace(defaults, **args), addresses, str(model), EPOCH)
         command = [sys.executable, "-m", "treeline_runtime.publisher.process"]

@@ -24,23 +24,6 @@ def forbidden(processor: Any, output: list[int]) -> set[int]:
     return {token for token, value in enumerate(logits.tolist()) if value == -torch.inf}
 
 
-def ends_twice(output: list[int], token: int, size: int, window: int) -> bool:
-    """Whether the run that `token` would end is there already, begun within the last `window` tokens."""
-    run = [*output, token][-size:]
-    starts = range(max(0, len(output) - window), len(output) - size + 1)
-    return len(run) == size and any(output[start : start + size] == run for start in starts)
-
-
-@given(st.lists(TOKENS, max_size=24), st.integers(1, 4), st.integers(1, 30), st.sets(TOKENS, max_size=2))
-def test_no_run_comes_twice_within_the_window(output: list[int], size: int, window: int, free: set[int]) -> None:
-    params = {"ngram_size": size, "window_size": window, "whitelist_token_ids": sorted(free)}
-    processor = BUILT_IN["no_repeat_ngram"](params, VOCAB)
-    for length in range(len(output) + 1):
-        seen = output[:length]
-        expected = {token for token in range(VOCAB) if ends_twice(seen, token, size, window)} - free
-        assert forbidden(processor, seen) == expected
-
-
 @given(st.lists(TOKENS, max_size=12), st.sets(TOKENS))
 def test_disallowed_tokens_never_come(output: list[int], ids: set[int]) -> None:
     processor = BUILT_IN["disallowed_tokens"]({"token_ids": [*ids, *ids]}, VOCAB)
@@ -77,11 +60,6 @@ def test_thinking_ends_when_its_budget_is_spent(said: list[int], budget: int, op
         ("disallowed_tokens", {"token_ids": ["1"]}, "int"),
         ("disallowed_tokens", {"token_ids": [10**30]}, "token"),
         ("disallowed_tokens", {"token_ids": [1], "tokens": []}, "tokens"),
-        ("no_repeat_ngram", {}, "ngram_size"),
-        ("no_repeat_ngram", {"ngram_size": 0}, ">= 1"),
-        ("no_repeat_ngram", {"ngram_size": 65}, "<= 64"),
-        ("no_repeat_ngram", {"ngram_size": 2, "window_size": 0}, ">= 1"),
-        ("no_repeat_ngram", {"ngram_size": 2, "whitelist_token_ids": [VOCAB]}, "not below"),
         ("thinking_budget", {"thinking_budget": 5}, "end_token_id"),
         ("thinking_budget", {"thinking_budget": -1, "end_token_id": 1}, ">= 0"),
         ("thinking_budget", {"thinking_budget": 1, "end_token_id": VOCAB}, "not below"),

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.scheduler.device_tables import DeviceTables
-from treeline_runtime.scheduler.forward import DecodeInputs, OnDevice
+from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, OnDevice
 from treeline_runtime.scheduler.graphs import sizes_up_to
 from treeline_runtime.scheduler.plan import StepPlan, Writes
 from treeline_runtime.scheduler.table import TableManager

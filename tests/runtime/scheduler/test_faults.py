@@ -182,7 +182,7 @@ CONFIGS: list[dict[str, Any]] = [
     for settings in (
         {},
         {"overlap_depth": 1, "prefills_in_a_row": 2},
-        {"chunked_prefill_size": 64, "schedule_policy": "lpm", "eviction_policy": "slru", "mixed_chunk": True},
+        {"chunked_prefill_size": 64, "schedule_policy": "lpm", "eviction_policy": "lfu", "mixed_chunk": True},
     )
 ]
 

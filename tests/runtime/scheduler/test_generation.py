@@ -216,7 +216,7 @@ def test_the_distribution_in_logprobs_is_the_models_own(tiny: Path) -> None:
 
 def test_a_warm_up_leaves_nothing_behind(tiny: Path) -> None:
     cold, warm = Harness(tiny), Harness(tiny)
-    warm.warm_up()
+    warm.residence.warm_up()
     warm.assert_clean()
     assert warm.cache.used_pages == 0
     assert warm.generate("a", prompt(1, 20), max_new_tokens=5) == cold.generate("a", prompt(1, 20), max_new_tokens=5)
@@ -230,4 +230,4 @@ def test_a_step_that_has_no_memory_is_told_before_anybody_asks(tiny: Path, monke
 
     monkeypatch.setattr(engine.executor, "warm_up", fail)
     with pytest.raises(ConfigError, match=r"lower mem_fraction.*chunked_prefill_size.*9 GiB"):
-        engine.warm_up()
+        engine.residence.warm_up()

@@ -11,10 +11,9 @@ import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.core import Req
 from treeline_runtime.messages import AbortReq, GenerateReq, SamplingParams
-from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES
 from treeline_runtime.scheduler.prefill import ESTIMATED_WAITING
-from treeline_runtime.scheduler.ranked import Ranked
 from treeline_runtime.scheduler.scheduler import Scheduler
+from treeline_runtime.scheduler.waiting import Ranked
 
 
 class Counted(OrderedDict[str, Req]):
@@ -65,7 +64,7 @@ def test_a_step_does_not_look_at_the_whole_queue(tiny: Path, waiting: int) -> No
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("policy", SCHEDULE_POLICIES.names())
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
 def test_a_step_orders_no_more_of_the_queue_than_it_admits(
     tiny: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

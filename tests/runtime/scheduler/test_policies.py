@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.runtime_engine import Harness, prompt
 from treeline_operator.api.engine import WORDS
-from treeline_runtime.config import ConfigError
+from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import EVICTION_POLICIES, Match, Node, RadixCache, key_of
+from treeline_runtime.kvcache import Match, RadixCache, key_of
+from treeline_runtime.kvcache.eviction import EVICTION_POLICIES
 from treeline_runtime.messages import GenerateReq, SamplingParams
-from treeline_runtime.scheduler.policy import MATCH_LIMIT, SCHEDULE_POLICIES, Policy, View
-from treeline_runtime.scheduler.waiting import WaitingOrder
+from treeline_runtime.scheduler.waiting import MATCH_LIMIT, WaitingOrder
 
-POLICIES = SCHEDULE_POLICIES.names()
+POLICIES = list(get_args(get_type_hints(SchedulerConfig)["schedule_policy"]))
 
 
 class Recorder(Harness):
@@ -69,11 +69,21 @@ def pages(count: int) -> Match:
     return Match(None, 0, count)
 
 
+def order_of(policy: str, match: Callable[[Req], Match], starvation_bound: float = 1e9) -> WaitingOrder:
+    cached = (lambda req: match(req).num_pages) if policy == "lpm" else None
+    return WaitingOrder(starvation_bound, by_priority=policy == "priority", cached=cached)
+
+
 def in_order(
-    policy: str, waiting: list[Req], view: View, *, now: float = 0.0, starvation_bound: float = 1e9
+    policy: str,
+    waiting: list[Req],
+    match: Callable[[Req], Match] = lambda _: pages(0),
+    *,
+    now: float = 0.0,
+    starvation_bound: float = 1e9,
 ) -> list[Req]:
     """Of requests that came one after another."""
-    order = WaitingOrder(SCHEDULE_POLICIES.get(policy), view, starvation_bound)
+    order = order_of(policy, match, starvation_bound)
     for req in waiting:
         order.put(req)
     return list(order.in_order(now))
@@ -84,90 +94,34 @@ def in_order(
 
 def test_lpm_takes_the_longest_cached_prefix_first() -> None:
     waiting = [request([1], 0), request([2], 1), request([3], 2)]
-    order = in_order("lpm", waiting, View(lambda req: pages([0, 5, 2][req.arrival])))
+    order = in_order("lpm", waiting, lambda req: pages([0, 5, 2][req.arrival]))
     assert names(order) == "120"
 
 
-@pytest.mark.parametrize("policy", ["lpm", "dfs-weight"])
-def test_a_long_queue_is_first_come_first_served(policy: str) -> None:
+def test_a_long_queue_is_first_come_first_served() -> None:
     waiting = [request([i], i) for i in range(MATCH_LIMIT + 1)]
-    view = View(tree_of(*([i] for i in range(MATCH_LIMIT, MATCH_LIMIT // 2, -1))))
-    assert in_order(policy, waiting, view) == waiting
-    assert in_order(policy, waiting[1:], view) != waiting[1:]
-
-
-def test_dfs_weight_goes_where_most_requests_wait() -> None:
-    match = tree_of([1, 1, 1], [1, 1, 2], [1, 3], [9, 9])
-    # below 1: six, of whom three wait below 1·1 and two at 1·3; below 9: two; 7 is not cached
-    wanted = {0: [7], 1: [9, 9, 5], 2: [1, 3, 5], 3: [1, 1, 2], 4: [1, 8], 5: [1, 3, 6], 6: [9, 9, 6]}
-    wanted |= {7: [1, 1, 1, 5], 8: [1, 1, 2, 6]}
-    order = in_order("dfs-weight", [request(ids, i) for i, ids in wanted.items()], View(match))
-    assert names(order) == "387" + "25" + "4" + "16" + "0"
-
-
-def dfs_weight(waiting: list[Req], match: Callable[[Req], Match]) -> list[Req]:
-    """The definition: children by the number of requests below them, each wholly before the next and the parent."""
-
-    def path(req: Req) -> list[Node]:
-        node, found = match(req).node, []
-        while node is not None:
-            found.append(node)
-            node = node.parent
-        return found[::-1]
-
-    def visit(depth: int, group: list[Req]) -> list[Req]:
-        children: dict[Node, list[Req]] = {}
-        for req in group:
-            if len(path(req)) > depth:
-                children.setdefault(path(req)[depth], []).append(req)
-        order = [r for child in sorted(children.values(), key=len, reverse=True) for r in visit(depth + 1, child)]
-        return order + [req for req in group if len(path(req)) == depth]
-
-    return visit(0, waiting)
+    match = tree_of(*([i] for i in range(MATCH_LIMIT, MATCH_LIMIT // 2, -1)))
+    assert in_order("lpm", waiting, match) == waiting
+    assert in_order("lpm", waiting[1:], match) != waiting[1:]
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
-@given(cached=st.lists(TOKENS, max_size=8), asked=st.lists(TOKENS, max_size=12))
-@settings(max_examples=60, deadline=None)
-def test_dfs_weight_is_what_its_definition_says(cached: list[list[int]], asked: list[list[int]]) -> None:
-    match = tree_of(*cached)
-    waiting = [request(ids, i) for i, ids in enumerate(asked)]
-    assert in_order("dfs-weight", waiting, View(match)) == dfs_weight(waiting, match)
-
-
-def test_a_deep_tree_does_not_end_the_recursion() -> None:
-    ids = [i % 7 for i in range(1050)]
-    match = tree_of(*(ids[:n] for n in range(1, 1051)))
-    waiting = [request(ids, 0), request(ids[:5], 1)]
-    assert in_order("dfs-weight", waiting, View(match)) == waiting
-
-
-def test_random_is_an_order_of_its_own_that_a_seed_repeats() -> None:
-    waiting = [request([1], i) for i in range(60)]
-    order = in_order("random", waiting, View(lambda _: pages(0), seed=1))
-    assert order != waiting
-    assert order == in_order("random", waiting[::-1], View(lambda _: pages(0), seed=1))
-    assert order != in_order("random", waiting, View(lambda _: pages(0), seed=2))
-    assert in_order("random", waiting[:30], View(lambda _: pages(0), seed=1)) == [r for r in order if r.arrival < 30], (
-        "who leaves"
-    )
-
-
 def test_priority_takes_the_highest_and_of_equals_the_first() -> None:
     waiting = [request([1], i, priority=p) for i, p in enumerate([0, 5, -3, 5, 0])]
-    assert names(in_order("priority", waiting, View(lambda _: pages(0)))) == "13042"
+    assert names(in_order("priority", waiting)) == "13042"
 
 
 def test_an_unknown_policy_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown schedule policy 'magic'; known: dfs-weight, fcfs, lpm, priority, r"):
+    with pytest.raises(ConfigError, match="schedule_policy must be fcfs, lpm or priority, got 'magic'"):
         Harness(tiny, schedule_policy="magic")
 
 
 def test_pools_may_name_the_policies_that_there_are() -> None:
-    assert sorted(WORDS["schedulePolicy"]) == POLICIES
-    assert sorted(WORDS["evictionPolicy"]) == EVICTION_POLICIES.names()
+    assert sorted(WORDS["schedulePolicy"]) == sorted(POLICIES)
+    assert sorted(WORDS["evictionPolicy"]) == sorted(EVICTION_POLICIES)
+    assert get_args(get_type_hints(SchedulerConfig)["eviction_policy"]) == tuple(EVICTION_POLICIES)
 
 
 # ---- all of them ----------------------------------------------------------------------------------------
@@ -182,19 +136,22 @@ def test_every_order_is_a_permutation_that_begins_with_who_waited_too_long(
     policy: str, cached: list[list[int]], asked: list[tuple[list[int], int, float, float]]
 ) -> None:
     waiting = [request(ids, i, priority=p, since=s, waited=w) for i, (ids, p, s, w) in enumerate(asked)]
-    view = View(tree_of(*cached), seed=3)
-    order = in_order(policy, waiting, view, now=50.0, starvation_bound=40.0)
+    order = in_order(policy, waiting, tree_of(*cached), now=50.0, starvation_bound=40.0)
     assert sorted(order, key=lambda req: req.arrival) == waiting, "nobody is lost"
     overdue = [req for req in waiting if 50.0 - (req.waiting_since - req.waited_s) >= 40.0]
     assert order[: len(overdue)] == overdue, "in the order of their arrival"
 
 
-def by_definition(waiting: list[Req], policy: Policy, view: View, now: float, bound: float) -> list[Req]:
+def by_definition(
+    waiting: list[Req], policy: str, match: Callable[[Req], Match], now: float, bound: float
+) -> list[Req]:
     """All that wait, sorted anew; `waiting`: who was put at the front, then the others as they came."""
     overdue = [req for req in waiting if now - (req.waiting_since - req.waited_s) >= bound]
-    others = sorted((req for req in waiting if req not in overdue), key=lambda req: policy.rank(req, view))
-    if policy.reorder is not None and len(others) <= MATCH_LIMIT:
-        others = policy.reorder(others, view)
+    others = [req for req in waiting if req not in overdue]
+    if policy == "priority":
+        others.sort(key=lambda req: -req.priority)
+    elif policy == "lpm" and len(others) <= MATCH_LIMIT:
+        others.sort(key=lambda req: -match(req).num_pages)
     return sorted(overdue, key=lambda req: req.arrival) + others
 
 
@@ -210,8 +167,8 @@ class Comings(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.view = View(tree_of([1, 1, 1], [1, 2], [2, 2]), seed=5)
-        self.order = WaitingOrder(SCHEDULE_POLICIES.get(self.policy), self.view, 10.0)
+        self.match = tree_of([1, 1, 1], [1, 2], [2, 2])
+        self.order = order_of(self.policy, self.match, 10.0)
         self.waiting: list[Req] = []
         self.running: list[Req] = []
         self.turns: list[str | None] = []
@@ -269,9 +226,8 @@ class Comings(RuleBasedStateMachine):
 
     @invariant()
     def the_order_is_what_sorting_says(self) -> None:
-        policy = SCHEDULE_POLICIES.get(self.policy)
         own = [[req for req in self.waiting if req.client == client] for client in self.turns]
-        wanted = one_of_each([by_definition(reqs, policy, self.view, self.now, 10.0) for reqs in own])
+        wanted = one_of_each([by_definition(reqs, self.policy, self.match, self.now, 10.0) for reqs in own])
         assert list(self.order.in_order(self.now)) == wanted
         assert list(self.order.firsts(self.now)) == wanted[: len(self.turns)]
 
@@ -385,9 +341,7 @@ def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, 
     assert steps <= 35
 
 
-@pytest.mark.parametrize(
-    "policy", ["lpm", *(pytest.param(name, marks=pytest.mark.deep) for name in ("dfs-weight", "priority"))]
-)
+@pytest.mark.parametrize("policy", ["lpm", pytest.param("priority", marks=pytest.mark.deep)])
 def test_without_the_bound_that_stream_would_starve_it(tiny: Path, policy: str) -> None:
     assert steps_until_served(tiny, policy, bound=1e9, depth=0) is None
 

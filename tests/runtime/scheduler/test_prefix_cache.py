@@ -1,4 +1,4 @@
-"""The same requests with the tree, with a table of whole prompts, and with nothing kept."""
+"""The same requests with the tree, and with nothing kept."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ INSTRUCTION = prompt(1, 64)
 FIRST, SECOND = INSTRUCTION + prompt(2, 40), INSTRUCTION + prompt(3, 40)
 
 
-@pytest.mark.parametrize(
-    ("prefix_cache", "hits"), [("radix", [0, 64, 108]), ("whole-prompts", [0, 0, 104]), ("off", [0, 0, 0])]
-)
+@pytest.mark.parametrize(("prefix_cache", "hits"), [("radix", [0, 64, 108]), ("off", [0, 0, 0])])
 def test_each_finds_what_it_says_and_answers_the_same(tiny: Path, prefix_cache: str, hits: list[int]) -> None:
     engine = Harness(tiny, prefix_cache=prefix_cache)
     answers = [engine.generate("first", FIRST), engine.generate("second", SECOND)]
@@ -23,7 +21,7 @@ def test_each_finds_what_it_says_and_answers_the_same(tiny: Path, prefix_cache: 
     assert answers == [Harness(tiny).generate("alone", ids) for ids in (FIRST, SECOND, following)]
 
 
-@pytest.mark.parametrize(("prefix_cache", "prefills"), [("radix", 2), ("whole-prompts", 1), ("off", 1)])
+@pytest.mark.parametrize(("prefix_cache", "prefills"), [("radix", 2), ("off", 1)])
 def test_a_request_waits_for_a_prefix_only_where_it_would_find_it(tiny: Path, prefix_cache: str, prefills: int) -> None:
     engine = Harness(tiny, prefix_cache=prefix_cache)
     for rid, ids in (("a", FIRST), ("b", SECOND)):

@@ -13,7 +13,7 @@ from support.runtime_engine import Harness, prompt
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import LARGEST_PRIORITY, FinishReason, GenerateReq, SamplingParams
-from treeline_runtime.scheduler.preemption import candidates, fewest
+from treeline_runtime.scheduler.decode import candidates, fewest
 
 pytestmark = pytest.mark.deep
 

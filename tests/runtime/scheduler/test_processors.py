@@ -307,8 +307,14 @@ def test_a_row_that_cannot_be_sampled_asks_no_processor_again(
 
 
 def test_what_is_named_at_start_is_imported() -> None:
-    found = NO_PROCESSORS.with_named(["mine=support.processors:Favours", "quiet=disallowed_tokens", "no_repeat_ngram"])
-    for name, params in (("mine", {"token": 1}), ("quiet", {"token_ids": [1]}), ("no_repeat_ngram", {"ngram_size": 2})):
+    found = NO_PROCESSORS.with_named(
+        ["mine=support.processors:Favours", "quiet=disallowed_tokens", "disallowed_tokens"]
+    )
+    for name, params in (
+        ("mine", {"token": 1}),
+        ("quiet", {"token_ids": [1]}),
+        ("disallowed_tokens", {"token_ids": [1]}),
+    ):
         assert getattr(found.begin(CustomProcessor.of(name, params), VOCAB), "name", None) == name
 
 
@@ -321,8 +327,8 @@ def test_what_is_named_at_start_is_imported() -> None:
         (["a=support.processors:CALLS.x.y"], "no attribute 'x'"),
         (["a=support.processors:__name__"], "no class and no function: str"),
         (["a=string:Formatter"], "must be callable with (params, vocab_size): too many positional"),
-        (["unheard"], "there is no built-in 'unheard', only disallowed_tokens, no_repeat_ngram, thinking_budget"),
-        (["no_repeat_ngram", "no_repeat_ngram=support.processors:Favours"], "two of the name 'no_repeat_ngram'"),
+        (["unheard"], "there is no built-in 'unheard', only disallowed_tokens, thinking_budget"),
+        (["thinking_budget", "thinking_budget=support.processors:Favours"], "two of the name 'thinking_budget'"),
         (["a b=x:y"], "expected NAME=module:attribute"),
         (["a=x:y:z"], "expected NAME=module:attribute"),
         (["=x:y"], "expected NAME=module:attribute"),

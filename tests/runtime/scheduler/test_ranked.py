@@ -8,7 +8,7 @@ from typing import Any
 
 from treeline_runtime.core import Req
 from treeline_runtime.messages import GenerateReq, SamplingParams
-from treeline_runtime.scheduler.ranked import SPARE, Ranked
+from treeline_runtime.scheduler.waiting import SPARE, Ranked
 
 
 class Counted(float):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from treeline_runtime.detokenizer_process import LOGPROB_BYTES, MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput, waiter
-from treeline_runtime.ids import IdMaker
+from treeline_runtime.detokenizer_process import LOGPROB_BYTES, MESSAGE_SIZE, DetokenizerCore, DetokenizerOutput
 from treeline_runtime.messages import (
     BatchTextOut,
     BatchTokenOut,
@@ -87,21 +86,14 @@ def test_texts_of_a_turn_leave_as_one_message() -> None:
     assert [out.rid for out in texts(turn)] == ["a", "b", "a"]
 
 
-def test_each_http_process_has_its_texts_in_messages_of_its_own_and_in_order() -> None:
+def test_texts_come_in_messages_of_bounded_size_and_in_order() -> None:
     made = core()
-    ids = [IdMaker(rank).make("a") for rank in range(3)]
-    made.take([DetokenizeInit(id) for id in ids])
-    rounds = [tokens(id, f"{number % 10}") for number in range(MESSAGE_SIZE + 44) for id in ids]
-    question = IdMaker(2).make("q")
-    turn = made.take([*rounds, Reply(question), *(tokens(id, "!") for id in ids)])
-    for rank, id in enumerate(ids):
-        mine = [message for message in turn.to_http if waiter(message) == rank]
-        sizes = [len(message.outs) for message in mine if isinstance(message, BatchTextOut)]
-        assert sizes == [MESSAGE_SIZE, 44, 1]
-        assert [out.rid for message in mine if isinstance(message, BatchTextOut) for out in message.outs] == [id] * 301
-    assert "".join(out.text for out in texts(turn) if out.rid == ids[1]) == "0123456789" * 30 + "!"
-    replies = [message for message in turn.to_http if isinstance(message, Reply)]
-    assert [waiter(reply) for reply in replies] == [2]
+    made.take([DetokenizeInit("a")])
+    rounds = [tokens("a", f"{number % 10}") for number in range(MESSAGE_SIZE + 44)]
+    turn = made.take([*rounds, Reply("q"), tokens("a", "!")])
+    sizes = [len(message.outs) if isinstance(message, BatchTextOut) else message.id for message in turn.to_http]
+    assert sizes == [MESSAGE_SIZE, 44, "q", 1]
+    assert "".join(out.text for out in texts(turn)) == "0123456789" * 30 + "!"
 
 
 LARGE = b"\0" * (LOGPROB_BYTES * 9)
@@ -110,29 +102,20 @@ LARGE = b"\0" * (LOGPROB_BYTES * 9)
 @pytest.mark.parametrize(
     "extra", [{"vector": LARGE}, {"hidden_states": HiddenStates(0, 4, LARGE)}], ids=["vector", "states"]
 )
-def test_what_is_large_fills_the_messages_of_its_own_process_alone(extra: dict[str, Any]) -> None:
+def test_what_is_large_fills_messages_sooner(extra: dict[str, Any]) -> None:
     made = core()
-    small, large = (IdMaker(rank).make("a") for rank in (0, 1))
-    made.take([DetokenizeInit(small), DetokenizeInit(large)])
-    turn = made.take(
-        message for _ in range(60) for message in (BatchTokenOut([TokenOut(large, [], **extra)]), tokens(small, "x"))
-    )
-    sizes: dict[int, list[int]] = {0: [], 1: []}
-    for message in turn.to_http:
-        assert isinstance(message, BatchTextOut)
-        sizes[waiter(message)].append(len(message.outs))
-    assert sizes == {0: [60], 1: [26, 26, 8]}
+    made.take([DetokenizeInit("a")])
+    turn = made.take(BatchTokenOut([TokenOut("a", [], **extra)]) for _ in range(60))
+    assert [len(message.outs) for message in turn.to_http if isinstance(message, BatchTextOut)] == [26, 26, 8]
 
 
-def test_what_follows_a_stop_string_goes_to_the_process_that_waits_for_it() -> None:
+def test_a_request_that_a_stop_string_ended_ends_once_more_with_the_schedulers_last_word() -> None:
     made = core()
-    id = IdMaker(2).make("a")
-    made.take([DetokenizeInit(id, stop=("END",), waits_for_end=True)])
-    ended = made.take([tokens(id, "some END")])
+    made.take([DetokenizeInit("a", stop=("END",), waits_for_end=True)])
+    ended = made.take([tokens("a", "some END")])
     assert [(out.text, out.finish) for out in texts(ended)] == [("some ", None)]
-    last = made.take([tokens(id, "", FinishReason("stop", matched="END"))])
+    last = made.take([tokens("a", "", FinishReason("stop", matched="END"))])
     assert [(out.text, out.finish) for out in texts(last)] == [("", FinishReason("stop", matched="END"))]
-    assert [waiter(message) for turn in (ended, last) for message in turn.to_http] == [2, 2]
 
 
 def test_logprobs_carry_the_text_of_each_token_when_asked_for() -> None:

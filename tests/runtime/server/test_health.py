@@ -11,7 +11,6 @@ import pytest
 from support.fake_scheduler import Magic
 from support.runtime_server import eventually, running
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import BatchTextOut, FinishReason, TextOut
 from treeline_runtime.server import health
 from treeline_runtime.server.errors import ApiError
@@ -141,35 +140,6 @@ async def test_a_server_that_takes_nothing_new_is_not_called_broken() -> None:
     with pytest.raises(ApiError, match="shutting down"):
         await world.health.check()
     assert world.health.problem is None
-
-
-async def test_a_worker_reports_failures_and_the_answer_that_ends_them() -> None:
-    world, worker, told = World(), Engine(), list[Observed]()
-    health = EngineHealth(worker, report=told.append)  # type: ignore[arg-type]
-
-    def see(*finishes: FinishReason) -> list[bool]:
-        """Passes on what the worker reports, and the state that it is told."""
-        told.clear()
-        health.on_batch(BatchTextOut([TextOut("r", "", [], finish) for finish in finishes]))
-        for observed in told:
-            world.health.observe(observed)
-        worker.state.problem = world.engine.state.problem
-        return [observed.answered for observed in told]
-
-    assert see(ANSWERED, ANSWERED) == [], "no news"
-    assert see(BROKEN, ANSWERED, ANSWERED) == [False, True]
-    world.engine.finish = BROKEN
-    assert see(BROKEN, BROKEN, BROKEN) == [False] * 3
-    await watching(world, lambda: world.health.problem is not None)
-    assert see(BROKEN) == [False]
-    assert health.problem == "The engine cannot answer: it broke"
-    see(ANSWERED)
-    assert (world.health.problem, health.problem) == (None, None)
-    worker.finish = BROKEN
-    with pytest.raises(ApiError, match="cannot answer: it broke"):
-        await health.check()
-    world.health.observe(told[-1])
-    assert world.health.problem == "The engine cannot answer: it broke"
 
 
 async def test_ready_turns_at_once_and_live_when_nothing_has_worked_for_the_watchdog_timeout() -> None:

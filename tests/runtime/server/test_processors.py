@@ -79,8 +79,8 @@ def test_in_generate_it_is_said_once() -> None:
 
 
 def test_the_flag_is_repeated_and_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--logit-processor", "a=b.c:D", "--logit-processor=no_repeat_ngram"]
-    assert parse_args(["--model", "m", *flags]).logit_processor == ("a=b.c:D", "no_repeat_ngram")
+    flags = ["--logit-processor", "a=b.c:D", "--logit-processor=thinking_budget"]
+    assert parse_args(["--model", "m", *flags]).logit_processor == ("a=b.c:D", "thinking_budget")
     with pytest.raises(SystemExit):
         parse_args(["--model", "m", "--logit-processor", "a=b" + "/c:D"])
     assert "--logit-processor: expected NAME=module:attribute" in capsys.readouterr().err

@@ -183,23 +183,6 @@ def test_a_context_that_cannot_be_read_disturbs_nothing(http: httpx.Client, serv
     assert not [line for line in server.log if header in line]
 
 
-def test_every_http_worker_makes_spans_and_sends_the_last_ones_when_it_ends(
-    tmp_path: Path, collector: Collector
-) -> None:
-    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "60000"}
-    folder = make_checkpoint(tmp_path / "random")
-    flags = ("--no-events", "--tracing", "--http-workers=2")
-    traces = []
-    with running(folder, *flags, fake=True, environment=variables) as server, server.client_of_each() as clients:
-        for client in clients.values():
-            trace, headers = context()
-            traces.append(trace)
-            body = {"model": "random", "prompt": "x", "max_tokens": 1}
-            assert client.post("/v1/completions", json=body, headers=headers).status_code == 200
-    for trace in traces:
-        collector.wait_for(trace, "text_completion random")
-
-
 def test_an_embedding_has_no_decode(tmp_path: Path, collector: Collector) -> None:
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
     folder = make_checkpoint(tmp_path / "random")

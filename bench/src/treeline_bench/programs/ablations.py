@@ -60,9 +60,7 @@ ABLATIONS: dict[str, Ablation] = {
         NONE,
         # A hint fills a cache: where there is none it would only cost.
         Ablation("no_cache", "No cache", "every prompt is computed", cache="off", order="given", hints=False),
-        Ablation("no_tree", "No tree", "a table: only whole prompts are found again", cache="whole-prompts"),
         Ablation("fcfs", "First come", "requests in the order in which they come", policy="fcfs", order="given"),
-        Ablation("random", "Random order", "requests in random order", policy="random", order="given"),
         Ablation("no_parallelism", "No parallelism", "branches of a program one after another", parallel=False),
         Ablation("no_hint", "No hint", "forks do not say what their branches begin with", hints=False),
         FULL,

@@ -70,8 +70,8 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "quantization": ("auto", "fp8"),
     "kvCacheDtype": ("auto", "fp8_e4m3"),
-    "evictionPolicy": ("lru", "lfu", "fifo", "mru", "filo", "slru", "priority"),
-    "schedulePolicy": ("fcfs", "lpm", "dfs-weight", "random", "priority"),
+    "evictionPolicy": ("lru", "lfu", "priority"),
+    "schedulePolicy": ("fcfs", "lpm", "priority"),
 }
 """Setting → what engine treeline takes. The others' words change with their releases and plugins: they say themselves
 what they refuse."""

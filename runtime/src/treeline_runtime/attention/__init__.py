@@ -53,8 +53,6 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: 
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
     if scoring.sinks:
         return "attention sinks are left to kernels of our own"
-    if scoring.chunked:
-        return "attention in chunks is left to kernels of our own"
     if head_dim not in (64, 128, 256):
         return f"it has no kernels for heads of {head_dim}"
     return None

@@ -3,8 +3,7 @@
 A step is a ragged batch: the new tokens of all sequences one after another. Each sequence's earlier tokens are in the
 KV pool, found through its page table. A backend is given the step's `Layout` once (`plan`) and is then called for every
 layer (`forward`), when the new keys and values are stored: token i of a sequence with `kv_len` tokens after the step
-and `q_len` new ones sees the first kv_len - q_len + i + 1 of them, or in a layer with a window the last of these (with
-`Scoring.chunked` those of its own chunk).
+and `q_len` new ones sees the first kv_len - q_len + i + 1 of them, or in a layer with a window the last of these.
 
 How scores are made is `Scoring`: it holds for all steps, and says layer by layer whether there is a window. A window
 limits what is looked at, not what is kept: the pool holds all tokens of all layers, since prefixes are shared by pages

@@ -10,9 +10,8 @@ A tile of queries has at least 16 rows, as matrix units want it, of which one se
 shared, the others are those of more sequences, and the prefix is read once for all of them. So what is cut are the
 blocks of segments, each a shared prefix or the rest of a sequence: `attention.segments`.
 
-Where layers have windows, a sequence has the blocks in which the window's tokens are (or what there is of the newest
-token's chunk), and begins elsewhere in layers with another window: one row of segments for each, in which no prefix is
-shared.
+Where layers have windows, a sequence has the blocks in which the window's tokens are, and begins elsewhere in layers
+with another window: one row of segments for each, in which no prefix is shared.
 """
 
 from __future__ import annotations
@@ -122,9 +121,7 @@ class Decode(AttentionBackend):
         shared = self._sharing(layout.host, kv_lens) if None in self._windows else self._alone
         segments = np.empty((len(self._windows), shared.size), dtype=np.int32)
         for row, window in zip(segments, self._windows, strict=True):
-            (shared if window is None else self._alone).write(
-                row, kv_lens, self._shares, window, chunked=self.scoring.chunked
-            )
+            (shared if window is None else self._alone).write(row, kv_lens, self._shares, window)
         if buffers is None:
             return _Step(layout.page_table, self._buffers(layout.rows, upload(segments, self._device), shared))
         buffers.segments.copy_(pinned(segments, self._device), non_blocking=True)
@@ -204,7 +201,6 @@ class Decode(AttentionBackend):
             PAGE=self.pool.page_size,
             SHARES=self._shares,
             WINDOW=self.scoring.window(layer) or 0,
-            CHUNKED=self.scoring.chunked,
             CAPPED=self.scoring.softcap is not None,
             BLOCK=self._block,
             BLOCK_GROUP=self._block_group,

@@ -141,7 +141,6 @@ class Extend(AttentionBackend):
             TOKENS=self._tokens,
             SPLIT=split,
             WINDOW=window or 0,
-            CHUNKED=self.scoring.chunked,
             CAPPED=self.scoring.softcap is not None,
             SINKS=sinks is not None,
             BLOCK_ROWS=self._block_rows,

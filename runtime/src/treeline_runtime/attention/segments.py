@@ -73,18 +73,15 @@ class Segments:
         kv_lens: npt.NDArray[np.int64],
         shares: int,
         window: int | None = None,
-        *,
-        chunked: bool = False,
     ) -> None:
         """Fill `row` (size,) for a step in which sequences have so many tokens. All blocks are cut into `shares`, or
-        one each if they are fewer. window, chunked: how many tokens are seen (`Scoring`), where no prefix is shared."""
+        one each if they are fewer. window: how many tokens are seen, where no prefix is shared."""
         assert window is None or not len(self._shared)
         row[:] = self._fixed
         table, parts = self._table(row), self._parts(row)
         table[self._own, 2] = kv_lens
         if window is not None:
-            oldest = (kv_lens - 1) // window * window if chunked else np.maximum(kv_lens - window, 0)
-            table[self._own, 1] = oldest // self._block
+            table[self._own, 1] = np.maximum(kv_lens - window, 0) // self._block
         begins = np.zeros(self.most + 1, dtype=np.int64)
         np.cumsum(-(-table[:-1, 2] // self._block) - table[:-1, 1], out=begins[1:])
         table[:, 0] = begins

@@ -262,10 +262,7 @@ class TorchSDPA(AttentionBackend):
             mask = torch.ones(high - low, seen.stop - seen.start, dtype=torch.bool, device=q.device)
             diagonal = cached_len + low - oldest  # where the first query itself is, among the keys
             mask = mask.tril(diagonal)
-            if window is not None and self.scoring.chunked:
-                chunks = torch.arange(oldest, cached_len + high, device=q.device) // window
-                mask &= chunks == chunks[diagonal:, None]
-            elif window is not None:
+            if window is not None:
                 mask = mask.triu(diagonal - window + 1)
             result = self._attend(
                 queries[:, :, low:high], keys[:, :, seen], values[:, :, seen], mask[None, None], sinks

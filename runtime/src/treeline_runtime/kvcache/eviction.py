@@ -6,25 +6,17 @@ import heapq
 from collections.abc import Callable
 
 from treeline_runtime.kvcache.node import Node
-from treeline_runtime.registry import Registry
 
 EvictionKey = Callable[[Node], tuple[int, ...]]
 """The leaf with the smallest key goes first."""
 
-EVICTION_POLICIES: Registry[EvictionKey] = Registry(
-    "eviction policy",
-    {
-        "lru": lambda node: (node.last_access,),
-        "lfu": lambda node: (node.hit_count, node.last_access),
-        "fifo": lambda node: (node.created,),
-        "mru": lambda node: (-node.last_access,),
-        "filo": lambda node: (-node.created,),
-        # segmented: what was hit twice is protected from what was seen once
-        "slru": lambda node: (int(node.hit_count >= 2), node.last_access),
-        # of the most urgent request that used it
-        "priority": lambda node: (node.priority, node.last_access),
-    },
-)
+EVICTION_POLICIES: dict[str, EvictionKey] = {
+    "lru": lambda node: (node.last_access,),
+    "lfu": lambda node: (node.hit_count, node.last_access),
+    # of the most urgent request that used it
+    "priority": lambda node: (node.priority, node.last_access),
+}
+"""By the names that `SchedulerConfig.eviction_policy` takes."""
 
 
 class EvictionQueue:

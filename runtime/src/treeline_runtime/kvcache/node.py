@@ -10,7 +10,6 @@ class Node:
 
     __slots__ = (
         "children",
-        "created",
         "digests",
         "hit_count",
         "key",
@@ -31,7 +30,6 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.lock_ref = 0
         self.hit_count = 0
-        self.created = now
         self.last_access = now
         self.priority = priority
 

@@ -87,7 +87,7 @@ class RadixCache:
     def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._eviction_key = EVICTION_POLICIES.get(eviction_policy)
+        self._eviction_key = EVICTION_POLICIES[eviction_policy]
         self._events = EventLog()
         self._clear()
 
@@ -109,9 +109,8 @@ class RadixCache:
     def match(self, key: bytes, namespace: str | None = None, most: int | None = None) -> Match:
         """What of `key` the cache supplies, in whole pages of at most so many tokens: its longest cached prefix.
         Changes nothing, not even recency."""
-        return self._longest(key if most is None else key[: most * TOKEN_BYTES], namespace)
-
-    def _longest(self, key: bytes, namespace: str | None) -> Match:
+        if most is not None:
+            key = key[: most * TOKEN_BYTES]
         node = self._roots.get(namespace)
         if node is None:
             return NO_MATCH
@@ -244,7 +243,7 @@ class RadixCache:
         if total == 0:
             return 0, None
         self._now += 1
-        match = self._longest(key, namespace)
+        match = self.match(key, namespace)
         node = match.node
         if node is None:
             node = self._roots.get(namespace)
@@ -271,7 +270,7 @@ class RadixCache:
             keep = max(len(leaf.pages) - missing, 0)
             taken.append(leaf.pages[keep:])
             missing -= len(leaf.pages) - keep
-            self._forget(leaf.digests[keep:])
+            self._events.removed([hash_of(digest) for digest in reversed(leaf.digests[keep:])])
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.digests = leaf.digests[:keep]
@@ -293,10 +292,6 @@ class RadixCache:
         self._clear()
         self._events.cleared()
         return np.concatenate(pages) if pages else NO_PAGES
-
-    def _forget(self, digests: list[bytes]) -> None:
-        """These pages leave the tree; parents first."""
-        self._events.removed([hash_of(digest) for digest in reversed(digests)])
 
     def _append(
         self,
@@ -340,7 +335,7 @@ class RadixCache:
         assert parent is not None
         assert 0 < at < len(node.pages)
         size = self._page_bytes
-        upper = Node(parent, node.key[: at * size], node.pages[:at], node.digests[:at], node.created, node.priority)
+        upper = Node(parent, node.key[: at * size], node.pages[:at], node.digests[:at], self._now, node.priority)
         upper.lock_ref = node.lock_ref
         upper.hit_count = node.hit_count
         upper.last_access = node.last_access

@@ -13,7 +13,6 @@ from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.settings import FULL, ModelError, flag
-from treeline_runtime.models.wrapped import WRAPPERS, language_model
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
@@ -45,7 +44,6 @@ def read_config(path: str | Path) -> ModelConfig:
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """generation: generation_config.json; {}: there is none."""
     try:
-        config = language_model(config)
         family = _family(config)
         quantization = _quantization(config, family)
         _refuse_unknown(config, family)
@@ -126,7 +124,7 @@ def _family(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     if family is None:
         what = ", ".join(map(str, names)) or f"model_type {kind!r}"
-        raise ModelError(f"architecture {what} is not supported; supported: {', '.join((*FAMILIES, *WRAPPERS))}")
+        raise ModelError(f"architecture {what} is not supported; supported: {', '.join(FAMILIES)}")
     if kind not in (None, family.model_type):
         raise ModelError(f"config.json has architecture {family.architecture}, but model_type {kind!r}: which is it?")
     return family

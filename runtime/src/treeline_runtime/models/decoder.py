@@ -133,8 +133,6 @@ class Sublayer:
 class Layer:
     """Attention and feed-forward."""
 
-    attention_type: type[Attention] = Attention
-
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
         prefix = f"model.layers.{layer}."
 
@@ -142,7 +140,7 @@ class Layer:
             return norm_weight(config, weights, prefix + name, config.hidden_size) if name else None
 
         names = config.norms
-        self._attention = self.attention_type(config, weights, ops, layer)
+        self._attention = Attention(config, weights, ops, layer)
         self._feed_forward = self.new_feed_forward(config, weights, ops, layer)
         self.sublayers = (
             Sublayer(norm(names.before_attention), self._attention, norm(names.after_attention)),
@@ -198,10 +196,6 @@ class Decoder:
     def rope(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, each (ropes, positions, rotated elements of a head)."""
         return self._cos, self._sin
-
-    def query_scales(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """For these positions, as `Context` wants them."""
-        return None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor."""

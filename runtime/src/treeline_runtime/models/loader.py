@@ -11,7 +11,6 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.gpt_oss import GptOssDecoder
-from treeline_runtime.models.llama4 import Llama4Decoder
 from treeline_runtime.models.moe import MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
@@ -77,8 +76,6 @@ def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
 
 
 def _decoder(config: ModelConfig) -> type[Decoder]:
-    if config.irope is not None:
-        return Llama4Decoder
     if config.moe is None:
         return Decoder
     return MoeDecoder if config.moe.clamped is None else GptOssDecoder

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from treeline_runtime.models.irope import IRope
 from treeline_runtime.models.moe_config import MoeConfig
 from treeline_runtime.models.quantization.scheme import Scheme
 from treeline_runtime.models.rope_config import RopeConfig
@@ -63,8 +62,6 @@ class ModelConfig:
     scoring: Scoring = PLAIN
     local_rope: RopeConfig | None = None
     """Of the layers that have a window; None: the same as of the others."""
-    irope: IRope | None = None
-    """None: every layer rotates queries and keys."""
     moe: MoeConfig | None = None
     """None: every layer's feed-forward is dense."""
 

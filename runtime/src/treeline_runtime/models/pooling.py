@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from treeline_runtime.models.config import BASE, CAUSAL, CLASSIFIER, ModelError
-from treeline_runtime.models.wrapped import language_model
 
 PoolingTask = Literal["embed", "score", "reward"]
 Task = Literal["generate"] | PoolingTask
@@ -104,7 +103,7 @@ def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: 
 
 def _pooling_of(directory: Path, asked: AskedTask, *, matryoshka: bool) -> Pooling | None:
     """The same. Raises ModelError, or TypeError or OverflowError for values of wrong types."""
-    config = language_model(_read(directory / "config.json"))
+    config = _read(directory / "config.json")
     names = [str(name) for name in config.get("architectures") or ()]
     if asked == "generate":
         if names and not any(name.endswith(CAUSAL) for name in names):

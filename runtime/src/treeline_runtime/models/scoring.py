@@ -14,8 +14,6 @@ class Scoring:
     softcap: float | None = None
     windows: tuple[int | None, ...] = ()
     """Of each layer, how many tokens one sees, itself the last of them; None: all before it. (): no layer has one."""
-    chunked: bool = False
-    """Windows stand still: a token sees those of its own chunk, and chunks begin at multiples of the window's size."""
     sinks: bool = False
     """Whether each query head has a sink: the score of a key that every token sees, whose value is zero. The scores
     are weights; `AttentionBackend.forward` is given them."""
@@ -25,15 +23,12 @@ class Scoring:
 
     def oldest(self, length: int, window: int | None) -> int:
         """The first token that the last of so many sees, in a layer with that window."""
-        if window is None:
-            return 0
-        return (length - 1) // window * window if self.chunked else max(length - window, 0)
+        return 0 if window is None else max(length - window, 0)
 
     def within(self, length: int) -> Scoring:
         """The same of sequences that are no longer: a window that hides none of their tokens is none."""
         windows = tuple(None if window is None or window >= length else window for window in self.windows)
-        some = any(windows)
-        return replace(self, windows=windows if some else (), chunked=self.chunked and some)
+        return replace(self, windows=windows if any(windows) else ())
 
     @property
     def kinds(self) -> tuple[int | None, ...]:

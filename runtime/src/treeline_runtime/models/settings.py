@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SLIDING = "sliding_attention"
-CHUNKED = "chunked_attention"
 FULL = "full_attention"
 
 
@@ -38,26 +37,24 @@ def needed(config: Mapping[str, Any], key: str) -> float:
     return value
 
 
-def layer_types(config: Mapping[str, Any], default: Sequence[str], local: str = SLIDING) -> list[str]:
-    """What each layer is: `layer_types`, or the default where it is missing. A family knows FULL and its `local`."""
+def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+    """What each layer is: `layer_types`, or the default where it is missing."""
     given = config.get("layer_types")
     kinds = list(default) if given is None else [str(kind) for kind in given]
-    if unknown := sorted(set(kinds) - {FULL, local}):
+    if unknown := sorted(set(kinds) - {FULL, SLIDING}):
         raise ModelError(f"layers of type {', '.join(unknown)} are not supported (layer_types)")
     if len(kinds) != len(default):
         raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {len(default)} layers")
     return kinds
 
 
-def windows(
-    kinds: Sequence[str], size: object, local: str = SLIDING, key: str = "sliding_window"
-) -> tuple[int | None, ...]:
-    """For `Scoring.windows`: of `size` tokens, which `key` says, where a layer is `local`; () where none is."""
-    if local not in kinds:
+def windows(kinds: Sequence[str], size: object) -> tuple[int | None, ...]:
+    """For `Scoring.windows`: of `size` tokens (`sliding_window`) where a layer is SLIDING; () where none is."""
+    if SLIDING not in kinds:
         return ()
     if size is None:
-        raise ModelError(f"config.json has layers of type {local}, but no {key}")
+        raise ModelError(f"config.json has layers of type {SLIDING}, but no sliding_window")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ModelError(f"config.json: {key} must be a whole number of at least 1, not {size!r}")
+        raise ModelError(f"config.json: sliding_window must be a whole number of at least 1, not {size!r}")
     size = min(size, 1 << 30)  # kernels count in 32 bits; no context is as long
-    return tuple(size if kind == local else None for kind in kinds)
+    return tuple(size if kind == SLIDING else None for kind in kinds)

@@ -22,8 +22,6 @@ PREFIX = "model."
 """Of the decoder's tensors; a checkpoint of a decoder alone (`Qwen3Model`, an embedding model) is saved without it."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
-LANGUAGE_MODEL = "language_model."
-"""Before the names of all of a decoder's tensors, in a checkpoint of a model of texts and images."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -103,10 +101,6 @@ class Checkpoint:
         self.device = device
         self._open: dict[str, Any] = {}
         self._file_of = self._find()
-        self._prefix = LANGUAGE_MODEL if LANGUAGE_MODEL + EMBEDDING in self._file_of else ""
-        if self._prefix:
-            logger.info("the language model alone is served: what is not under %s is not read", LANGUAGE_MODEL)
-            self._file_of = {name: file for name, file in self._file_of.items() if name.startswith(self._prefix)}
         self._untaken = set(self._file_of)
         self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
         self._streamed = None if device.type in MAPPED else self._stream()
@@ -181,7 +175,7 @@ class Checkpoint:
 
     def _saved(self, name: str) -> str:
         """What the files call it."""
-        return name.removeprefix(PREFIX) if self._bare else self._prefix + name
+        return name.removeprefix(PREFIX) if self._bare else name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
         """Whether a tensor's name ends so."""

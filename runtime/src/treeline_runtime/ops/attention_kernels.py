@@ -55,15 +55,6 @@ def capped(scores, cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def oldest_of(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """The oldest token that the one at `position` sees, or a number below 0: `Scoring.oldest`."""
-    oldest = position - WINDOW + 1
-    if CHUNKED:
-        oldest = position // WINDOW * WINDOW
-    return oldest
-
-
-@triton.jit
 def share_of_blocks(share, table_ptr, segments, SHARES: tl.constexpr):
     """→ the segment in which a share begins, its first block, and the one after its last."""
     total = tl.load(table_ptr + 4 * segments)
@@ -78,7 +69,7 @@ def decode_shares(
     q_ptr, keys_ptr, values_ptr, pages_ptr, rows_ptr, table_ptr, members_ptr, partial_ptr, scores_ptr, scale,
     value_scale, cap, width, segments,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, SHARES: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attention of one KV head's queries over one share of all blocks of all segments: see `attention.segments`.
@@ -110,7 +101,7 @@ def decode_shares(
         best = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
         mass = tl.zeros((BLOCK_GROUP,), tl.float32)
         out = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
-        oldest = tl.maximum(oldest_of(length - 1, WINDOW, CHUNKED), 0) if WINDOW > 0 else 0
+        oldest = tl.maximum(length - WINDOW, 0) if WINDOW > 0 else 0
         stop = tl.minimum(begin + (last - first) * BLOCK, length)
         for start in range(begin + (block - first) * BLOCK, stop, BLOCK):
             tokens = start + tl.arange(0, BLOCK)
@@ -175,13 +166,13 @@ def merge_shares(
 @triton.jit
 def attend(
     q, best, mass, out, keys_ptr, values_ptr, table, head, position, start, stop, end, scale, cap,
-    KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """The running softmax of rows of queries over the keys from `start` to `stop`, of which there are `end`.
 
-    With MASK a row sees those up to its position, of these with WINDOW the last so many, or those of its chunk; else
-    all, and none lies behind the end.
+    With MASK a row sees those up to its position, of these with WINDOW the last so many; else all, and
+    none lies behind the end.
     """
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
@@ -195,7 +186,7 @@ def attend(
         if MASK:
             seen = tokens[None, :] <= position[:, None]
             if WINDOW > 0:
-                seen &= tokens[None, :] >= oldest_of(position, WINDOW, CHUNKED)[:, None]
+                seen &= tokens[None, :] >= (position - WINDOW + 1)[:, None]
             weights = tl.where(seen, weights, float("-inf"))
         higher = tl.maximum(best, tl.max(weights, 1))
         weights = tl.exp2(weights - higher[:, None])
@@ -209,13 +200,13 @@ def attend(
 
 @triton.jit
 def key_ranges(
-    cached, first, end, splits, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    cached, first, end, splits, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of the keys of this part: where they begin, from where none is too old for a row, up to where all rows see all,
     and where they end."""
     # the block with the oldest token that the first row sees
-    start = tl.maximum(oldest_of(cached + first, WINDOW, CHUNKED), 0) // BLOCK * BLOCK if WINDOW > 0 else 0
+    start = tl.maximum(cached + first - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
     stop = end
     if SPLIT:
         size = tl.cdiv(tl.cdiv(end - start, BLOCK), splits) * BLOCK
@@ -224,7 +215,7 @@ def key_ranges(
     common = tl.maximum(start, tl.minimum(stop, (cached + first + 1) // BLOCK * BLOCK))
     old = start
     if WINDOW > 0:
-        old = tl.cdiv(tl.maximum(oldest_of(cached + first + TOKENS - 1, WINDOW, CHUNKED), 0), BLOCK) * BLOCK
+        old = tl.cdiv(tl.maximum(cached + first + TOKENS - WINDOW, 0), BLOCK) * BLOCK
         old = tl.minimum(common, tl.maximum(start, old))
     return start, old, common, stop
 
@@ -234,7 +225,7 @@ def extend(
     q_ptr, keys_ptr, values_ptr, table_ptr, rows_ptr, lens_ptr, blocks_ptr, out_ptr, scores_ptr, sinks_ptr, scale,
     value_scale, cap, width, sequences, tokens, splits,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
     """Attention of TOKENS new tokens of one sequence, the queries of one KV head: a row for each token and query head.
@@ -269,19 +260,19 @@ def extend(
     out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
     position = cached + token
     end = tl.minimum(cached + q_len, cached + first + TOKENS)
-    start, old, common, stop = key_ranges(cached, first, end, splits, TOKENS, SPLIT, WINDOW, CHUNKED, BLOCK)
+    start, old, common, stop = key_ranges(cached, first, end, splits, TOKENS, SPLIT, WINDOW, BLOCK)
     if WINDOW > 0:
         best, mass, out = attend(
             q, best, mass, out, keys_ptr, values_ptr, table, head, position, start, old, end, scale, cap,
-            KV, DIM, PAGE, WINDOW, CHUNKED, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
+            KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
         )  # fmt: skip
     best, mass, out = attend(
         q, best, mass, out, keys_ptr, values_ptr, table, head, position, old, common, end, scale, cap,
-        KV, DIM, PAGE, WINDOW, CHUNKED, CAPPED, BLOCK, BLOCK_DIM, MASK=False,
+        KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=False,
     )  # fmt: skip
     best, mass, out = attend(
         q, best, mass, out, keys_ptr, values_ptr, table, head, position, common, stop, end, scale, cap,
-        KV, DIM, PAGE, WINDOW, CHUNKED, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
+        KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
     )  # fmt: skip
     some = tl.where(mass > 0.0, mass, 1.0)  # a part of no keys has none
     if SPLIT:

@@ -28,8 +28,8 @@ class Heads:
     eps: float
     norm_over_heads: bool = False
     """The norm is over all queries of a token, and over all its keys."""
-    rope: int | None = 0
-    """Which of the context's tables rotates them; None: they are not rotated."""
+    rope: int = 0
+    """Which of the context's tables rotates them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,11 @@ class Ops(Protocol):
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         """cap x tanh(x / cap), in the place of x, which is contiguous."""
 
-    def route(
-        self, logits: torch.Tensor, top_k: int, *, normalise: bool, sigmoid: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """logits (tokens, experts) → scores (tokens, top_k) float32 and ids (tokens, top_k) of a token's experts.
 
         Scores are the largest of the softmax, divided by their sum if `normalise`. Of logits that are not finite they
-        are NaN; ids name experts and differ from each other in any case. With `sigmoid` a score is that of its own
-        logit, the largest are chosen, NaN first, and only its own logit makes a score NaN.
+        are NaN; ids name experts and differ from each other in any case.
         """
 
     def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -17,21 +17,17 @@ LOWEST = tl.constexpr(-3e38)
 
 @triton.jit
 def route(
-    logits_ptr, scores_ptr, ids_ptr, experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    logits_ptr, scores_ptr, ids_ptr, experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The TOP_K largest of a token's softmax, or with SIGMOID of its logits; of equal ones the first."""
+    """The TOP_K largest of a token's softmax; of equal ones the first."""
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + token * experts + ids, ids < experts, other=float("-inf")).to(tl.float32)
-    if SIGMOID:  # chosen by their logits: of large ones the sigmoids are all 1
-        scores = tl.sigmoid(logits)
-        rank = tl.maximum(tl.where(logits == logits, logits, float("inf")), LOWEST)
-    else:
-        scores = tl.exp(logits - tl.max(logits, 0))
-        scores = scores / tl.sum(scores, 0)
-        # NaN loses to nothing that may be chosen: ids stay distinct and below `experts` whatever the logits are
-        rank = tl.where(scores == scores, scores, 0.0)
+    scores = tl.exp(logits - tl.max(logits, 0))
+    scores = scores / tl.sum(scores, 0)
+    # NaN loses to nothing that may be chosen: ids stay distinct and below `experts` whatever the logits are
+    rank = tl.where(scores == scores, scores, 0.0)
     left = tl.where(ids < experts, rank, float("-inf"))
     places = tl.arange(0, BLOCK_K)
     best_ids = tl.zeros((BLOCK_K,), tl.int32)

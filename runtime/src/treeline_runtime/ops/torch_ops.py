@@ -57,14 +57,8 @@ class TorchOps:
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         return x.div_(cap).tanh_().mul_(cap)
 
-    def route(
-        self, logits: torch.Tensor, top_k: int, *, normalise: bool, sigmoid: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if sigmoid:
-            best, ids = logits.topk(top_k)
-            scores = best.float().sigmoid()
-        else:
-            scores, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
+    def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, ids = logits.softmax(-1, dtype=torch.float32).topk(top_k)
         return (scores / scores.sum(-1, keepdim=True) if normalise else scores), ids
 
     def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -96,8 +90,7 @@ class TorchOps:
         qk, v = torch.split_with_sizes(qkv, (heads.query + heads.kv, heads.kv), 1)
         if heads.norm is not None:
             qk = self._norm_heads(qk, heads, heads.norm)
-        if heads.rope is not None:
-            qk = rotate(qk, context.cos[heads.rope], context.sin[heads.rope])
+        qk = rotate(qk, context.cos[heads.rope], context.sin[heads.rope])
         q, k = torch.split_with_sizes(qk, (heads.query, heads.kv), 1)
         context.attention.pool.store(layer, context.slots, k, v)
         return q, k, v

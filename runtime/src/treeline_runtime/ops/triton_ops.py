@@ -125,14 +125,12 @@ class TritonOps:
         kernels.softcap[(triton.cdiv(x.numel(), _CAP_BLOCK),)](x, x.numel(), cap, BLOCK=_CAP_BLOCK, num_warps=4)
         return x
 
-    def route(
-        self, logits: torch.Tensor, top_k: int, *, normalise: bool, sigmoid: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, experts = logits.shape
         scores = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
         ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
         expert_kernels.route[(tokens,)](
-            logits, scores, ids, experts, TOP_K=top_k, NORMALISE=normalise, SIGMOID=sigmoid,
+            logits, scores, ids, experts, TOP_K=top_k, NORMALISE=normalise,
             BLOCK=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
         return scores, ids
@@ -149,7 +147,7 @@ class TritonOps:
         pool = context.attention.pool
         keys, values = pool.keys[layer], pool.values[layer]
         assert context.unfinite is not None
-        cos, sin = context.cos[heads.rope or 0], context.sin[heads.rope or 0]
+        cos, sin = context.cos[heads.rope], context.sin[heads.rope]
         if heads.norm is not None and heads.norm_over_heads:
             for part in (slice(heads.query), slice(heads.query, heads.query + heads.kv)):
                 x = qkv[:, part].flatten(1)  # a view: the heads of a token are contiguous
@@ -171,7 +169,7 @@ class TritonOps:
             QUERY=heads.query,
             KV=heads.kv,
             HALF=heads.dim // 2,
-            PAIRS=0 if heads.rope is None else cos.shape[-1] // 2,
+            PAIRS=cos.shape[-1] // 2,
             BLOCK_HALF=triton.next_power_of_2(heads.dim // 2),
             NORM=each is not None,
             FP8=pool.is_fp8,

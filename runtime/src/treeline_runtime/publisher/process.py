@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import zmq
 from tokenizers import Tokenizer
 
-from treeline_runtime.child import ChildSpec, StartError, run_child
 from treeline_runtime.ipc import (
     HEARTBEAT_S,
     AnnouncedReq,
@@ -28,6 +27,7 @@ from treeline_runtime.ipc import (
     decode_to_publisher,
 )
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
+from treeline_runtime.processes import ChildSpec, StartError, run_child
 from treeline_runtime.publisher.announced_index import AnnouncedIndex
 from treeline_runtime.publisher.event_stream import EventStream, Message
 from treeline_runtime.publisher.load import LoadStream
@@ -96,8 +96,8 @@ class Publisher:
         self._clients: dict[bytes, _Client] = {}
         self._keys, host = open_keys(args)
         self._host = f"[{host}]" if ":" in host else host
-        self._inbox = Inbox(context, spec.addresses.publisher, decode_to_publisher)
-        self._http = Outbox(context, spec.addresses.http)
+        self._inbox = Inbox(context, spec.addresses.of("publisher"), decode_to_publisher)
+        self._http = Outbox(context, spec.addresses.of("http"))
         self._heartbeat = HeartbeatSender("publisher", self._http)
         self._events, events_port = self._bind(context, zmq.PUB, args.events_port, "--events-port", PUB_HWM)
         self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", ANSWERS_HWM)

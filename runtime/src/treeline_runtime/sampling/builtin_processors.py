@@ -1,4 +1,4 @@
-"""Logit processors for what SGLang 0.5 has as classes of its `custom_logit_processor`, and vLLM 0.32 for DeepSeek-OCR.
+"""Logit processors for what SGLang 0.5 has as classes of its `custom_logit_processor`.
 
 Their cost for a token does not grow with the output.
 """
@@ -19,8 +19,6 @@ from treeline_runtime.transfer import upload
 NOT: Final = float("-inf")
 
 Id = Annotated[int, Meta(ge=0)]
-Size = Annotated[int, Meta(ge=1)]
-Ngram = Annotated[int, Meta(ge=1, le=64)]
 T = TypeVar("T")
 
 
@@ -39,36 +37,6 @@ class DisallowedTokens:
         if self._there is None:
             self._there = upload(np.array(self._ids, dtype=np.int64), logits.device)
         logits.index_fill_(0, self._there, NOT)
-
-
-class NoRepeatNgram:
-    """No run of `ngram_size` tokens comes twice within the last `window_size` tokens of the output, but for what ends
-    in one of `whitelist_token_ids`: SGLang's and vLLM's for DeepSeek-OCR. Prompts are not looked at, as by vLLM's."""
-
-    class Params(msgspec.Struct, forbid_unknown_fields=True):
-        ngram_size: Ngram
-        window_size: Size = 1 << 62
-        whitelist_token_ids: list[Id] = []
-
-    def __init__(self, params: dict[str, Any], vocab_size: int) -> None:
-        read = _read(params, self.Params)
-        self._prefix_len, self._window = read.ngram_size - 1, read.window_size
-        self._whitelist = frozenset(read.whitelist_token_ids)
-        _check(self._whitelist, vocab_size)
-        self._seen = 0
-        self._starts: dict[tuple[int, ...], dict[int, int]] = {}
-        """All but the last token of a run → its last one → where such a run began last."""
-
-    def __call__(self, output_ids: Sequence[int], logits: torch.Tensor) -> None:
-        for last in range(max(self._seen, self._prefix_len), len(output_ids)):
-            start = last - self._prefix_len
-            self._starts.setdefault(tuple(output_ids[start:last]), {})[output_ids[last]] = start
-        self._seen = len(output_ids)
-        prefix = tuple(output_ids[len(output_ids) - self._prefix_len :]) if self._prefix_len else ()
-        oldest = len(output_ids) - self._window
-        found = self._starts.get(prefix, {})
-        if banned := [token for token, start in found.items() if start >= oldest and token not in self._whitelist]:
-            logits.index_fill_(0, upload(np.array(banned), logits.device), NOT)
 
 
 class ThinkingBudget:
@@ -106,7 +74,6 @@ class ThinkingBudget:
 
 BUILT_IN: Final[Mapping[str, Factory]] = {
     "disallowed_tokens": DisallowedTokens,
-    "no_repeat_ngram": NoRepeatNgram,
     "thinking_budget": ThinkingBudget,
 }
 

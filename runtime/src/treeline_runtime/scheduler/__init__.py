@@ -5,10 +5,9 @@ import torch
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.loader import load_model, resolve_device
 from treeline_runtime.scheduler.memory import TO_LOAD, told_as_settings
-from treeline_runtime.scheduler.prefill import check_policies
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
+from treeline_runtime.scheduler.reports import Transport
 from treeline_runtime.scheduler.scheduler import Scheduler
-from treeline_runtime.scheduler.transport import Transport
 
 __all__ = ["Scheduler", "Transport", "start"]
 
@@ -18,11 +17,10 @@ def start(config: SchedulerConfig, transport: Transport, processors: Processors 
     that `config` names."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    check_policies(config)  # before minutes of loading
     processors = processors.with_named(config.logit_processor)
     with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
         model = load_model(config)
     scheduler = Scheduler(config, model, transport, processors=processors)
     del model  # the scheduler's alone: it may have to let go of it
-    scheduler.warm_up()
+    scheduler.residence.warm_up()
     return scheduler

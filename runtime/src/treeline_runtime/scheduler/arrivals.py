@@ -6,11 +6,17 @@ import random
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.messages import FinishReason, GenerateReq
+from treeline_runtime.messages import (
+    LARGEST_PRIORITY,
+    MAX_HIDDEN_STATES_BYTES,
+    NO_PRIORITY,
+    FinishReason,
+    GenerateReq,
+)
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.sampling import check_sampling
 from treeline_runtime.scheduler.processors import Processors
-from treeline_runtime.scheduler.refusal import refusal
 
 
 class Arrivals:
@@ -32,10 +38,6 @@ class Arrivals:
         self._processors = processors
         self._count = 0
         self._random = random.Random()
-
-    def urgency(self, message: GenerateReq) -> int:
-        """The higher, the sooner."""
-        return -message.priority if self._config.schedule_low_priority_values_first else message.priority
 
     def new_req(self, message: GenerateReq) -> Req | FinishReason:
         """→ why there is none: a 400 for what can never be served."""
@@ -61,7 +63,61 @@ class Arrivals:
             max_new_tokens=min(message.sampling.max_new_tokens, self._longest_request - len(message.input_ids)),
             arrival=self._count,
             pooling=self._pooling,
-            priority=self.urgency(message),
+            priority=-message.priority if self._config.schedule_low_priority_values_first else message.priority,
         )
         req.processor = processor
         return req
+
+
+def refusal(
+    message: GenerateReq,
+    *,
+    vocab_size: int,
+    longest_request: int,
+    hidden_size: int | None,
+    uses_priority: bool = True,
+    pools: bool = False,
+) -> FinishReason | None:
+    """A 400 for what can never be served; None if it can.
+
+    hidden_size: None where no request may have hidden states. pools: the model makes vectors, and no text.
+    """
+    length = len(message.input_ids)
+    answer = min(message.sampling.max_new_tokens, 1)
+    problem: str | None
+    if message.pools != pools:
+        problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
+    elif message.pools and message.sampling.max_new_tokens:
+        problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
+    elif message.pools and (message.return_logprob or message.logprob_start_len >= 0 or message.return_hidden_states):
+        problem = "a request for a vector has no log probabilities and no hidden states"
+    elif length == 0:
+        problem = "the prompt is empty"
+    elif length + answer > longest_request:
+        most = f"{longest_request - 1} fit, with one for the answer" if answer else f"{longest_request} fit"
+        problem = f"the prompt has {length} tokens; at most {most}"
+    elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
+        problem = f"the prompt has token ids outside the vocabulary of {vocab_size}"
+    elif not -1 <= message.logprob_start_len <= length:
+        problem = f"logprob_start_len {message.logprob_start_len} is outside the prompt"
+    elif message.top_logprobs_num < 0:
+        problem = f"top_logprobs_num is negative: {message.top_logprobs_num}"
+    elif message.priority and not uses_priority:
+        problem = NO_PRIORITY
+    elif abs(message.priority) > LARGEST_PRIORITY:
+        problem = f"priority {message.priority} is out of range: at most {LARGEST_PRIORITY} either way"
+    elif message.return_hidden_states and (why := _without_hidden_states(message, hidden_size, longest_request)):
+        problem = why
+    else:
+        problem = check_sampling(message.sampling, vocab_size)
+    return None if problem is None else FinishReason("error", message=problem, status=400)
+
+
+def _without_hidden_states(message: GenerateReq, hidden_size: int | None, longest_request: int) -> str | None:
+    if hidden_size is None:
+        return "return_hidden_states needs an engine that was started with enable_return_hidden_states"
+    most = MAX_HIDDEN_STATES_BYTES // (4 * hidden_size)
+    tokens = min(len(message.input_ids) + message.sampling.max_new_tokens, longest_request)
+    if tokens > most:
+        return f"hidden states of {tokens} tokens of prompt and output are too large for an answer: at most {most}"
+    return None

@@ -14,7 +14,7 @@ import numpy as np
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, WholePrompts, key_of
+from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
 from treeline_runtime.scheduler.table import TableManager
 
 
@@ -24,8 +24,7 @@ class CacheManager:
     def __init__(self, config: SchedulerConfig, num_pages: int, table: TableManager) -> None:
         self.page_size = config.page_size
         self.pool = PagePool(num_pages)
-        tree = WholePrompts if config.prefix_cache == "whole-prompts" else RadixCache
-        self.tree = tree(config.page_size, config.eviction_policy)
+        self.tree = RadixCache(config.page_size, config.eviction_policy)
         self._keeps = config.prefix_cache != "off"
         """Whether anything ever gets into the tree."""
         self._table = table

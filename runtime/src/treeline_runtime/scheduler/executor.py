@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -29,15 +29,13 @@ from treeline_runtime.config import EngineConfig
 from treeline_runtime.kvcache import KVPool, Pages
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.pooler import Vector
+from treeline_runtime.models.pooler import Pooler, Vector
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
-from treeline_runtime.scheduler.device_tables import DeviceTables
-from treeline_runtime.scheduler.forward import DecodeInputs, Forward, Tokens
+from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.memory import bytes_per_token
 from treeline_runtime.scheduler.plan import StepPlan
-from treeline_runtime.scheduler.pooled import Pooled
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
 from treeline_runtime.transfer import Readback, upload
 
@@ -103,6 +101,28 @@ class Step:
     """Row → (vocabulary,) float32, what its logit processor made of its logits."""
     sound: torch.Tensor | None = None
     """(rows,) bool, where there are such: whether one can choose from them."""
+
+
+class Pooled:
+    """What a prefill step adds to the vectors that its requests ask for, on its way from the device.
+
+    Nothing waits for it until it is asked for, and it leaves no state on the device: a prompt that is computed in
+    several steps has its parts added on the host, so a step that fails can be tried again, and a retracted request
+    starts over."""
+
+    def __init__(self, plan: StepPlan, hidden: torch.Tensor, pooler: Pooler) -> None:
+        """hidden (tokens of the step, hidden)"""
+        bounds = [0, *accumulate(plan.q_lens)]
+        self._sequences = [i for i, is_whole in enumerate(plan.whole) if is_whole or pooler.pooling.needs_all]
+        self._readback: Readback | None = None
+        if self._sequences:
+            self._readback = Readback(pooler.select(hidden, bounds[:-1], bounds[1:], plan.whole))
+
+    def get(self) -> Iterator[tuple[int, Vector, bool]]:
+        """→ numbers of sequences, what the step gives each of them, and whether all of it is finite."""
+        if self._readback is not None:
+            rows = self._readback.get()[0].numpy()
+            yield from zip(self._sequences, rows, np.isfinite(rows).all(1).tolist(), strict=True)
 
 
 class Launched:

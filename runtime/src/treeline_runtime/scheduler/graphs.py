@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import AttentionBackend, Layout
-from treeline_runtime.scheduler.device_tables import DeviceTables
-from treeline_runtime.scheduler.forward import PACKED, DecodeInputs, Forward, OnDevice, Tokens
+from treeline_runtime.scheduler.forward import PACKED, DecodeInputs, DeviceTables, Forward, OnDevice, Tokens
 from treeline_runtime.transfer import pinned
 
 logger = logging.getLogger(__name__)

@@ -6,17 +6,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Set
 from itertools import islice
 
-from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import EVICTION_POLICIES, Match, key_of
+from treeline_runtime.kvcache import Match, key_of
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.decode import candidates, fewest
 from treeline_runtime.scheduler.dedup import MIN_SHARED_TOKENS, PendingPrefixes, QueuedPrefixes
-from treeline_runtime.scheduler.policy import SCHEDULE_POLICIES, View
-from treeline_runtime.scheduler.preemption import candidates, fewest
-from treeline_runtime.scheduler.ranked import Ranked
 from treeline_runtime.scheduler.resolve import Resolved
-from treeline_runtime.scheduler.waiting import WaitingOrder
+from treeline_runtime.scheduler.waiting import Ranked, WaitingOrder
 
 ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
@@ -27,22 +25,12 @@ SPARE = 8
 keep them out. A request that comes without a client may take all."""
 
 
-def check_policies(config: SchedulerConfig) -> None:
-    """Raises ConfigError for names of policies that there are not, and for settings that do not go together."""
-    SCHEDULE_POLICIES.get(config.schedule_policy)
-    EVICTION_POLICIES.get(config.eviction_policy)
-    if config.priority_preemption_threshold is not None and config.schedule_policy != "priority":
-        raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
-
-
 class PrefillManager:
     """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
 
     def __init__(
         self, config: SchedulerConfig, limits: Resolved, cache: CacheManager, clock: Callable[[], float]
     ) -> None:
-        """Raises ConfigError as `check_policies`."""
-        check_policies(config)
         self._cache = cache
         self._clock = clock
         self._page_size = config.page_size
@@ -51,9 +39,9 @@ class PrefillManager:
         self._spare_pages = cache.pool.num_pages // SPARE
         self._waits_for_prefixes = config.prefix_cache == "radix"
         """A request finds what another one with its prefix is about to compute."""
-        policy = SCHEDULE_POLICIES.get(config.schedule_policy)
-        self._order = WaitingOrder(policy, View(cache.match, config.seed), config.starvation_bound)
         self._by_priority = config.schedule_policy == "priority"
+        cached = (lambda req: cache.match(req).num_pages) if config.schedule_policy == "lpm" else None
+        self._order = WaitingOrder(config.starvation_bound, by_priority=self._by_priority, cached=cached)
         self._starvation_bound = config.starvation_bound
         self._threshold = config.priority_preemption_threshold
         self.waiting: OrderedDict[str, Req] = OrderedDict()

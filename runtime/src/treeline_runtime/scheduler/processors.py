@@ -1,22 +1,25 @@
-"""The logit processors that an engine was started with, and those of its requests."""
+"""The logit processors that an engine was started with, those of its requests, and what delayed rows may choose."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
-from functools import reduce
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import msgspec
+import torch
 
 from treeline_runtime.config import ConfigError
+from treeline_runtime.core import Batch
 from treeline_runtime.logit_processors import split
 from treeline_runtime.messages import CustomProcessor, FinishReason
-from treeline_runtime.sampling import Factory, Processing
+from treeline_runtime.sampling import Constraint, Factory, Processing
 from treeline_runtime.sampling.builtin_processors import BUILT_IN
 from treeline_runtime.sampling.processor import told
+from treeline_runtime.scheduler.executor import Choices
 
 logger = logging.getLogger(__name__)
 
@@ -109,3 +112,22 @@ def _check_signature(factory: Any, attribute: str) -> None:
         raise ValueError(
             f"{attribute} must be callable with (params, vocab_size): {error} (see treeline_runtime.sampling.processor)"
         ) from None
+
+
+def choices_of(
+    batch: Batch, fill_masks: Callable[[Sequence[Constraint]], tuple[torch.Tensor, dict[int, str]]]
+) -> Choices:
+    """By what each request of the batch has sampled by now. Requests that have ended choose nothing."""
+    live = [(j, req) for j, i in enumerate(batch.sampling) if (req := batch.reqs[i]).finish is None]
+    processors = {
+        j: (req.processor.name, partial(req.processor.apply, req.tokens[req.prompt_len + req.processor.seen :]))
+        for j, req in live
+        if req.processor is not None
+    }
+    # where a request has jumped, what it samples here is not used
+    bound = [(j, req.constraint) for j, req in live if req.constraint is not None and req.overtaken < 0]
+    if not bound:
+        return Choices([], None, {}, processors)
+    masks, failed = fill_masks([constraint for _, constraint in bound])
+    masked = [j for j, _ in bound]
+    return Choices(masked, masks, {masked[i]: why for i, why in failed.items()}, processors)

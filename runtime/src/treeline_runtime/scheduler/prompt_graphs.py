@@ -23,8 +23,7 @@ import torch
 
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.models.config import ModelConfig
-from treeline_runtime.scheduler.device_tables import DeviceTables
-from treeline_runtime.scheduler.forward import Forward
+from treeline_runtime.scheduler.forward import DeviceTables, Forward
 from treeline_runtime.scheduler.plan import Embeddings
 from treeline_runtime.transfer import pinned, upload
 

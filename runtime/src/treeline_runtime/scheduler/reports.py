@@ -1,18 +1,48 @@
-"""What a step has to say: collected while it runs, and sent at its end in an order that its readers rely on."""
+"""How a scheduler hears and speaks: what carries its messages, and what a step has to say, in an order that its readers
+rely on."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from treeline_runtime.core import Req
-from treeline_runtime.messages import BatchTokenOut, CacheUpdate, HiddenStates, LoadUpdate, Reply, StateReq, TokenOut
+from treeline_runtime.messages import (
+    BatchTokenOut,
+    CacheUpdate,
+    FromScheduler,
+    HiddenStates,
+    LoadUpdate,
+    Reply,
+    StateReq,
+    TokenOut,
+    ToPublisher,
+    ToScheduler,
+)
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Sampled
-from treeline_runtime.scheduler.transport import Transport
+
+
+class Transport(Protocol):
+    """Nothing but `wait` may block."""
+
+    def receive(self) -> list[ToScheduler]:
+        """Messages that arrived since the last call."""
+
+    def send(self, messages: list[FromScheduler]) -> None:
+        """To the detokenizer, in order."""
+
+    def publish(self, update: ToPublisher) -> bool:
+        """To the publisher; False where there was no room, and the update was dropped."""
+
+    def wait(self) -> None:
+        """Called when there is nothing to do: return when `receive` may have something, or after a while."""
+
+    def wake(self) -> None:
+        """End a `wait`, or the next one. Called by any thread."""
 
 
 class Reporter:

@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from treeline_runtime.config import SchedulerConfig
@@ -27,22 +26,16 @@ logger = logging.getLogger(__name__)
 
 AWAKE, WEIGHTS_ON_HOST, NO_WEIGHTS = 0, 1, 2
 """Levels of sleep; the numbers are vLLM's."""
+WARM_UP_TOKENS = 16
+"""On a CPU, where nothing is compiled and a large model takes seconds for a long prompt."""
 
 
 class Residence:
     """Owns the model and its executor. Only an idle scheduler may call `sleep`, `wake` and `update`."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        limits: Resolved,
-        model: Decoder,
-        warm_up: Callable[[], None],
-    ) -> None:
-        """warm_up: what is done with a new executor after a sleep, before it is used."""
+    def __init__(self, config: SchedulerConfig, limits: Resolved, model: Decoder) -> None:
         self._config = config
         self._limits = limits
-        self._warm_up = warm_up
         self._architecture = architecture_of(config)
         self._model: Decoder | None = model
         self._offloaded: Offloaded | None = None
@@ -54,6 +47,16 @@ class Residence:
     def executor(self) -> Executor:
         assert self._executor is not None, "asleep: requests are refused before they get here"
         return self._executor
+
+    def warm_up(self) -> None:
+        """Do what is done once, before a request pays for it. Raises ConfigError where a full step has no memory."""
+        limits = self._limits
+        chunk = min(limits.chunked_prefill_size, limits.context_length)
+        lengths = [1, chunk] if limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
+        started = time.perf_counter()
+        with told_as_settings(f"a step of {chunk} prompt tokens", limits.device):
+            self.executor.warm_up(lengths)
+        logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
     def sleep(self, level: int) -> None:
         """`WEIGHTS_ON_HOST` keeps a copy of the weights in the host's memory; `NO_WEIGHTS` reads them again at `wake`,
@@ -81,7 +84,7 @@ class Residence:
                     self._model = load_model(self._config)
             assert self._model is not None
             self._executor = self._new_executor(self._model)
-            self._warm_up()
+            self.warm_up()
         except BaseException as error:
             let_go(error)
             self._executor = None

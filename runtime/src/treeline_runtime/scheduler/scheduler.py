@@ -40,29 +40,23 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.scheduler.activity import Activity
-from treeline_runtime.scheduler.administration import Administration
+from treeline_runtime.scheduler.administration import Administration, Profiler
 from treeline_runtime.scheduler.admission import NewTokenRatio
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.choices import choices_of
 from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.grammars import Grammars
 from treeline_runtime.scheduler.jumps import Jumps
-from treeline_runtime.scheduler.load import load_of
 from treeline_runtime.scheduler.plan import plan_of
 from treeline_runtime.scheduler.prefill import PrefillManager
-from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
-from treeline_runtime.scheduler.profiler import Profiler
-from treeline_runtime.scheduler.reports import Reporter, token_out
+from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
+from treeline_runtime.scheduler.reports import Reporter, Transport, token_out
 from treeline_runtime.scheduler.residence import AWAKE, Residence
 from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.stats import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
 from treeline_runtime.scheduler.time_limits import TimeLimits
-from treeline_runtime.scheduler.transport import Transport
-from treeline_runtime.scheduler.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +80,7 @@ class Scheduler:
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
-        self.residence = Residence(config, limits, model, self.warm_up)
+        self.residence = Residence(config, limits, model)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
@@ -106,7 +100,6 @@ class Scheduler:
         self._prefills_in_a_row = 0
         self._transport = transport
         self.reporter = Reporter(transport, self.cache)
-        self.activity = Activity(self._totals)
         self.profiler = Profiler(limits.device)
         administration = Administration(
             self.residence, self.cache, self.profiler, is_idle=lambda: self.is_idle, reply=self.reporter.reply
@@ -125,17 +118,12 @@ class Scheduler:
     def executor(self) -> Executor:
         return self.residence.executor
 
-    def warm_up(self) -> None:
-        """Before the first request."""
-        warm_up(self.executor, self.limits)
-
     # ---- the loop -----------------------------------------------------------------------------------------
 
     def run_forever(self, stop: Callable[[], bool]) -> None:
         """Step until `stop()`."""
         while not stop():
             if not self.step():
-                self.activity.begin("idle")
                 self.reporter.catch_up()
                 self._transport.wait()
 
@@ -152,7 +140,6 @@ class Scheduler:
                 self.prefill.queue(req)
         for req, finish in self._time_limits.exceeded(self._clock()):
             self._finish(req, finish)
-        self.activity.begin("choosing a batch")
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
@@ -165,7 +152,6 @@ class Scheduler:
         return worked
 
     def _handle(self, message: ToScheduler) -> None:
-        self.activity.begin(f"handling {type(message).__name__}")
         try:
             self._handlers[type(message)](message)
         except Exception as error:
@@ -208,7 +194,6 @@ class Scheduler:
     def _launch(self, batch: Batch) -> None:
         """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
         started = time.perf_counter()
-        self.activity.begin("launching", batch)
         try:
             self._pending.append((batch, self._compute(batch), started))
         except Exception as error:
@@ -242,7 +227,6 @@ class Scheduler:
         if self._pending and self._pending[-1][1].delayed is not None:
             self._process_all_but(1)
             batch, launched, _ = self._pending[0]
-            self.activity.begin("sampling delayed rows", batch)
             try:
                 self.executor.sample_delayed(launched, choices_of(batch, self.executor.fill_masks))
             except Exception as error:  # a device in trouble
@@ -254,7 +238,6 @@ class Scheduler:
 
     def _process(self, batch: Batch, launched: Launched, started: float) -> None:
         """Take the results of one batch into the requests."""
-        self.activity.begin("waiting for results", batch)
         try:
             results = launched.result()
         except Exception as error:
@@ -462,14 +445,24 @@ class Scheduler:
         return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        return load_of(
-            self.cache,
-            self.prefill,
-            self.stats,
+        cache, stats = self.cache, self.stats
+        return LoadUpdate(
             running=len(self.decode.running) + len(self._last_step) + (self.prefill.chunked is not None),
-            max_running=self.limits.max_running_requests,
-            compiling=len(self.grammars.waiting),
+            waiting=len(self.prefill.waiting) + len(self.grammars.waiting),
+            waiting_uncached_tokens=self.prefill.uncached_tokens(),
+            pages_used=cache.used_pages,
+            pages_cached=cache.tree.evictable_pages,
+            pages_total=cache.pool.num_pages,
+            page_size=cache.page_size,
+            tokens_used=cache.used_pages * cache.page_size,
+            total_prefill_uncached_tokens=stats.total_prefill_tokens,
+            total_prefill_busy_us=stats.total_prefill_busy_us,
+            total_jumps=stats.total_jumps,
+            total_forced_tokens=stats.total_forced_tokens,
+            prefill_tokens_per_s=stats.prefill_tokens_per_s,
+            decode_step_ms=stats.decode_step_ms,
             draining=self.draining,
+            max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
         )
 
@@ -479,14 +472,6 @@ class Scheduler:
             self.ratio.on_idle()
             if not self.cache.is_balanced():
                 logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
-
-    def _totals(self) -> str:
-        free, cached, total = self._page_counts()
-        return (
-            f"{len(self.decode.running)} running, {len(self.prefill.waiting)} waiting, "
-            f"{len(self._pending)} launched batches unprocessed, {len(self._leaving)} requests leaving; "
-            f"pages: {free} free, {cached} cached of {total}"
-        )
 
     def _page_counts(self) -> tuple[int, int, int]:
         return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages

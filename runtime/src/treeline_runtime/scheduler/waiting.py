@@ -1,30 +1,95 @@
-"""Who of those who wait is next: kept as they come and leave, so that a step pays for those it looks at."""
+"""Who of those who wait is next: kept as they come and leave, so that a step pays for those it looks at.
+
+The clients of the edge take turns. A policy orders the requests of one client, and starves none: who has waited longer
+than a bound comes before all others of its client.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
 from treeline_runtime.core import Req
-from treeline_runtime.scheduler.policy import MATCH_LIMIT, Policy, View
-from treeline_runtime.scheduler.ranked import Ranked
+
+MATCH_LIMIT = 128
+"""Matching every waiting request is linear in the queue: beyond this, first come first served."""
+SPARE = 256
+"""Places of those who have left that are kept even if hardly anybody is in the queue."""
+
+Rank = tuple[float, ...]
+"""The smallest is first."""
+
+
+class Ranked:
+    """Requests by the rank that each was put in with; of equal ranks the first to come is first.
+
+    A binary heap in which the places of those who leave stay until they come up, or until they are the most (`heapq`'s
+    notes on priority queues).
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Rank, int]] = []
+        self._reqs: dict[int, Req] = {}
+        self._numbers: dict[Req, int] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def put(self, req: Req, rank: Rank) -> None:
+        """O(log n), as it is spread over all. `req` must not be in."""
+        assert req not in self._numbers
+        if len(self._heap) > 2 * len(self._reqs) + SPARE:
+            self._heap = [place for place in self._heap if place[1] in self._reqs]
+            heapify(self._heap)
+        self._count += 1
+        self._reqs[self._count] = req
+        self._numbers[req] = self._count
+        heappush(self._heap, (rank, self._count))
+
+    def leave(self, req: Req) -> None:
+        """If it is in. O(1)."""
+        number = self._numbers.pop(req, None)
+        if number is not None:
+            del self._reqs[number]
+
+    def first(self) -> tuple[Rank, Req] | None:
+        """O(log n) for each that has left since."""
+        heap = self._heap
+        while heap and heap[0][1] not in self._reqs:
+            heappop(heap)
+        return (heap[0][0], self._reqs[heap[0][1]]) if heap else None
+
+    def __iter__(self) -> Iterator[Req]:
+        """In order. The first k take O(k log k), not counting those who have left. Any may leave meanwhile; none may be
+        put in."""
+        self.first()
+        heap = self._heap
+        frontier = [(heap[0], 0)] if heap else []  # the first of those that were not given is among these
+        while frontier:
+            (_, number), at = heappop(frontier)
+            for below in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heappush(frontier, (heap[below], below))
+            if (req := self._reqs.get(number)) is not None:
+                yield req
 
 
 class WaitingOrder:
     """The clients of the edge take turns, first the one that was served longest ago: a client with a thousand requests
     delays the first request of another by one. The order of a client's own requests is that of `_ClientOrder`."""
 
-    def __init__(self, policy: Policy, view: View, starvation_bound: float) -> None:
-        self._policy = policy
-        self._view = view
-        self._bound = starvation_bound
+    def __init__(self, starvation_bound: float, *, by_priority: bool, cached: Callable[[Req], int] | None) -> None:
+        """by_priority: the highest first. cached: pages that the cache has of a request; those with most are first, and
+        with None it makes no difference."""
+        self._new = lambda: _ClientOrder(starvation_bound, by_priority, cached)
         self._clients: dict[str | None, _ClientOrder] = {}
         """Those who wait, in the order of their turns."""
 
     def put(self, req: Req, *, front: bool = False) -> None:
         """Behind all others of its client that wait, or before them, where the policy makes no difference."""
         if req.client not in self._clients:
-            self._clients[req.client] = _ClientOrder(self._policy, self._view, self._bound)
+            self._clients[req.client] = self._new()
         self._clients[req.client].put(req, front=front)
 
     def leave(self, req: Req) -> None:
@@ -55,12 +120,12 @@ class WaitingOrder:
 
 
 class _ClientOrder:
-    """Who has waited `starvation_bound` seconds or more, the oldest first; then the others as the policy has it."""
+    """Who has waited for the bound, the oldest first; then the others as the policy has it, retracted ones first."""
 
-    def __init__(self, policy: Policy, view: View, starvation_bound: float) -> None:
-        self._policy = policy
-        self._view = view
-        self._bound = starvation_bound
+    def __init__(self, bound: float, by_priority: bool, cached: Callable[[Req], int] | None) -> None:
+        self._bound = bound
+        self._by_priority = by_priority
+        self._cached = cached
         self._others = Ranked()
         self._overdue = Ranked()
         self._since = Ranked()
@@ -73,7 +138,7 @@ class _ClientOrder:
     def put(self, req: Req, *, front: bool = False) -> None:
         self._count += 1
         place = -self._count if front else self._count
-        self._others.put(req, (self._policy.rank(req, self._view), place))
+        self._others.put(req, (-req.priority if self._by_priority else 0, place))
         self._since.put(req, (req.waiting_since - req.waited_s,))
 
     def leave(self, req: Req) -> None:
@@ -86,8 +151,7 @@ class _ClientOrder:
             self.leave(req)
             self._overdue.put(req, (req.arrival,))
         yield from self._overdue
-        reorder = self._policy.reorder
-        if reorder is None or len(self._others) > MATCH_LIMIT:
+        if (cached := self._cached) is None or len(self._others) > MATCH_LIMIT:
             yield from self._others
         else:
-            yield from reorder(list(self._others), self._view)
+            yield from sorted(self._others, key=lambda req: -cached(req))

@@ -4,8 +4,7 @@ One operation at a time. What becomes of requests in flight is the caller's choi
 or waits for them and refuses new ones (vLLM); `update_weights` waits for them or ends them, and holds new ones back
 until the new weights are there (SGLang). Once the scheduler is at it, an operation goes on when the caller leaves.
 
-The scheduler is asked once all HTTP processes refuse requests or hold them back, and the caller has the answer once all
-of them know what came of it.
+The scheduler is asked once requests are refused or held back.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -67,11 +66,9 @@ class ProfileBody(Struct, frozen=True):
 class Administration:
     """The handlers; `service.state` is what they change for everybody else."""
 
-    def __init__(self, service: Service, args: ServerArgs, told: Callable[[], Awaitable[None]]) -> None:
-        """`told` returns when all HTTP processes know the state as it is, or raises NoReply."""
+    def __init__(self, service: Service, args: ServerArgs) -> None:
         self._service = service
         self._args = args
-        self._told = told
 
     @property
     def router(self) -> APIRouter:
@@ -168,19 +165,9 @@ class Administration:
             raise ApiError(503, "The model is still loading", type="server_error")
         state.operation, state.pausing, state.holding = what, refuses, not refuses
         try:
-            await self._begin()
             yield
         finally:
             state.operation, state.pausing, state.holding = None, False, False
-            with suppress(NoReply):  # one that is late hears of it, too
-                await self._told()
-
-    async def _begin(self) -> None:
-        """From here on no HTTP process begins a request."""
-        try:
-            await self._told()
-        except NoReply as error:
-            raise ApiError(503, f"An HTTP worker does not answer: {error}", type="server_error") from None
 
     async def _carry_out(
         self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None], *, abort: bool = False

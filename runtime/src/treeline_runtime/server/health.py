@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import BatchTextOut, GenerateReq, SamplingParams
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import GenerationJob
@@ -33,23 +32,11 @@ TOKENS = 4
 
 
 class EngineHealth:
-    """`on_batch` sees every output; `watch` runs as a task; `check` may be called at any time.
+    """`on_batch` sees every output; `watch` runs as a task; `check` may be called at any time."""
 
-    A worker has one that only reports what it sees: the first HTTP process observes for all (`observe`), and what it
-    finds is in the state that all of them share. As long as nothing fails, workers report nothing; so what counts as
-    failed in a row may have had other workers' answers between, which leads to a check at most.
-    """
-
-    def __init__(
-        self,
-        service: Service,
-        clock: Callable[[], float] = time.monotonic,
-        report: Callable[[Observed], object] | None = None,
-    ) -> None:
-        """`report`: a worker's way to the first HTTP process."""
+    def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._clock = clock
-        self._report = report
         self._failures = 0
         self._suspected = asyncio.Event()
 
@@ -68,29 +55,11 @@ class EngineHealth:
             if out.finish is None:
                 continue
             if out.finish.type in ("stop", "length"):
-                self._tell(Observed(answered=True))
+                self._recover()
             elif out.finish.type == "error" and out.finish.status == 500:
-                self._tell(Observed(answered=False))
-
-    def _tell(self, observed: Observed) -> None:
-        if observed.answered and not self._failures and self.problem is None:
-            return  # nothing new
-        if self._report is None:
-            self.observe(observed)
-        else:
-            self._failures = 0 if observed.answered else self._failures + 1
-            self._report(observed)
-
-    def observe(self, observed: Observed) -> None:
-        """What this process has seen, or a worker."""
-        if observed.answered:
-            self._recover()
-        elif observed.problem is not None:
-            self._fail(observed.problem)
-        else:
-            self._failures += 1
-            if self._failures >= FAILURES:
-                self._suspected.set()
+                self._failures += 1
+                if self._failures >= FAILURES:
+                    self._suspected.set()
 
     async def watch(self) -> None:
         """Check whenever there is a suspicion, until it is gone."""
@@ -121,18 +90,15 @@ class EngineHealth:
             raise self._failed(str(error)) from None
         finally:
             inflight.close()
-        self._tell(Observed(answered=True))
+        self._recover()
 
     def _failed(self, why: str) -> ApiError:
         problem = f"The engine cannot answer: {why}"
-        self._tell(Observed(answered=False, problem=problem))
-        return ApiError(503, problem, type="server_error")
-
-    def _fail(self, problem: str) -> None:
         state = self._service.state
         if state.problem is None:
             state.failing_since = self._clock()
         state.problem = problem
+        return ApiError(503, problem, type="server_error")
 
     def _recover(self) -> None:
         if self.problem is not None:

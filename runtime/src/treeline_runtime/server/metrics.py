@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    Metric,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from treeline_runtime.messages import LoadUpdate
 
@@ -55,13 +43,6 @@ E2E_BUCKETS = (
     600,
     1200,
 )
-
-
-ADDED_UP_GAUGES = ("treeline:http_requests_active",)
-"""Of all HTTP processes; the other gauges are the server's, and the first process knows them."""
-
-Samples = Sequence[tuple[str, str, dict[str, str], float]]
-"""What an HTTP worker has counted, as far as it is added up: family, name, labels and value of each sample."""
 
 
 class Metrics:
@@ -142,19 +123,9 @@ class Metrics:
         self.forced_tokens.inc(load.total_forced_tokens - self._last_load.total_forced_tokens)
         self._last_load = load
 
-    def samples(self) -> Samples:
-        """What `render` adds to the first process's own."""
-        return [
-            (family.name, sample.name, sample.labels, sample.value)
-            for family in self._registry.collect()
-            if _added_up(family)
-            for sample in family.samples
-        ]
-
-    def render(self, workers: Iterable[Samples] = ()) -> bytes:
-        """Prometheus' text format, with what `workers` counted. Buckets are added like counters: they are cumulative,
-        and the same everywhere."""
-        return generate_latest(_Total(self._registry, workers))
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:
         counter = Counter(f"treeline:{name}", text, list(self._labels), registry=self._registry)
@@ -167,28 +138,3 @@ class Metrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"treeline:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
         return histogram.labels(**self._labels)
-
-
-def _added_up(family: Metric) -> bool:
-    return family.type != "gauge" or family.name in ADDED_UP_GAUGES
-
-
-class _Total(Collector):
-    """A registry's metrics, with the samples of others added to those of the same name and labels."""
-
-    def __init__(self, registry: CollectorRegistry, others: Iterable[Samples]) -> None:
-        self._registry = registry
-        self._others: dict[str, list[Sample]] = {}
-        for samples in others:
-            for family, name, labels, value in samples:
-                self._others.setdefault(family, []).append(Sample(name, labels, value))
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
-            totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
-            for sample in [*family.samples, *self._others.get(family.name, ())]:
-                key = sample.name, frozenset(sample.labels.items())
-                known = totals.get(key)
-                totals[key] = sample if known is None else sample._replace(value=known.value + sample.value)
-            family.samples = list(totals.values())
-            yield family

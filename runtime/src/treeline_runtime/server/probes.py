@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response, Security
 
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.ipc import Observed
 from treeline_runtime.messages import LoadUpdate
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import answers, schema
@@ -20,7 +19,7 @@ from treeline_runtime.server.dependencies import Checking
 from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.health import EngineHealth
 from treeline_runtime.server.http import Answer, json_answer
-from treeline_runtime.server.metrics import CONTENT_TYPE, Samples
+from treeline_runtime.server.metrics import CONTENT_TYPE
 from treeline_runtime.server.service import Service
 from treeline_runtime.tokenizer_manager import NoReply
 
@@ -49,17 +48,14 @@ _SERVER_INFO = schema.operation(
 
 
 class Probes:
-    def __init__(self, service: Service, info: ServerInfo, report: Callable[[Observed], object] | None = None) -> None:
-        """`report`: a worker's way to tell what it sees of the engine (see `EngineHealth`)."""
+    def __init__(self, service: Service, info: ServerInfo) -> None:
         self._service = service
         self._info = info
-        self.health = EngineHealth(service, report=report)
+        self.health = EngineHealth(service)
         self.scheduler_info: Mapping[str, Any] = {}
         """What the scheduler said about itself when it was ready."""
         self.kv_events: Mapping[str, Any] | None = None
         """Where events are published, once that is known; None: nowhere."""
-        self.counted_elsewhere: Callable[[], Awaitable[Iterable[Samples]]] | None = None
-        """Asks for what HTTP workers have counted."""
 
     @property
     def router(self) -> APIRouter:
@@ -271,8 +267,7 @@ class Probes:
         metrics, state = self._service.metrics, self._service.state
         metrics.on_load(state.load)
         metrics.set("draining", state.draining)
-        elsewhere = [] if self.counted_elsewhere is None else await self.counted_elsewhere()
-        return Answer(metrics.render(elsewhere), content_type=CONTENT_TYPE.encode())
+        return Answer(metrics.render(), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self) -> Response:
         """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from treeline_runtime.confined.frames import header, receive_frame
-from treeline_runtime.launch import spawn
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.processes import spawn
 from treeline_runtime.server.errors import ApiError, UnknownModel, overloaded
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import Caller, Kind, Refused, Task

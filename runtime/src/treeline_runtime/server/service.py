@@ -65,8 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class State:
-    """Where the server is in its life. Only the first HTTP process changes it (`serve`, and administration what is its
-    own); it tells its workers (`StateUpdate`)."""
+    """Where the server is in its life."""
 
     ready: bool = False
     draining: bool = False
@@ -98,15 +97,11 @@ class State:
     model_path: str | None = None
     """The weights that are served, where they are not those of the start."""
     weight_version: str = "default"
-    on_change: Callable[[str], None] | None = field(default=None, repr=False)
-    """Called after each change of a field, with its name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if name == "holding":
             (self._resumed.clear if value else self._resumed.set)()
-        if self.on_change is not None:
-            self.on_change(name)
 
     async def resumed(self) -> None:
         """Waits while new generations are held back."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeline_runtime.models.families import gemma, gpt_oss, llama, llama4, mistral, moe, olmo, phi, qwen
+from treeline_runtime.models.families import gemma, gpt_oss, llama, mistral, moe, olmo, phi, qwen
 from treeline_runtime.models.families.base import Family
 
 __all__ = ["FAMILIES", "Family"]
@@ -22,6 +22,5 @@ FAMILIES: dict[str, Family] = {
         moe.QWEN2_MOE,
         moe.QWEN3_MOE,
         gpt_oss.GPT_OSS,
-        llama4.LLAMA4,
     )
 }

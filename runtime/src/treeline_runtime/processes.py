@@ -1,26 +1,34 @@
-"""The process group: starts the children, notices the end of any of them, and ends them all."""
+"""The processes of a server, on both sides: how the parent starts, watches and ends children, and how a child lives.
+
+A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open: end of file means
+stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so on Linux the kernel kills
+it with its parent.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import fcntl
+import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import zmq
 
-from treeline_runtime.child import ChildSpec
-from treeline_runtime.ipc import Process
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.ipc import Addresses, Failed, Outbox
+from treeline_runtime.parent_end import end_with_parent
 
 FOLDER_PREFIX = "treeline-"
 LOCK = "lock"
@@ -30,10 +38,40 @@ MODULES = {
     "scheduler": "treeline_runtime.scheduler_process",
     "detokenizer": "treeline_runtime.detokenizer_process",
     "publisher": "treeline_runtime.publisher.process",
-    "http": "treeline_runtime.http_worker",
 }
 STOP_S = 3.0
 """What children get to end by themselves before they are killed."""
+NOTICE_S = 0.1
+"""Until a child has noticed the order to stop, where others have got it at the same time."""
+
+logger = logging.getLogger(__name__)
+
+
+class ChildSpec(msgspec.Struct, frozen=True):
+    """What every child gets from its parent."""
+
+    args: ServerArgs
+    addresses: Addresses
+    model_dir: str
+    epoch: int
+
+
+class StartError(Exception):
+    """The child cannot do its work, for a reason that the user can act on."""
+
+
+def setup_logging(process: str, level: str) -> None:
+    """Logs go to standard error, one line each, with the process's name."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=level.upper(),
+        format=f"%(asctime)s %(levelname)-7s {process:<11} %(message)s",
+        datefmt="%H:%M:%S",
+        force=True,
+    )
+
+
+# ---- the parent's side ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,11 +130,9 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
-def spawn(
-    module: str, stdin: int, environment: Mapping[str, str], descriptors: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
+def spawn(module: str, stdin: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process of ours. It inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent
-    decides. Of our file descriptors it has these. What it prints goes to standard error."""
+    decides. What it prints goes to standard error."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
@@ -104,7 +140,6 @@ def spawn(
             stdin=stdin,
             stdout=sys.__stderr__,
             env={**environment, "TOKENIZERS_PARALLELISM": "false"},
-            pass_fds=descriptors,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -118,15 +153,12 @@ class ProcessGroup:
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
 
-    def start(self, started: Process, spec: ChildSpec, listener: socket.socket | None = None) -> None:
-        """Starts one child and hands it its orders (see `child`), and the socket that it is to listen on."""
-        process = started.name
-        descriptor = None if listener is None else listener.fileno()
-        child = spawn(MODULES[started.kind], subprocess.PIPE, os.environ, [] if descriptor is None else [descriptor])
+    def start(self, process: str, spec: ChildSpec) -> None:
+        """Starts one child and hands it its orders."""
+        child = spawn(MODULES[process], subprocess.PIPE, os.environ)
         self._children[process] = child
         assert child.stdin is not None
-        orders = msgspec.structs.replace(spec, rank=started.rank, listener=descriptor)
-        child.stdin.write(msgspec.json.encode(orders) + b"\n")
+        child.stdin.write(msgspec.json.encode(spec) + b"\n")
         child.stdin.flush()
         loop = asyncio.get_running_loop()
         ended = self._ended[process] = loop.create_future()
@@ -140,14 +172,6 @@ class ProcessGroup:
             loop.call_soon_threadsafe(on_end, status)
 
         threading.Thread(target=wait, daemon=True, name=f"{process} wait").start()
-
-    def ask(self, process: str) -> None:
-        """Has a child say in the log what it is doing (see `child`), if it still can."""
-        pipe = self._children[process].stdin
-        assert pipe is not None
-        with contextlib.suppress(OSError):
-            pipe.write(b"?")
-            pipe.flush()
 
     def abort(self, process: str) -> None:
         """Ends a stuck child so that its stacks are logged (`faulthandler`)."""
@@ -165,3 +189,47 @@ class ProcessGroup:
             if not self._ended[process].done():
                 child.kill()
         await asyncio.wait(self._ended.values())
+
+
+# ---- a child's side ---------------------------------------------------------------------------------------------
+
+_told_to_stop = threading.Event()
+
+
+def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[bytes]]], None]) -> int:
+    """Runs `run` as this child; returns the exit status (0 only after an order to stop)."""
+    if process == "scheduler":
+        end_with_parent()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
+    setup_logging(process, spec.args.log_level)
+    faulthandler.enable()  # the watchdog ends a stuck child with SIGABRT: then its stacks are in the log
+    threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        run(spec, context)
+        context.destroy(linger=0)
+        return 0
+    except StartError as error:
+        _report(context, spec, Failed(process, str(error)))
+    except Exception as error:
+        if _told_to_stop.wait(NOTICE_S):  # the first to notice removes the folder of all children's sockets
+            context.destroy(linger=0)
+            return 0
+        logger.exception("the %s process failed", process)
+        _report(context, spec, Failed(process, f"{type(error).__name__}: {error}"))
+    return 1
+
+
+def _watch_parent(addresses: Addresses) -> None:
+    while os.read(0, 1):
+        pass
+    _told_to_stop.set()
+    addresses.remove()  # the parent does it too, unless it was killed
+    os._exit(0)
+
+
+def _report(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:
+    outbox = Outbox(context, spec.addresses.of("http"))
+    outbox.send(failure)
+    outbox.flush(timeout_ms=500)
+    context.destroy(linger=500)
