@@ -18,8 +18,8 @@ from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.context import Context
 from treeline_runtime.models import ModelError, read_config
+from treeline_runtime.models.model_config import ClampedGate, MoeConfig
 from treeline_runtime.models.moe import MoeDecoder, new_moe, take_experts
-from treeline_runtime.models.moe_config import ClampedGate, MoeConfig
 from treeline_runtime.models.weights import RandomWeights
 from treeline_runtime.ops import Experts
 from treeline_runtime.ops.torch_ops import TorchOps

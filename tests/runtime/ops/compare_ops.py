@@ -18,7 +18,7 @@ if DEVICE == "cpu":
 
 from treeline_runtime.context import Context  # noqa: E402
 from treeline_runtime.kvcache import KVPool  # noqa: E402
-from treeline_runtime.models.moe_config import ClampedGate  # noqa: E402
+from treeline_runtime.models.model_config import ClampedGate  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
 from treeline_runtime.ops import Experts, Heads, Tables, attention_kernels, fp8, fused_experts  # noqa: E402
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402

@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout
-from treeline_runtime.attention.on_device import factors, processors_of
+from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout, factors, processors_of
 from treeline_runtime.attention.segments import Segments
 from treeline_runtime.attention.shared_prefixes import shared_prefixes
 from treeline_runtime.ops import attention_kernels as kernels

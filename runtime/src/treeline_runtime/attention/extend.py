@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import triton
 
-from treeline_runtime.attention.base import AttentionBackend, Layout
-from treeline_runtime.attention.on_device import factors, processors_of
+from treeline_runtime.attention.base import AttentionBackend, Layout, factors, processors_of
 from treeline_runtime.kvcache.pool import KVPool
 from treeline_runtime.models.scoring import PLAIN, Scoring
 from treeline_runtime.ops import attention_kernels as kernels

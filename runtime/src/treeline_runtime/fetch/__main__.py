@@ -23,9 +23,8 @@ from treeline_wire.command_line import Parser
 from treeline_wire.models import commits_of, commits_text
 
 from treeline_runtime.fetch.bucket import Bucket
-from treeline_runtime.fetch.folder import PROGRESS_S, Progress, Wanted, fetch
+from treeline_runtime.fetch.folder import PROGRESS_S, FetchError, Progress, Wanted, fetch
 from treeline_runtime.fetch.hub import HubRepo
-from treeline_runtime.fetch.origin import FetchError
 
 TERMINATION_LOG: Final = "/dev/termination-log"
 _LONGEST_REASON: Final = 1000

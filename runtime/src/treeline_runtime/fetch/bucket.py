@@ -26,8 +26,7 @@ from obstore.exceptions import BaseError, NotFoundError, PermissionDeniedError, 
 from obstore.store import from_url
 
 from treeline_runtime.download import IGNORED
-from treeline_runtime.fetch.folder import OURS
-from treeline_runtime.fetch.origin import TOKENIZER_FILES, WEIGHT_FILES, FetchError, Listing
+from treeline_runtime.fetch.folder import OURS, TOKENIZER_FILES, WEIGHT_FILES, FetchError, Listing
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

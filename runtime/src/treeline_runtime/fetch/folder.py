@@ -13,12 +13,12 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple, Protocol
 
-from treeline_runtime.fetch.origin import DISK_ERRORS, FetchError, Origin
+from treeline_runtime.download import FILES
 
 OURS: Final = ".treeline-"
 """How names begin that are ours in a folder."""
@@ -29,6 +29,46 @@ _LONGEST_NAME: Final = 512
 _MOST_FOLDERS: Final = 16
 
 logger = logging.getLogger("treeline.fetch")
+
+
+TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+WEIGHT_FILES: Final = [*FILES, *TOKENIZER_FILES, "*.py"]
+"""More than our own runtime reads: other engines are served from the same folder."""
+DISK_ERRORS: Final = frozenset({28, 30, 36, 122})
+"""No space, read-only file system, a name that is too long, quota."""
+
+
+class FetchError(Exception):
+    """The model cannot be had. `reason` is a word that a status can show."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Listing(NamedTuple):
+    """What is to be downloaded: bytes by the file's name, and a name of this state of the files, if there is one."""
+
+    sizes: Mapping[str, int]
+    version: str | None
+
+
+class Origin(Protocol):
+    """A model, or its tokenizer alone, at one place. Its methods raise FetchError, and OSError of DISK_ERRORS."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a complete folder says of itself."""
+
+    def look(self, to: Path) -> Listing:
+        """What `download` would bring into this folder."""
+
+    def download(self, listed: Listing, to: Path) -> None:
+        """Bring these files into a folder that may have some of them from an earlier try."""
 
 
 @dataclass(frozen=True)

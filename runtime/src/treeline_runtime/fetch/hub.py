@@ -10,7 +10,7 @@ from typing import Any
 from treeline_wire.models import HubModel
 
 from treeline_runtime.download import IGNORED, hub_problem
-from treeline_runtime.fetch.origin import DISK_ERRORS, TOKENIZER_FILES, WEIGHT_FILES, FetchError, Listing
+from treeline_runtime.fetch.folder import DISK_ERRORS, TOKENIZER_FILES, WEIGHT_FILES, FetchError, Listing
 
 
 class HubRepo:

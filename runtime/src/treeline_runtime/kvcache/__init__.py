@@ -1,6 +1,6 @@
 """The paged KV pool and the radix cache over it."""
 
-from treeline_runtime.kvcache.node import Node
+from treeline_runtime.kvcache.eviction import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages
 from treeline_runtime.kvcache.radix import Match, RadixCache, key_of
 

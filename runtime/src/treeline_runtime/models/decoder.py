@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooler import Pooler
-from treeline_runtime.models.quantization.kv import kv_scales
-from treeline_runtime.models.quantization.product import float_product, new_product, stack
+from treeline_runtime.models.quantization.product import float_product, kv_scales, new_product, stack
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.weights import EMBEDDING, HEAD, OUTPUTS, Shard, Weights

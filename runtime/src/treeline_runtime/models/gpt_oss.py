@@ -1,7 +1,8 @@
 """gpt-oss: the decoder with its own experts and their layouts in a checkpoint.
 
 Rows of gate and up take turns there. Weights have their inputs first, as transformers multiplies them, or they are
-MXFP4 and have their inputs last; those are made whole as they are loaded.
+MXFP4 and have their inputs last; those are made whole as they are loaded. MXFP4 is OCP's "Microscaling Formats" 1.0: 32
+numbers of type E2M1, two in a byte, the first in its lower half, and for each 32 a power of two of type E8M0.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import torch
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, Layer, Linear
+from treeline_runtime.models.model_config import MoeConfig
 from treeline_runtime.models.moe import Moe, new_stack
-from treeline_runtime.models.moe_config import MoeConfig
-from treeline_runtime.models.mxfp import BLOCK, dequantise
 from treeline_runtime.models.weights import Weights
 from treeline_runtime.ops import Experts, Ops
 
@@ -66,3 +66,21 @@ def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int
     blocks = weights.take(f"{name}_blocks", count, outputs, inputs // BLOCK, BLOCK // 2, dtype=packed)
     scales = weights.take(f"{name}_scales", count, outputs, inputs // BLOCK, dtype=packed)
     return lambda expert: dequantise(blocks[expert], scales[expert])
+
+
+# ---- MXFP4 ------------------------------------------------------------------------------------------------------
+
+BLOCK = 32
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS = torch.tensor([*_E2M1, *(-number for number in _E2M1)])
+_PAIRS = torch.stack((_NUMBERS.repeat(16), _NUMBERS.repeat_interleave(16)), dim=1)
+"""(256, 2): the two numbers of a byte."""
+_SMALLEST = 2.0**-127
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """blocks (…, inputs / 32, 16) uint8, scales (…, inputs / 32) uint8 → (…, inputs) float32, without rounding."""
+    numbers = _PAIRS.to(blocks.device)[blocks.int()].flatten(-2)
+    # a scale is the exponent of a float32; that of 0 would be a zero there
+    factors = (scales.int() << 23).view(torch.float32).clamp(min=_SMALLEST)
+    return numbers.mul_(factors[..., None]).flatten(-2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from treeline_runtime.models.moe_config import MoeConfig
 from treeline_runtime.models.quantization.scheme import Scheme
 from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.scoring import PLAIN, Scoring
@@ -23,6 +22,36 @@ class Norms:
 
 PRE_NORMS = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
 """As Llama has them; the second is named for where it stands."""
+
+
+@dataclass(frozen=True)
+class ClampedGate:
+    """gpt-oss's way between the products, where others have `gate`: (up + 1) x gate x sigmoid(alpha x gate).
+
+    The gate is at most `limit`, up is between -limit and limit.
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Layers whose feed-forward is a choice of experts."""
+
+    num_experts: int
+    top_k: int
+    """Experts that each token goes to."""
+    intermediate_size: int
+    """Of one expert."""
+    normalise: bool
+    """Whether the scores of a token's experts are divided by their sum."""
+    shared_intermediate_size: int
+    """Of the expert that every token goes to, behind a gate of its own; 0: there is none."""
+    layers: frozenset[int]
+    """Which layers have experts; the others are dense."""
+    clamped: ClampedGate | None = None
+    """None: silu of the gate, times up."""
 
 
 @dataclass(frozen=True)

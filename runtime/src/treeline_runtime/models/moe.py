@@ -12,7 +12,7 @@ import torch
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
-from treeline_runtime.models.moe_config import MoeConfig
+from treeline_runtime.models.model_config import MoeConfig
 from treeline_runtime.models.weights import Weights
 from treeline_runtime.ops import Experts, Ops
 

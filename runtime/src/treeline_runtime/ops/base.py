@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from treeline_runtime.context import Context
-from treeline_runtime.models.moe_config import ClampedGate
+from treeline_runtime.models.model_config import ClampedGate
 
 Activation = Literal["silu", "gelu_tanh"]
 

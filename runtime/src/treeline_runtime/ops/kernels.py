@@ -272,3 +272,13 @@ def best_of_blocks(scores_ptr, best_ptr, tokens_ptr, finite_ptr, blocks, BLOCK: 
     winner = tl.argmax(scores, 0)
     tl.store(tokens_ptr + row, tl.load(best_ptr + row * blocks + winner).to(tl.int64))
     tl.store(finite_ptr + row, (tl.max(scores, 0) > float("-inf")) & (bad == 0))
+
+
+@triton.jit
+def forbid(logits_ptr, masks_ptr, vocab, words, BLOCK: tl.constexpr):
+    """-inf where a token's bit is not set, for one block of one row; nothing is read of the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    bits = tl.load(masks_ptr + row * words + ids // 32, inside, other=0) >> (ids % 32)
+    tl.store(logits_ptr + row * vocab + ids, float("-inf"), inside & ((bits & 1) == 0))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from treeline_runtime.context import Context
-from treeline_runtime.models.moe_config import ClampedGate
+from treeline_runtime.models.model_config import ClampedGate
 from treeline_runtime.models.rope import rotate
 from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
 from treeline_runtime.sampling.sampler import choose

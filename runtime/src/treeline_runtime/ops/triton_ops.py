@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import triton
 
 from treeline_runtime.context import Context
-from treeline_runtime.ops import expert_kernels, kernels, mask_kernels
+from treeline_runtime.ops import expert_kernels, kernels
 from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
 from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.ops.fused_experts import FusedExperts
@@ -204,4 +204,4 @@ class TritonOps:
     def forbid(self, logits: torch.Tensor, masks: torch.Tensor) -> None:
         rows, vocab = logits.shape
         blocks = triton.cdiv(vocab, VOCAB_BLOCK)
-        mask_kernels.forbid[(rows, blocks)](logits, masks, vocab, masks.shape[1], BLOCK=VOCAB_BLOCK, num_warps=8)
+        kernels.forbid[(rows, blocks)](logits, masks, vocab, masks.shape[1], BLOCK=VOCAB_BLOCK, num_warps=8)

@@ -12,8 +12,7 @@ from typing import Any
 
 from treeline_runtime.models.families.base import Config, Family, words
 from treeline_runtime.models.families.mistral import window_on_all
-from treeline_runtime.models.model_config import ModelConfig
-from treeline_runtime.models.moe_config import MoeConfig
+from treeline_runtime.models.model_config import ModelConfig, MoeConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, windows
