@@ -314,11 +314,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
         parser.error("argument --api-key: must not be empty")
     key = _admin_key(parser, given.admin_key, given.admin_key_file)
     try:
-        args = ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
+        return ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
     except ConfigError as error:  # settings that do not go together
         parser.error(str(error))
-    _check_ports(parser, args)
-    return args
 
 
 def _admin_key(parser: argparse.ArgumentParser, key: str | None, file: str | None) -> str | None:
@@ -336,20 +334,3 @@ def _admin_key(parser: argparse.ArgumentParser, key: str | None, file: str | Non
     if key is not None and not (key and all("!" <= character <= "~" for character in key)):
         parser.error(f"{flag}: a key is one word of printable ASCII")
     return key
-
-
-def _check_ports(parser: argparse.ArgumentParser, args: ServerArgs) -> None:
-    named = [("--port", args.port), ("--metrics-port", args.metrics_port), ("--admin-port", args.admin_port)]
-    if not args.no_events:
-        named += [
-            ("--events-port", args.events_port),
-            ("--replay-port", args.replay_port),
-            ("--load-port", args.load_port),
-        ]
-    seen: dict[int, str] = {}
-    for flag, port in named:
-        if not port:
-            continue  # off, or any free one
-        if port in seen:
-            parser.error(f"argument {flag}: port {port} is also {seen[port]}'s")
-        seen[port] = flag

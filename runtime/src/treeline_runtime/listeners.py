@@ -13,7 +13,7 @@ from treeline_wire.security import is_loopback
 from treeline_runtime.args import ServerArgs
 
 _FIXES = {
-    errno.EADDRINUSE: ": another program listens there; end it, or give another port",
+    errno.EADDRINUSE: ": another program listens there, or another flag has it; give another port",
     errno.EACCES: ": ports below 1024 are for root; give a larger one",
 }
 

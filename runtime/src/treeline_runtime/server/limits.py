@@ -95,7 +95,7 @@ class Reservation:
             raise ApiError(
                 413,
                 f"The request takes {needed} bytes of memory, more than the {limit} that all requests together may "
-                "take here (--max-bytes-in-flight: each HTTP worker has an equal part, and a client half of that)",
+                "take here (--max-bytes-in-flight: a client has half of it)",
                 code="request_too_large",
             )
 
