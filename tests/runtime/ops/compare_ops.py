@@ -202,11 +202,9 @@ def rotate_and_store(dtype: torch.dtype) -> None:
         (6, 2, 128, 96, False, False),  # Phi-4-mini
         (3, 1, 24, 8, True, False),
         (5, 3, 24, 24, True, True),  # OLMo 2
-        (10, 2, 128, 0, False, False),  # Llama 4's layers without rope
-        (10, 2, 24, 0, True, False),
     ):
         weights = noise(query + kv, dim, dtype=torch.float32 if dim == 256 else dtype) if with_norm else None
-        heads = Heads(query, kv, dim, weights, 1e-6, over_heads, rope=query % 2 if rotary else None)
+        heads = Heads(query, kv, dim, weights, 1e-6, over_heads, rope=query % 2)
         tokens = 6
         slots = torch.randperm(36, generator=GENERATOR)[:tokens].to(DEVICE)
         qkv = noise(tokens, (query + 2 * kv) * dim, dtype=dtype)
