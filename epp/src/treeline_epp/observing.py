@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from treeline_wire.tracing_env import TracingError
 
-from treeline_epp.compat.families import Families
-from treeline_epp.compat.metric_names import GIE, LLMD
+from treeline_epp.compat.families import GIE, LLMD, Families
 from treeline_epp.metrics import Metrics
 from treeline_epp.options import OURS, Options
 from treeline_epp.picking.picker import Picker

@@ -180,7 +180,7 @@ async def test_the_plain_envoy_sends_requests_where_the_picker_says(tmp_path: Pa
 def test_the_plain_envoy_lets_requests_wait_in_the_picker() -> None:
     (text,) = blocks("yaml", "Plain Envoy")
     (most,) = re.findall(r"max_message_timeout: (\d+)s", text)
-    assert int(most) > FlowSettings().flow_ttl_seconds
+    assert int(most) > FlowSettings().ttl_seconds
 
 
 def schemas(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:

@@ -17,10 +17,10 @@ from treeline_epp.index.index import Index
 from treeline_epp.keyers import token_keys
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.keyers.token_keys import LONGEST_CHARS, NEW_CHARS, STRETCH_CHARS, WAITING, TokenKeys
-from treeline_epp.picking.request import PickRequest
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_wire.events import BlockStored
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.prompt import Prompt
@@ -207,7 +207,7 @@ def test_a_pool_with_such_a_tokenizer_is_routed_by_tokens() -> None:
     blocks = len(ids) // 16
     index.apply(pod, BlockStored(list(range(1, blocks + 1)), None, ids[: blocks * 16], 16), keyer.keys)
 
-    def asked(body: object, path: str) -> PickRequest:
+    def asked(body: object, path: str) -> Request:
         request = RouteRequest({":path": path, ":method": "POST"}, json.dumps(body).encode(), None)
         parsed = parse(request, registry)
         assert isinstance(parsed, Request), parsed
