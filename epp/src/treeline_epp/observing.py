@@ -29,7 +29,7 @@ class Observing:
         self._metrics, self._shows_ours = metrics, OURS in options.metrics_families
         others = [family for family in (GIE, LLMD) if family in options.metrics_families]
         namespace = options.pool_namespace if options.kubernetes else ""
-        self._families = Families(others, picker, namespace, metrics.open_streams) if others else None
+        self._families = Families(others, picker, namespace, lambda: float(metrics.open_streams)) if others else None
         self._tracing = _tracing() if options.tracing else None
         found: Sequence[Observer | None] = (self._families, self._tracing)
         self.observers = Observers([observer for observer in found if observer is not None])

@@ -264,4 +264,4 @@ def test_istio_is_told_of_the_pickers_tls() -> None:
     (container,) = picker["Deployment"]["spec"]["template"]["spec"]["containers"]
     options = options_of([arg for arg in container["args"] if not arg.startswith("--tokenizer")])
     assert options.secure_serving
-    assert options.fallback_endpoints == 0, "as the page says of Envoy Gateway"
+    assert not options.own_proxy, "as the page says of Envoy Gateway"

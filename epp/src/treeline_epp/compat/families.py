@@ -33,11 +33,81 @@ _MOST_ATTEMPTS = 10_000
 _LONGEST = 256
 """Letters of a label; a longer one is `OTHER`."""
 
-_HOUR = (0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0)
-_HOUR += (30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0, 1200.0, 1800.0, 2700.0, 3600.0)
+_HOUR: tuple[float, ...] = (
+    0.005,
+    0.025,
+    0.05,
+    0.1,
+    0.2,
+    0.4,
+    0.6,
+    0.8,
+    1.0,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    5.0,
+    6.0,
+    8.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    45.0,
+    60.0,
+    120.0,
+    180.0,
+    240.0,
+    300.0,
+    360.0,
+    480.0,
+    600.0,
+    900.0,
+    1200.0,
+    1800.0,
+    2700.0,
+    3600.0,
+)
 _TTFT = tuple(bound for bound in _HOUR if bound <= 120)
-_TPOT = (0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5)
-_TPOT += (2.0, 3.0, 4.5, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 48.0, 60.0, 90.0, 120.0, 180.0, 270.0, 360.0)
+_TPOT: tuple[float, ...] = (
+    0.0005,
+    0.00205,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.125,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.6,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.5,
+    6.0,
+    12.0,
+    18.0,
+    24.0,
+    30.0,
+    36.0,
+    48.0,
+    60.0,
+    90.0,
+    120.0,
+    180.0,
+    270.0,
+    360.0,
+)
 _STREAMING_TPOT = (*(bound for bound in _TPOT if bound <= 1.0), 2.0)
 _NTPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _BYTES = tuple(float(1 << power) for power in range(6, 31))
@@ -294,7 +364,7 @@ class Families(Observer):
         gie = family == GIE
         prefix = "inference_objective_" if gie else "llm_d_epp_"
         kept = (lambda key: (*key[:2], *key[3:])) if gie else (lambda key: key)
-        names = (*_MODEL, "priority") if gie else (*_MODEL, *_FLOW)
+        names: Labels = (*_MODEL, "priority") if gie else (*_MODEL, *_FLOW)
         text = "Requests that got an endpoint."
         yield shown(f"{prefix}request_total", "counter", text, names, _summed(self._requests, kept))
         names = (*_MODEL, "error_code") if gie else (*_MODEL, *_FLOW, "error_code")

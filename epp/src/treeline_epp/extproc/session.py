@@ -91,7 +91,7 @@ class ExtProcSession:
         """What the router gave for the request."""
         self._share = limits.waiting.open()
         self._observed = False
-        router.metrics.streams.inc()
+        router.metrics.open_streams += 1
 
     @property
     def ended(self) -> bool:
@@ -189,7 +189,7 @@ class ExtProcSession:
     def close(self, *, lost: bool = False) -> None:
         """The stream has ended, in whatever way; `lost`: with its connection, so the proxy may go on with a request
         that was decided, and it counts on for a while."""
-        self._router.metrics.streams.dec()
+        self._router.metrics.open_streams -= 1
         self._share.close()
         if self._held is not None:
             self._router.release(self._held)
@@ -232,8 +232,8 @@ class ExtProcSession:
             outline.finish(body)
             yield None
         result = self._router.route(request, outline)
-        if isinstance(ticket := result, Ticket):  # its body counts among those that wait for their decision
-            self._held = ticket
+        if isinstance(result, Ticket):  # its body counts among those that wait for their decision
+            self._held = ticket = result
             if state.timed and not ticket.done:
                 yield override_timeout(ticket.limit_s)
             while not ticket.done:
@@ -243,8 +243,8 @@ class ExtProcSession:
         if isinstance(result, Lease):
             parsed = result.decision.request
             changed = parsed.rewrite is not None or parsed.members is not None
-            body = to_send(request.body, outline, parsed) if changed else None
-            return state.answer(result.destination, body, result.added)
+            sent = to_send(request.body, outline, parsed) if changed else None
+            return state.answer(result.destination, sent, result.added)
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
 
     def _refused(self, why: Refusal) -> Refusal:

@@ -154,14 +154,13 @@ class Router:
             self.flow.cancel(held)
             self._decided(self._exchanges.pop(held), refusals.client_gone())
             return
-        exchange = self._exchanges.pop(held, None)
         self._forget(held)
-        counted = exchange is not None and (exchange.spend is not None or exchange.turn is not None)
-        if exchange is not None and counted and exchange.body is not None:
-            self._used(exchange, exchange.body.estimate())
         if self.picker.close(held, self.clock(), Outcome.CANCELLED):
             self.metrics.ended(Outcome.CANCELLED)
-        if exchange is not None and self.observers:
+        if held in self._exchanges:
+            exchange = self._exchanges.pop(held)
+            if exchange.body is not None and (exchange.spend is not None or exchange.turn is not None):
+                self._used(exchange, exchange.body.estimate())
             self.observers.ended(exchange)
 
     def explain(self, asked: RouteRequest, outline: Outline | None = None) -> Explanation:
