@@ -1,6 +1,6 @@
 """What the picker counts, in Prometheus' form. One object, one registry, nothing global.
 
-Counters, a gauge and histograms that cost next to nothing to count, on prometheus_client's pages.
+Counters and histograms that cost next to nothing to count, on prometheus_client's pages.
 
 The library's own take a lock and check for exemplars each time, a tenth of what a small request costs above its
 transport. These are counted by one thread, the event loop's, which also renders the page.
