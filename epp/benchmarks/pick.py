@@ -22,7 +22,7 @@ import time
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.events import BlockStored
 from treeline_wire.load import TreelineLoad
 
@@ -98,7 +98,7 @@ class World:
                 self.report(self.names[turn % len(self.names)], now)
                 turn += 1
             prompt = self.prompts[number % PROMPTS]
-            request = PickRequest(
+            request = Request(
                 "id",
                 model="m",
                 key=prompt.key,

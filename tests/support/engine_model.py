@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.load import TreelineLoad
 
 from support.epp_core import KEYS, WIDTH, Prompt
@@ -104,7 +104,7 @@ class Fleet:
 
     def take(self, prompt: Prompt, now: float) -> Lease:
         """Where the picker sends a prompt; nothing computes it yet."""
-        request = PickRequest(
+        request = Request(
             "id",
             model="m",
             key=prompt.key,

@@ -16,7 +16,7 @@ from treeline_epp.peers.seal import Seal, peer_key
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import create_policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.load import TreelineLoad
 
 from support.epp_core import KEYS, WIDTH, Prompt
@@ -220,7 +220,7 @@ class Pool:
     def _ask(self, asked: Asked) -> None:
         now, prompt, node = self.clock.now, asked.prompt, self._rng.choice(self.nodes)
         self.asked += 1
-        request = PickRequest(
+        request = Request(
             f"r{self.asked}", "m", prompt.namespace, prompt.key, prompt_tokens_estimate=len(prompt.tokens)
         )
         self._draws.seed(self.asked)

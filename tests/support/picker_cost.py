@@ -52,7 +52,7 @@ PARTS: list[tuple[str, Any, str]] = [
     ("metrics: counters", metrics.Count, "inc"),
     ("metrics: histograms", metrics.Histogram, "observe"),
     ("route, the rest", routing.Router, "route"),
-    ("complete", routing.Router, "complete"),
+    ("response", routing.Router, "response"),
     ("release", routing.Router, "release"),
     ("write answers", session, "to_response"),
 ]

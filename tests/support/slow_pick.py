@@ -12,18 +12,18 @@ from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.policies.predicted_ttft import STICKY_S, STICKY_SHARE
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import ASSUMED_OUTPUT_TOKENS, FOLLOWERS, Candidate, Scored, score, with_followers
 
 
-def serves(endpoint: Endpoint, request: PickRequest) -> bool:
+def serves(endpoint: Endpoint, request: Request) -> bool:
     spec = endpoint.spec
     if request.pool is not None and spec.pool != request.pool:
         return False
     return not spec.models or request.model is None or request.model in spec.models
 
 
-def eligible(picker: Picker, request: PickRequest, now: float) -> list[Endpoint]:
+def eligible(picker: Picker, request: Request, now: float) -> list[Endpoint]:
     serving = [e for e in picker.endpoints.values() if e.eligible and serves(e, request)]
     if serving and request.subset is not None:
         allowed = {split_address(entry) for entry in request.subset}
@@ -35,7 +35,7 @@ def eligible(picker: Picker, request: PickRequest, now: float) -> list[Endpoint]
     return willing or serving
 
 
-def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candidate]:
+def candidates(picker: Picker, request: Request, now: float) -> list[Candidate]:
     endpoints = eligible(picker, request, now)
     fastest = max(endpoint.load.own_rate() for endpoint in endpoints)
     prompt_tokens = max(1, request.prompt_tokens_estimate)
@@ -76,7 +76,7 @@ def candidates(picker: Picker, request: PickRequest, now: float) -> list[Candida
     return found
 
 
-def scores(picker: Picker, request: PickRequest, now: float) -> list[Scored]:
+def scores(picker: Picker, request: Request, now: float) -> list[Scored]:
     """All that could be picked, scored."""
     return [score(candidate, now) for candidate in candidates(picker, request, now)]
 

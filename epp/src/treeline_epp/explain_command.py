@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
 
-from treeline_epp.pages import DECISIONS, EXPLAIN, Asked, encode
+from treeline_epp.pages import DECISIONS, EXPLAIN, Asked
 from treeline_epp.picking.explanation import Verdict
 
 T = TypeVar("T")
@@ -36,7 +35,6 @@ class Shown(msgspec.Struct, frozen=True):
     refusal: str = ""
     endpoint: str = ""
     request_id: str | None = None
-    prompt: str | None = None
     endpoints: list[Verdict] = []
     terms: dict[str, dict[str, float | None]] = {}
 
@@ -50,11 +48,11 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse_args(argv)
     try:
         if given.last is not None:
-            answer = _ask(given.url, "GET", f"{DECISIONS}?last={given.last}&prompts={int(given.prompts)}")
+            answer = _ask(given.url, "GET", f"{DECISIONS}?last={given.last}")
             shown = _read(answer, _Decisions, given.url).decisions
         else:
             asked = Asked(given.path, _body(given.body), dict(given.header))
-            answer = _ask(given.url, "POST", EXPLAIN, encode(asked))
+            answer = _ask(given.url, "POST", EXPLAIN, msgspec.json.encode(asked))
             shown = [_read(answer, Shown, given.url)]
     except CannotAsk as error:
         sys.stderr.write(f"treeline pick explain: {error}\n")
@@ -74,8 +72,6 @@ def table(shown: Shown) -> str:
     lines = [head]
     if shown.refusal:
         lines.append(f"refused: {shown.refusal}")
-    if shown.prompt is not None:
-        lines.append(f"prompt: {json.dumps(shown.prompt)}")
     verdicts = shown.endpoints or [
         Verdict(name, "", "", rank, terms=terms) for rank, (name, terms) in enumerate(shown.terms.items(), 1)
     ]
@@ -167,6 +163,5 @@ def _parser() -> argparse.ArgumentParser:
         "--header", type=_header, action="append", default=[], metavar="NAME: VALUE", help="a header; may be repeated"
     )
     parser.add_argument("--last", type=_count, metavar="N", help="instead: the last N decisions that were taken")
-    parser.add_argument("--prompts", action="store_true", help="with --last: how their prompts begin, too")
     parser.add_argument("--json", action="store_true", help="as JSON")
     return parser

@@ -38,8 +38,7 @@ from treeline_epp.kvevents.hearing import Hearing
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.member import Member
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests.adapters import Adapters
-from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers
 from treeline_epp.tokenizers.watch import TokenizerSource, TokenizerSources
 from treeline_epp.way_judge import WayJudge
@@ -71,7 +70,6 @@ class Fleet:
         *,
         curve: CurveKeys | None = None,
         tokenizers: TokenizerSources | None = None,
-        scraping: Scraping | None = None,
         key_file: Path | None = None,
         on_gone: Callable[[str], None] = lambda _name: None,
     ) -> None:
@@ -89,7 +87,7 @@ class Fleet:
         self._ticker = Ticker()
         self._pace = ProbePace()
         self._sweep = Sweep()
-        self.scraping = scraping or Scraping()
+        self.scraping = Scraping()
         self.members: dict[str, Member] = {}
         self.past: Counter[str] = Counter()  # of subscriptions that are no more: counters must not fall
         self.discovered = asyncio.Event()

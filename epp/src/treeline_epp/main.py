@@ -24,7 +24,6 @@ from treeline_wire.security import CurveKeys, KeyFileError
 from treeline_epp import explain_command, fleet_report, pages, signals
 from treeline_epp.admin import PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endpoints
-from treeline_epp.endpoints.scraper import Scraping
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.convert import Reader
 from treeline_epp.extproc.http2_server import Http2Server, Methods
@@ -33,7 +32,7 @@ from treeline_epp.extproc.tls import Certificate, TlsError, client_checking
 from treeline_epp.fleet import Fleet
 from treeline_epp.flow.assembly import flow_control, quotas_of
 from treeline_epp.flow.quotas import QuotaFile, QuotaFileError
-from treeline_epp.health import Health
+from treeline_epp.health import CHECK, Check, Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.observing import Observing, ObservingError
 from treeline_epp.options import Options, options_of
@@ -41,7 +40,7 @@ from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.pool_policies import PoolPolicies, chosen_by_pools
+from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
@@ -113,7 +112,7 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
         metrics_pages = pages.metrics_pages(observing)
         look = pages.demand_of(router, fleet)
         metrics.observe(lambda: signals.samples(look()))
-        admin_pages = pages.admin_pages(options, health, fleet, router, kube, look, quotas)
+        admin_pages = pages.admin_pages(options, health, fleet, router, kube, look)
         ext_proc, control = _servers(options, router, health, eds)
         tasks: list[asyncio.Task[object]] = []
         try:
@@ -151,9 +150,9 @@ def _picker(options: Options) -> Picker:
     config = PickerConfig(
         options.policy,
         options.max_ttft_seconds,
-        options.fallback_endpoints,
+        1 if options.own_proxy else 0,
         seed,
-        options.saturation,
+        options.flow_control.saturation,
         scored=3 if options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
@@ -170,16 +169,12 @@ def _fleet(
     tokenizers: TokenizerSources,
     observing: Observing,
 ) -> Fleet:
-    scraping = Scraping(
-        options.metric_names, path=options.model_server_metrics_path, port=options.model_server_metrics_port
-    )
     return Fleet(
         picker,
         registry,
         eds,
         curve=curve,
         tokenizers=tokenizers,
-        scraping=scraping,
         key_file=options.engine_key_file,
         on_gone=observing.forget,
     )
@@ -256,7 +251,7 @@ def _router(
         observers=observing.observers,
         quotas=None if quotas is None else quotas.quotas,
     )
-    router.flow = flow_control(options, picker, metrics, router.clock, cost)
+    router.flow = flow_control(options.flow_control, picker, metrics, router.clock, cost)
     if router.flow is not None:
         router.demand.held = router.flow.held
     return router
@@ -279,7 +274,7 @@ async def _kubernetes(
     from treeline_epp.kube.source import KubernetesSource, Scope
 
     try:
-        client = await Client.from_config(options.kubeconfig, options.context)
+        client = await Client.from_config(options.kubeconfig, None)
     except NoCluster as error:
         raise StartError(str(error)) from error
     scope = Scope(
@@ -291,8 +286,7 @@ async def _kubernetes(
         ports=options.endpoint_target_ports,
         rules_group=options.rules_group,
     )
-    choose = chosen_by_pools(policies)
-    source = KubernetesSource(scope, client, registry.set_pools, rules.set, choose)
+    source = KubernetesSource(scope, client, registry.set_pools, rules.set, policies.set)
     await stack.enter_async_context(source)
     metrics.observe(source.samples)
     return source
@@ -316,7 +310,7 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
     """`(ext_proc, EDS and health)`, not yet listening."""
     limits = SessionLimits(
         options.max_body_bytes,
-        strip_response_headers=not options.expose_routing,
+        strip_response_headers=not options.own_proxy,
         tell_served=options.conformance_headers,
         clients=None
         if options.max_client_requests is None
@@ -328,9 +322,10 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
     control = grpc.aio.server(options=_CONTROL)
     control.add_generic_rpc_handlers((eds.handler(),))
     health.add_to(control)
-    methods: Methods = {f"/{SERVICE}/Process": lambda _, fields: ExtProcSession(router, limits, fields)}
-    if options.health_checking:
-        methods |= health.methods()
+    methods: Methods = {
+        f"/{SERVICE}/Process": lambda fields: ExtProcSession(router, limits, fields),
+        CHECK: lambda _fields: Check(health),
+    }
     most = most_message_bytes(options.max_body_bytes)
     return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most), control
 
@@ -401,7 +396,7 @@ def _read_secrets(options: Options) -> CurveKeys | None:
 def _quotas(options: Options, metrics: Metrics) -> QuotaFile | None:
     """Their file, if there is one. Raises `StartError`."""
     try:
-        return quotas_of(options, metrics)
+        return quotas_of(options.quotas_file, metrics)
     except QuotaFileError as error:
         raise StartError(f"--quotas-file {error}") from error
 

@@ -1,6 +1,6 @@
 """What the picker counts, in Prometheus' form. One object, one registry, nothing global.
 
-Counters, a gauge and histograms that cost next to nothing to count, on prometheus_client's pages.
+Counters and histograms that cost next to nothing to count, on prometheus_client's pages.
 
 The library's own take a lock and check for exemplars each time, a tenth of what a small request costs above its
 transport. These are counted by one thread, the event loop's, which also renders the page.
@@ -67,30 +67,6 @@ class Counter(Collector):
 
     def describe(self) -> Iterator[Metric]:
         yield CounterMetricFamily(self._name, self._text, labels=self._labels)
-
-
-class Level(Collector):
-    """A gauge as prometheus_client's, of what comes and goes. `value` is how many there are."""
-
-    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._name = name
-        self._text = text
-        self.value = 0
-        registry.register(self)
-
-    def inc(self) -> None:
-        """One more."""
-        self.value += 1
-
-    def dec(self) -> None:
-        """One less."""
-        self.value -= 1
-
-    def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily(self._name, self._text, self.value)
-
-    def describe(self) -> Iterator[Metric]:
-        return self.collect()
 
 
 class Histogram(Collector):
@@ -198,7 +174,8 @@ class Metrics:
             _TTFT_BUCKETS,
             registry,
         )
-        self.streams = Level("treeline_epp_extproc_streams", "Open ext_proc streams.", registry)
+        self.open_streams = 0
+        self.observe(lambda: [("gauge", "extproc_streams", "Open ext_proc streams.", {}, self.open_streams)])
         self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry)
 
     def decided(self, endpoint: str) -> None:
@@ -225,10 +202,6 @@ class Metrics:
     def forget(self, endpoint: str) -> None:
         """The endpoint has gone for good; pods come and go under new names, and labels must not pile up."""
         self.decisions.remove(endpoint)
-
-    def open_streams(self) -> float:
-        """As the gauge has it."""
-        return float(self.streams.value)
 
     def ended(self, outcome: str) -> None:
         """A routed request ended so."""

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from treeline_wire.tracing_env import TracingError
 
-from treeline_epp.compat.families import Families
-from treeline_epp.compat.metric_names import GIE, LLMD
+from treeline_epp.compat.families import GIE, LLMD, Families
 from treeline_epp.metrics import Metrics
 from treeline_epp.options import OURS, Options
 from treeline_epp.picking.picker import Picker
@@ -30,7 +29,7 @@ class Observing:
         self._metrics, self._shows_ours = metrics, OURS in options.metrics_families
         others = [family for family in (GIE, LLMD) if family in options.metrics_families]
         namespace = options.pool_namespace if options.kubernetes else ""
-        self._families = Families(others, picker, namespace, metrics.open_streams) if others else None
+        self._families = Families(others, picker, namespace, lambda: float(metrics.open_streams)) if others else None
         self._tracing = _tracing() if options.tracing else None
         found: Sequence[Observer | None] = (self._families, self._tracing)
         self.observers = Observers([observer for observer in found if observer is not None])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,15 @@ from treeline_wire.command_line import Parser
 from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
-from treeline_epp.compat.flags import add_foreign
-from treeline_epp.compat.metric_names import GIE, LLMD
-from treeline_epp.compat.values import flag_bool, seconds
+from treeline_epp.compat.families import GIE, LLMD
+from treeline_epp.compat.flags import add_foreign, flag_bool, ignored, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
-from treeline_epp.endpoints.model_server_metrics import Capacity, Metric, MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.flow import settings as flow
+from treeline_epp.flow.settings import FlowSettings, flow_flag, flow_help, header_name
 from treeline_epp.peers.driver import peer_names
 from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
-OBSERVING = "accounts of requests"
 OURS = "treeline"
 METRICS_FAMILIES = (OURS, GIE, LLMD)
 
@@ -36,27 +32,6 @@ def _families(text: str) -> tuple[str, ...]:
     if unknown := set(words) - set(METRICS_FAMILIES):
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {', '.join(METRICS_FAMILIES)}")
     return words
-
-
-@dataclass(frozen=True)
-class ObservingSettings:
-    """Each is a flag of the same name."""
-
-    metrics_families: tuple[str, ...] = setting(
-        ("treeline",),
-        group=OBSERVING,
-        metavar="NAME,…",
-        parse=_families,
-        help="whose names /metrics has: treeline, gie (inference_objective_…, as GIE 1.5) and llm-d (llm_d_epp_…); "
-        "what each has is in docs/migrating.md (default treeline)",
-    )
-    tracing: bool = setting(
-        False,
-        group=OBSERVING,
-        metavar="BOOL",
-        parse=flag_bool,
-        help="OpenTelemetry traces, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
-    )
 
 
 GROUPS = ("inference.networking.k8s.io", "treeline.dev")
@@ -78,14 +53,6 @@ def _ports(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(word) for word in words))
 
 
-def _metric(text: str) -> Metric | None:
-    """Nothing for an empty text, as the inference extension has it."""
-    try:
-        return Metric.parse(text) if text.strip() else None
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _for_model(text: str) -> ForModel:
     try:
         return ForModel.parse(text)
@@ -93,19 +60,13 @@ def _for_model(text: str) -> ForModel:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _path(text: str) -> str:
-    if not re.fullmatch(r"/[!-~]*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no path: it begins with a slash and has no spaces")
-    return text
-
-
 _WAITING_BODY_BYTES = 512 * 1024 * 1024
 _KUBERNETES = "endpoints from Kubernetes"
-_METRICS = "metrics of engines that push no load"
+_FLOW = "flow control"
 
 
 @dataclass(frozen=True)
-class Options(flow.FlowSettings, ObservingSettings):
+class Options:
     """The picker's settings; each is a flag of the same name, explained in `--help`."""
 
     host: str = setting(None, help="address of all ports of this process (default 127.0.0.1; inside a pod 0.0.0.0)")
@@ -139,7 +100,6 @@ class Options(flow.FlowSettings, ObservingSettings):
         help="the API key that the engines want (--api-key of vLLM and SGLang), to be told their models; read again "
         "when it is replaced. An endpoint's own `api_key_file` goes before it",
     )
-    kubernetes: bool = setting(False, group=_KUBERNETES, help="implied by the next three")
     gateway: str = setting(
         "",
         group=_KUBERNETES,
@@ -199,7 +159,6 @@ class Options(flow.FlowSettings, ObservingSettings):
         metavar="FILE",
         help="default: $KUBECONFIG, the pod's own service account, or ~/.kube/config",
     )
-    context: str | None = setting(None, group=_KUBERNETES, metavar="NAME", help="of the kubeconfig")
     policy: str = setting("predicted_ttft", metavar="NAME[:KEY=VALUE,…]", parse=policy_flag, help=policy_help())
     max_ttft_seconds: float = setting(
         30.0,
@@ -207,21 +166,6 @@ class Options(flow.FlowSettings, ObservingSettings):
         above=0,
         help="an endpoint whose queue alone takes longer is saturated; a request for a Sheddable model is answered "
         "429 when all are (default %(default)s)",
-    )
-    fallback_endpoints: int = setting(
-        None,
-        metavar="0..3",
-        at_least=0,
-        at_most=3,
-        help="endpoints that are named after the chosen one, for a proxy that tries them in order (default 1; 0 with "
-        "--secure-serving, since Gateways whose proxies take the destination for one address refuse a list)",
-    )
-    expose_routing: bool = setting(
-        None,
-        metavar="BOOL",
-        parse=flag_bool,
-        help="leave the response headers x-treeline-cached-tokens and x-treeline-prompt-tokens to clients (default: "
-        "not with --secure-serving; our own Envoy sees to it by itself)",
     )
     tokenizer: tuple[ForModel, ...] = setting(
         (),
@@ -270,13 +214,8 @@ class Options(flow.FlowSettings, ObservingSettings):
     )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints, /debug/tree, /debug/quotas, /debug/decisions, /debug/explain and the page "
-        "/debug/console on the admin port, to clients on this machine (in this pod) alone",
-    )
-    show_prompts: bool = setting(
-        False,
-        help="let /debug/console and /debug/decisions show the beginnings of prompts to whoever asks there (with "
-        "--enable-debug-endpoints)",
+        help="serve /debug/endpoints, /debug/tree, /debug/decisions and "
+        "/debug/explain on the admin port, to clients on this machine (in this pod) alone",
     )
     log_level: str = setting(
         None,
@@ -303,35 +242,39 @@ class Options(flow.FlowSettings, ObservingSettings):
         help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
         "ca.crt in --cert-path; the file is read again when it is replaced",
     )
-    health_checking: bool = setting(
-        False, metavar="BOOL", parse=flag_bool, help="serve gRPC health on the ext_proc port too"
+    metrics_families: tuple[str, ...] = setting(
+        ("treeline",),
+        metavar="NAME,…",
+        parse=_families,
+        help="whose names /metrics has: treeline, gie (inference_objective_…, as GIE 1.5) and llm-d (llm_d_epp_…); "
+        "what each has is in docs/migrating.md (default treeline)",
     )
-    total_queued_requests_metric: Metric | None = setting(
+    tracing: bool = setting(
+        False,
+        metavar="BOOL",
+        parse=flag_bool,
+        help="OpenTelemetry traces, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
+    )
+    flow_control: FlowSettings = setting(
+        FlowSettings(), group=_FLOW, metavar="MODE[:KEY=VALUE,…]", parse=flow_flag, help=flow_help()
+    )
+    fairness_header: str | None = setting(
         None,
-        group=_METRICS,
-        metavar="METRIC",
-        parse=_metric,
-        help="requests that wait: NAME or NAME{LABEL=VALUE}. This one and the next three go before the names of vLLM, "
-        "SGLang and TensorRT-LLM, which are known",
+        group=_FLOW,
+        metavar="NAME",
+        parse=header_name,
+        help="request header that says whose a request is, believed as it is: whoever can send it chooses. It takes "
+        "the place of those of --trust-request-headers; API keys (--trust-edge) go before it",
     )
-    total_running_requests_metric: Metric | None = setting(
-        None, group=_METRICS, metavar="METRIC", parse=_metric, help="requests that run"
-    )
-    kv_cache_usage_percentage_metric: Metric | None = setting(
-        None, group=_METRICS, metavar="METRIC", parse=_metric, help="share of the KV cache in use, from 0 to 1"
-    )
-    cache_info_metric: Metric | None = setting(
+    quotas_file: Path | None = setting(
         None,
-        group=_METRICS,
-        metavar="METRIC",
-        parse=_metric,
-        help="a series with the labels num_gpu_blocks and block_size, or num_pages and page_size",
-    )
-    model_server_metrics_path: str | None = setting(
-        None, group=_METRICS, metavar="PATH", parse=_path, help="default: /metrics, or as the engine has it"
-    )
-    model_server_metrics_port: int | None = setting(
-        None, group=_METRICS, metavar="PORT", at_least=1, at_most=65535, help="default: the endpoint's own"
+        group=_FLOW,
+        metavar="FILE",
+        help="YAML or JSON: `clients: {NAME: {tokens_per_minute?, tokens_per_day?, requests_per_minute?, "
+        "requests_per_day?}}`, and `default:` with the same for each client that is not named; what comes beyond is "
+        "answered 429, with Retry-After and OpenAI's x-ratelimit-* headers. A client is an API key's name "
+        "(--trust-edge), or else what --fairness-header says, or the fairness id of --trust-request-headers; those of "
+        "whom nothing is known are one, default-flow. Read again when it has changed",
     )
     ignored: tuple[str, ...] = ()
     """A sentence for each flag of other pickers that has no effect: what is done here instead."""
@@ -342,19 +285,15 @@ class Options(flow.FlowSettings, ObservingSettings):
         return max(_WAITING_BODY_BYTES, self.max_body_bytes)
 
     @property
-    def metric_names(self) -> MetricNames | None:
-        """What the flags call an engine's metrics; None where they say nothing."""
-        names = MetricNames(
-            waiting=_given(self.total_queued_requests_metric),
-            running=_given(self.total_running_requests_metric),
-            kv_usage=_given(self.kv_cache_usage_percentage_metric),
-            capacity=Capacity(infos=tuple(metric.name for metric in _given(self.cache_info_metric))),
-        )
-        return None if names == MetricNames() else names
+    def kubernetes(self) -> bool:
+        """Are endpoints those of a Kubernetes namespace?"""
+        return bool(self.gateway or self.pool_name or self.endpoint_selector)
 
-
-def _given(metric: Metric | None) -> tuple[Metric, ...]:
-    return () if metric is None else (metric,)
+    @property
+    def own_proxy(self) -> bool:
+        """Is the proxy ours, which tries destinations in order and keeps our response headers from clients? Gateways
+        take the destination for one address, and are strangers; they are spoken to by TLS without names."""
+        return not self.secure_serving or (self.require_client_certificates and bool(self.gateway))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -375,15 +314,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add_flags(p, Options)
     add_flags(kubernetes, Options, _KUBERNETES)
-    metrics = p.add_argument_group(
-        _METRICS,
-        "Each engine's own page is read at most twice a second. What other endpoint pickers call these flags, they are "
-        "called here.",
-    )
-    add_flags(metrics, Options, _METRICS)
-    add_flags(p.add_argument_group(OBSERVING), Options, OBSERVING)
     words = "Requests that find no room wait in the picker, in an order of its own: docs/flow-control.md."
-    add_flags(p.add_argument_group(flow.GROUP, words), Options, flow.GROUP)
+    add_flags(p.add_argument_group(_FLOW, words), Options, _FLOW)
     add_foreign(p)
     return p
 
@@ -401,22 +333,14 @@ def options_of(argv: Sequence[str]) -> Options:
         specs_of(found["tokenizer"], found["chat_template"])
     except ValueError as error:
         p.error(str(error))
-    for why in flow.without_effect(
-        _said(p, argv, flow.DEPENDENT), found["flow_control"], found["hold_empty_pool_seconds"]
-    ):
-        p.error(why)
     _check_source(p, found)
     found["log_level"] = found["log_level"] or given.verbosity or "info"
     _fill(found)
     _check_together(p, found)
-    return Options(**found, ignored=given.ignored)
-
-
-def _said(p: argparse.ArgumentParser, argv: Sequence[str], names: Collection[str]) -> set[str]:
-    """Which of these settings the command line has."""
-    blank = dict.fromkeys(names)
-    given = vars(p.parse_args(argv, argparse.Namespace(**blank)))  # what is there already gets no default
-    return {name for name in names if given[name] is not None}
+    try:
+        return Options(**found, ignored=ignored(given))
+    except ValueError as error:
+        p.error(str(error))
 
 
 def _fill(found: dict[str, Any]) -> None:
@@ -434,20 +358,14 @@ def _fill(found: dict[str, Any]) -> None:
         found["rules_group"] = _RULES_GROUP if extended else ""
     if found["trust_request_headers"] is None:
         found["trust_request_headers"] = extended
-    if found["fallback_endpoints"] is None:
-        found["fallback_endpoints"] = 0 if found["secure_serving"] else 1
-    if found["expose_routing"] is None:
-        found["expose_routing"] = not found["secure_serving"]
 
 
 def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
     """Settings that need one another, or exclude it."""
-    if found["rules_group"] and (found["endpoint_selector"] or not found["kubernetes"]):
+    if found["rules_group"] and not (found["gateway"] or found["pool_name"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
     if found["peers"] and found["curve_dir"] is None:
         p.error("--peers needs --curve-dir: pickers believe each other by a key that is made from it")
-    if found["show_prompts"] and not found["enable_debug_endpoints"]:
-        p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
     if found["cert_path"] is not None and not found["secure_serving"]:
         p.error("--cert-path needs --secure-serving")
     if found["require_client_certificates"] and found["cert_path"] is None:
@@ -460,9 +378,6 @@ def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
     fixed = bool(found["endpoint"]) or found["endpoints_file"] is not None
     if len(scopes) > 1:
         p.error(f"{' and '.join(sorted(scopes))}: give one of them")
-    if found["kubernetes"] and not scopes:
-        p.error("--kubernetes needs --gateway NAME, --pool-name NAME or --endpoint-selector K=V")
-    found["kubernetes"] = bool(scopes)
     if scopes and fixed:
         p.error("--endpoint and --endpoints-file do not go together with endpoints from Kubernetes")
     if not scopes and not fixed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -12,16 +11,13 @@ from treeline_wire.signals import CONTENT_TYPE, PATH, Signals
 
 from treeline_epp import fleet_report, signals
 from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
-from treeline_epp.console.pages import console_pages
 from treeline_epp.fleet import Fleet
-from treeline_epp.flow.quotas import QuotaFile
 from treeline_epp.health import Health
 from treeline_epp.observing import Observing
 from treeline_epp.options import Options
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests.body import Body
+from treeline_epp.requests.body import Body, RouteRequest
 from treeline_epp.requests.decision_log import KEPT, DecisionLog
-from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.router import Router
@@ -37,30 +33,29 @@ _MOST_BODY_BYTES = 4 << 20
 
 
 class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to be explained: its path, further headers (lower-case names), and its body."""
+    """A request to be explained: its path, further headers (lower-case names), and its body. The body of a POST to
+    `EXPLAIN`, as JSON."""
 
     path: str
     body: bytes
     headers: dict[str, str] = {}
 
 
-def decisions_page(log: DecisionLog, *, prompts: bool) -> dict[str, Handler]:
-    """The page that shows them; `prompts`: with the beginnings of prompts for clients that ask."""
-
-    def listing(query: Mapping[str, str]) -> Page:
-        last, asked = query.get("last", LAST), query.get("prompts", "") in ("1", "true")
-        if not (last.isascii() and last.isdecimal() and len(last) < 6):
-            return Page({"error": f"last={last[:20]!r} is no number of decisions (at most {KEPT} are kept)"}, 400)
-        if asked and not prompts:
-            return Page({"error": "prompts are shown only by a picker that runs with --show-prompts"}, 403)
-        return Page({"decisions": log.listing(int(last), prompts=asked)})
-
-    return {DECISIONS: listing}
+def debug_pages(fleet: Fleet, log: DecisionLog) -> dict[str, Handler]:
+    """For people who look for a fault; no prompt is on them."""
+    return {
+        "/debug/endpoints": lambda _query: Page({"endpoints": fleet_report.describe(fleet)}),
+        "/debug/tree": lambda query: _tree(fleet.picker, query.get("pod")),
+        DECISIONS: lambda query: decisions_page(log, query),
+    }
 
 
-def explain_page(router: Router) -> Mapping[str, Question]:
-    """What may be asked by POST."""
-    return {EXPLAIN: lambda data: _explain(router, data)}
+def decisions_page(log: DecisionLog, query: Mapping[str, str]) -> Page:
+    """The last decisions."""
+    last = query.get("last", LAST)
+    if not (last.isascii() and last.isdecimal() and len(last) < 6):
+        return Page({"error": f"last={last[:20]!r} is no number of decisions (at most {KEPT} are kept)"}, 400)
+    return Page({"decisions": log.listing(int(last))})
 
 
 def question_bytes(options: Options) -> int:
@@ -68,12 +63,8 @@ def question_bytes(options: Options) -> int:
     return min(options.max_body_bytes, _MOST_BODY_BYTES) * 4 // 3 + (1 << 16)
 
 
-def encode(asked: Asked) -> bytes:
-    """The body of a POST to `EXPLAIN`."""
-    return msgspec.json.encode(asked)
-
-
-def _explain(router: Router, data: bytes) -> Page:
+def explain_page(router: Router, data: bytes) -> Page:
+    """The answer to a POST."""
     try:
         asked = msgspec.json.decode(data, type=Asked)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -114,10 +105,8 @@ def admin_pages(
     router: Router,
     kube: KubernetesSource | None,
     look: Callable[[], Signals],
-    quotas: QuotaFile | None = None,
 ) -> PageServer:
     """What the kubelet, the operator and people who look for a fault read."""
-    token = secrets.token_urlsafe()
 
     def detail() -> dict[str, object]:
         return {} if kube is None else {"kubernetes": kube.describe()}
@@ -132,20 +121,14 @@ def admin_pages(
         "/endpoints": lambda _query: Page({**fleet_report.listing(fleet), "detail": detail()}),
     }
     debug: dict[str, Handler] = {}
-    questions: Mapping[str, Question] = {}
+    questions: dict[str, Question] = {}
     if options.enable_debug_endpoints:
-        debug["/debug/endpoints"] = lambda _query: Page({"endpoints": fleet_report.describe(fleet)})
-        if quotas is not None:
-            debug["/debug/quotas"] = lambda _query: Page(quotas.describe())
-        debug["/debug/tree"] = lambda query: _tree(fleet.picker, query.get("pod"))
-        router.decisions = decisions = DecisionLog()
-        debug |= console_pages(fleet, decisions, token=token, texts=options.show_prompts)
-        debug |= decisions_page(decisions, prompts=options.show_prompts)
-        questions = explain_page(router)
+        router.decisions = DecisionLog()
+        debug = debug_pages(fleet, router.decisions)
+        questions = {EXPLAIN: lambda data: explain_page(router, data)}
     return PageServer(
         public | debug,
         private=[*debug, *questions],
-        token=token,
         streams={PATH: Stream(lambda: signals.stream(look), CONTENT_TYPE)},
         questions=questions,
         question_bytes=question_bytes(options),

@@ -19,7 +19,7 @@ from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import POLICIES, create_policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request as PickRequest
 from treeline_wire.events import EventBatch
 from treeline_wire.frames import Reply, Request
 from treeline_wire.keys import PrefixKeys

@@ -87,13 +87,12 @@ def test_nothing_in_a_body_is_an_error(first: bytes, last: bytes, stream: bool, 
 
 @given(st.lists(st.integers(1, 40_000), max_size=40), st.booleans())
 def test_of_a_body_in_any_pieces_its_end_is_kept_and_no_more_than_that(sizes: list[int], stream: bool) -> None:
-    exchange = Exchange("r", "/", None, "", 0, 0.0)
-    exchange.answered({":status": "200", "content-type": "text/event-stream" if stream else "x"}, None, 0.0)
+    exchange = Exchange("r", "/", None, "", 0, True, False, 0.0)
+    exchange.answered({":status": "200", "content-type": "text/event-stream" if stream else "x"}, None, NOTHING, 0.0)
     ending = events({"usage": OPENAI}) if stream else b""
     for size in sizes:
-        exchange.chunk(b"\n" * size, 1.0)
-    exchange.chunk(ending, 2.0)
-    exchange.finish(3.0)
+        exchange.shown(b"\n" * size, 1.0, ended=False)
+    exchange.shown(ending, 2.0, ended=True)
     assert exchange.body is not None
     assert sum(map(len, exchange.body._last)) <= (KEPT_OF_STREAM if stream else KEPT_OF_OBJECT) + max([*sizes, 300])
     assert exchange.response_bytes == sum(sizes) + len(ending)

@@ -51,7 +51,7 @@ def test_a_plugin_that_decides_who_gets_a_request_is_refused(name: str) -> None:
 def test_a_plugin_does_not_hide_behind_the_name_of_another() -> None:
     two = "plugins: [{name: a, type: decode-filter}, {name: a, type: queue-scorer}]"
     assert why(f"{GIE}{two}") == "two of the plugins are called 'a'"
-    assert why(f"{GIE}schedulingProfiles: {{name: a}}") == "schedulingProfiles must be a list"
+    assert why(f"{GIE}schedulingProfiles: {{name: a}}") == "plugins and schedulingProfiles must be lists"
 
 
 def test_prefill_only_pods_get_no_requests_by_a_decode_filter_that_is_passed_over() -> None:
@@ -88,7 +88,7 @@ def test_a_picker_does_not_start_with_a_configuration_that_is_refused_or_not_the
         ("kind: Pool", "kind must be EndpointPickerConfig"),
         (GIE + "plugins:\n- {name: a}", "must have a type"),
         (GIE + "plugins: {}", ""),
-        (GIE + "plugins: 7", "must be a list"),
+        (GIE + "plugins: 7", "must be lists"),
         (GIE + "plugins: [{type: mine}]", "mine: refused"),
         (GIE + "parser: {pluginRef: mine}", "mine: refused"),
         (GIE + "flowControl: {defaultPriorityBand: {fairnessPolicyRef: mine}}", "mine: refused"),

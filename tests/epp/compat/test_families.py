@@ -14,8 +14,7 @@ from support.epp_kube import asked
 from support.http import client
 from support.proxy import NONE, Proxy
 from treeline_epp.compat import families
-from treeline_epp.compat.families import Bounded, Families, Histogram, head, label_text, samples
-from treeline_epp.compat.metric_names import CHOICES, GIE, LLMD, PREFIXES, REQUESTS, TTFT_LLMD
+from treeline_epp.compat.families import CHOICES, GIE, LLMD, REQUESTS, Families, Histogram, head, label_text, shown
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.options import options_of
@@ -106,7 +105,7 @@ def test_a_request_that_is_shown_to_its_end_fills_all_that_is_known(page: Page) 
 
 def test_the_page_for_those_who_come_from_elsewhere_has_every_histogram() -> None:
     text = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
-    for row in (*REQUESTS, TTFT_LLMD, *CHOICES, *PREFIXES):
+    for row in (*REQUESTS, *CHOICES):
         ours, theirs = (f"`{name}`" if name else "" for name in (row.gie, row.llmd))
         assert f"| {ours} | {theirs} | {row.help} |" in text
 
@@ -195,10 +194,8 @@ def test_pods_that_are_gone_have_no_series_and_ranks_are_their_pods(page: Page) 
     assert page.value("inference_extension_scheduler_attempts_total") is None
 
 
-def test_flows_beyond_a_thousand_are_others(page: Page) -> None:
-    for at in range(1010):
-        page.families._flow(f"flow-{at}")
-    page.proxy.stream(headers={names.FAIRNESS_ID: "late"})
+def test_a_name_of_unreasonable_length_is_another(page: Page) -> None:
+    page.proxy.stream(headers={names.FAIRNESS_ID: "x" * 257})
     assert page.value("llm_d_epp_request_total", fairness_id="other") == 1
 
 
@@ -210,22 +207,11 @@ def test_sets_of_labels_are_bounded_where_each_is_hundreds_of_lines(
         page.proxy.stream(headers={names.FAIRNESS_ID: f"flow-{at}"})
     assert len(page.families._of_requests) == 4
     assert page.value("llm_d_epp_request_duration_seconds_count", fairness_id="other") == 4
-    assert page.value("llm_d_epp_request_total", fairness_id="flow-5") == 1, "one line can be afforded"
     assert page.value("inference_objective_request_duration_seconds_count") == 7, "and nothing is lost"
 
 
-def test_sets_of_labels_are_bounded_where_each_is_a_few_lines(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "MOST_COUNTED", 3)
-    for at in range(7):
-        page.proxy.stream(headers={names.FAIRNESS_ID: f"flow-{at}"})
-    assert page.value("llm_d_epp_request_total", fairness_id="flow-2") == 1
-    assert page.value("llm_d_epp_request_total", fairness_id="other") == 4
-    assert sum(page.families._requests.values()) == 7, "and nothing is lost"
-    assert len(page.families._requests) == len(page.families._sets) == 4
-
-
 def test_pairs_of_models_and_endpoints_are_bounded(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "MOST_ATTEMPTS", 0)
+    monkeypatch.setattr(families, "_MOST_ATTEMPTS", 0)
     page.proxy.stream()
     assert page.value("llm_d_epp_scheduler_attempts_total", endpoint_name="other") == 1
 
@@ -236,14 +222,14 @@ def test_the_page_is_what_the_library_reads_back(value: str, observed: list[floa
     for one in observed:
         series.observe(one)
     text = head("h", "histogram", "words") + series.lines("h", label_text(("a", "b"), (value, "x")), (0.5, 250.0))
-    text += head("g", "gauge", "words") + samples("g", ("a",), [((value,), 1.5)]) + samples("g", (), [((), 2)])
+    text += shown("g", "gauge", "words", ("a",), [((value,), 1.5)])
     histogram, gauge = parsed(text)
     had = {(s.name, s.labels.get("le")): s.value for s in histogram.samples if s.labels["a"] == value}
     assert had["h_bucket", "0.5"] == sum(one <= 0.5 for one in observed)
     assert had["h_bucket", "250.0"] == sum(one <= 250.0 for one in observed)
     assert had["h_bucket", "+Inf"] == had["h_count", None] == len(observed)
     assert had["h_sum", None] == pytest.approx(sum(observed))
-    assert [(s.labels, s.value) for s in gauge.samples] == [({"a": value}, 1.5), ({}, 2.0)]
+    assert [(s.labels, s.value) for s in gauge.samples] == [({"a": value}, 1.5)]
 
 
 def test_our_runtimes_say_nothing_of_running_requests_share_of_the_cache(page: Page) -> None:
@@ -253,11 +239,7 @@ def test_our_runtimes_say_nothing_of_running_requests_share_of_the_cache(page: P
     assert page.value("inference_pool_average_queue_size") == 1
 
 
-def test_a_bounded_label_and_a_histogram() -> None:
-    label = Bounded(2)
-    assert [label(value) for value in ("a", "b", "c", "a", "x" * 300)] == ["a", "b", "other", "a", "other"]
-    label.forget("a")
-    assert label("c") == "c"
+def test_a_histogram() -> None:
     series, more = Histogram((1.0, 2.0, 3.0)), Histogram((1.0, 2.0, 3.0))
     for value in (0.5, 1.0, 2.5, 9.0):
         series.observe(value)

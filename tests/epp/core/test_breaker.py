@@ -4,10 +4,10 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.endpoint import ERRORS, MAX_OPEN_S, Breaker
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.load import LoadStat, TreelineLoad
 
-ASK = PickRequest("id", model="m", prompt_tokens_estimate=100)
+ASK = Request("id", model="m", prompt_tokens_estimate=100)
 
 
 def make(count: int) -> Picker:

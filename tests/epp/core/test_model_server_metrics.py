@@ -320,3 +320,16 @@ def test_of_a_page_on_which_nothing_of_the_engine_has_changed_nothing_is_read(mo
     assert reader.read(b"up 2\nvllm:num_requests_running 1\nhttp_requests 77\n") == first
     assert reads == []
     assert reader.read(b"up 2\nvllm:num_requests_running 2\nhttp_requests 77\n") == ScrapedLoad(running=2)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "running"),
+    [
+        ("llamacpp:requests_deferred", "llamacpp:requests_processing"),
+        ("lmdeploy:num_requests_waiting", "lmdeploy:num_requests_running"),
+        ("tgi_queue_size", "tgi_batch_current_size"),
+        ('nv_trt_llm_request_metrics{request_type="waiting"}', 'nv_trt_llm_request_metrics{request_type="scheduled"}'),
+    ],
+)
+def test_engines_that_tell_what_waits_and_what_runs_are_known_by_their_names(waiting: str, running: str) -> None:
+    assert read(f"{waiting} 3\n{running} 4\n".encode(), KNOWN) == ScrapedLoad(running=4, waiting=3)

@@ -19,9 +19,9 @@ from treeline_epp.index.index import Index
 from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.pods import NO_HIT
 from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
-from treeline_epp.picking.filters import RequestsSaturation, WaitSaturation
+from treeline_epp.picking.filters import Saturation
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.events import AllBlocksCleared, BlockRemoved
 from treeline_wire.load import LoadStat, TreelineLoad
 
@@ -37,8 +37,8 @@ class World:
         self.rng = random.Random(seed)
         limits = IndexLimits(prediction_life_s=1.0, eventless_life_s=3.0, aged_life_s=1.0, hit_cap_life_s=1.0)
         self.limits = limit_s, limit
-        by_requests = None if limit is None else RequestsSaturation(limit)
-        saturation = by_requests if limit_s is None else WaitSaturation(limit_s)
+        by_requests = None if limit is None else Saturation(False, limit)
+        saturation = by_requests if limit_s is None else Saturation(True, limit_s)
         config = PickerConfig(fallbacks=2, max_ttft_s=0.5, seed=seed, saturation=saturation, scored=4)
         self.picker = Picker(config, Index(limits))
         self.now = 100.0
@@ -141,7 +141,7 @@ class World:
             draining=rng.random() < 0.05,
         )
 
-    def ask(self) -> PickRequest:
+    def ask(self) -> Request:
         rng = self.rng
         prompt = rng.choice((None, *PROMPTS))
         subset = None
@@ -149,7 +149,7 @@ class World:
             specs = [endpoint.spec.address for endpoint in self.picker.endpoints.values()]
             some = rng.sample(specs, min(len(specs), rng.randrange(5)))
             subset = frozenset(address if rng.random() < 0.5 else address[:-5] for address in some)
-        return PickRequest(
+        return Request(
             "id",
             model=rng.choice((None, "m", "n", "x")),
             key=prompt.key if prompt is not None else None,
@@ -214,7 +214,7 @@ def test_equal_endpoints_share_the_load_however_many_there_are() -> None:
     picker = Picker(PickerConfig(seed=3))
     for number in range(500):
         picker.add_endpoint(EndpointSpec(f"e{number}", f"10.0.0.1:{number + 1}"))
-    request = PickRequest("id", prompt_tokens_estimate=10)
+    request = Request("id", prompt_tokens_estimate=10)
     chosen = {picker.pick(request, 0.0).endpoint.name for _ in range(1_000)}
     assert len(chosen) > 400
 
@@ -233,7 +233,7 @@ def test_a_pick_among_hundreds_calls_hardly_more_functions_than_one_among_two(*,
                     picker.index.apply(pod, prompt.stored(), KEYS)
                 else:
                     picker.index.predict(pod, None, prompt.key, NO_HIT, 0.0)
-        request = PickRequest("id", model="m", key=PROMPTS[2].key, prompt_tokens_estimate=7 * WIDTH)
+        request = Request("id", model="m", key=PROMPTS[2].key, prompt_tokens_estimate=7 * WIDTH)
         picker.pick(request, 0.1)
 
         def called(_frame: object, event: str, _of: object, size: int = size) -> None:
@@ -252,7 +252,7 @@ def test_a_row_that_was_left_is_used_again_by_another_endpoint() -> None:
     picker = Picker()
     for number in range(200):
         picker.add_endpoint(EndpointSpec("old", f"10.0.0.1:{number + 1}", uid=str(number)))
-    assert picker.pick(PickRequest("id"), 0.0).endpoint.address == "10.0.0.1:200"
+    assert picker.pick(Request("id"), 0.0).endpoint.address == "10.0.0.1:200"
     picker.remove_endpoint("old")
     with pytest.raises(NoEndpoints):
-        picker.pick(PickRequest("id"), 0.0)
+        picker.pick(Request("id"), 0.0)

@@ -10,7 +10,7 @@ from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.events import BlockRemoved
 from treeline_wire.frames import Hello, HelloRequest
 from treeline_wire.load import LoadStat, TreelineLoad
@@ -27,13 +27,13 @@ def make(count: int = 3, **config: object) -> Picker:
     return picker
 
 
-def ask(prompt: Prompt | None = None, **fields: object) -> PickRequest:
+def ask(prompt: Prompt | None = None, **fields: object) -> Request:
     fields.setdefault("model", "m")
     if prompt is not None:
         fields.setdefault("key", prompt.key)
         fields.setdefault("prompt_tokens_estimate", len(prompt.tokens))
         fields.setdefault("namespace", prompt.namespace)
-    return PickRequest("id", **fields)  # type: ignore[arg-type]
+    return Request("id", **fields)  # type: ignore[arg-type]
 
 
 def store(picker: Picker, name: str, prompt: Prompt) -> None:

@@ -9,7 +9,7 @@ from treeline_epp.endpoints.load import EndpointLoad
 from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import Candidates, Policy, create_policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import (
     ASSUMED_OUTPUT_TOKENS,
     DECODE_WEIGHT,
@@ -62,7 +62,7 @@ def ranked(policy: Policy, group: list[Scored]) -> list[Scored]:
         lambda at: group[at].candidate.spec.name,
         in_flight=np.array([float(s.candidate.load.in_flight(0.0) or 0) for s in group]),
     )
-    return [group[at] for at in policy.rank(PickRequest("id"), candidates, len(group))]
+    return [group[at] for at in policy.rank(Request("id"), candidates, len(group))]
 
 
 def test_queue_and_prefill_are_tokens_over_rate() -> None:

@@ -7,7 +7,7 @@ from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.events import AllBlocksCleared, BlockRemoved
 from treeline_wire.load import LoadStat
 
@@ -21,9 +21,9 @@ def two_of_two() -> Picker:
     return picker
 
 
-def request(prompt: Prompt = PROMPT) -> PickRequest:
+def request(prompt: Prompt = PROMPT) -> Request:
     # The engine computes a prompt's end always: some text more than what is cached.
-    return PickRequest("id", key=prompt.key + b" and more", prompt_tokens_estimate=len(prompt.tokens) + 4)
+    return Request("id", key=prompt.key + b" and more", prompt_tokens_estimate=len(prompt.tokens) + 4)
 
 
 def cached(picker: Picker, name: str) -> int:

@@ -13,7 +13,7 @@ from treeline_epp.endpoints.scraped import ASSUMED_PROMPT_TOKENS, MOST_RATE, Gro
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 
 def test_the_example_in_the_docstring() -> None:
@@ -169,7 +169,7 @@ def test_a_burst_between_two_looks_does_not_all_go_to_the_engine_that_looked_idl
     chosen = []
     for number in range(12):
         now = 0.3 + number / 100
-        decision = picker.pick(PickRequest(f"r{number}", prompt_tokens_estimate=1000), now)
+        decision = picker.pick(Request(f"r{number}", prompt_tokens_estimate=1000), now)
         chosen.append(decision.endpoint.name)
         picker.close(picker.reserve(decision, now), now + 0.005, Outcome.HEADERS)
     assert chosen[0] == "e1"

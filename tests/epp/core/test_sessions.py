@@ -10,7 +10,7 @@ from support.peers import Clock, Network, Node, picker_of
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.sessions import LIFE_S, Sessions, stays
 from treeline_wire.load import TreelineLoad
 
@@ -32,8 +32,8 @@ class World:
         load = TreelineLoad(prefill_tokens_per_s=RATE, **fields)  # type: ignore[arg-type]
         self.picker.on_load(name, load, self.now)
 
-    def ask(self, session: int = 0, tokens: int = 1000, **fields: object) -> PickRequest:
-        return PickRequest("id", "m", prompt_tokens_estimate=tokens, pool="p", session=session, **fields)  # type: ignore[arg-type]
+    def ask(self, session: int = 0, tokens: int = 1000, **fields: object) -> Request:
+        return Request("id", "m", prompt_tokens_estimate=tokens, pool="p", session=session, **fields)  # type: ignore[arg-type]
 
     def take(self, session: int = 0, tokens: int = 1000, **fields: object) -> Lease:
         return self.picker.reserve(self.picker.pick(self.ask(session, tokens, **fields), self.now), self.now)
@@ -156,7 +156,7 @@ def test_other_pickers_know_where_a_session_is() -> None:
         clock.every(0.05, node.tick)
     clock.run(clock.now + 2)
     for session in range(1, 9):
-        asked = PickRequest("id", "m", prompt_tokens_estimate=100, session=session)
+        asked = Request("id", "m", prompt_tokens_estimate=100, session=session)
         picker = nodes[session % 2].picker
         home = picker.reserve(picker.pick(asked, clock.now), clock.now).endpoint.spec.name
         clock.run(clock.now + 0.1)

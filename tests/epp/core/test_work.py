@@ -11,11 +11,12 @@ from support.epp_io import small_bundle, stored
 from tokenizers import Tokenizer
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.metrics import Metrics
+from treeline_epp.picking.decision import Lease
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.router import RoutedRequest, Router
+from treeline_epp.requests.router import Router
 
 
 @given(guess=st.floats(0.2, 5.0), held=st.integers(0, 8), more=st.integers(0, 3))
@@ -29,7 +30,7 @@ def test_a_wrong_guess_of_lengths_is_wrong_only_where_nobody_holds_the_prompt(
     if held:
         picker.index.apply(picker.endpoints["a"].pod, prompt.stored(stop=held), KEYS)
     estimate = max(1, int(guess * len(prompt.tokens)))
-    request = PickRequest("id", model="m", key=prompt.key, prompt_tokens_estimate=estimate)
+    request = Request("id", model="m", key=prompt.key, prompt_tokens_estimate=estimate)
     decision = picker.pick(request, 0.0)
     lengths = {one.candidate.spec.name: one.candidate for one in decision.ranked}
     hit = picker.index.match("m", None, prompt.key, 0.0).longest
@@ -57,6 +58,6 @@ def test_token_lengths_are_learnt_from_events_where_engines_tell_nothing_in_head
     for number in range(60):
         body = f'{{"model": "m", "prompt": "{text} and {number}"}}'.encode()
         routed = router.route(RouteRequest({**path, "x-request-id": str(number)}, body, None))
-        assert isinstance(routed, RoutedRequest)
-        router.complete(routed, {":status": "200", "content-type": "text/event-stream"}, None)
+        assert isinstance(routed, Lease)
+        router.response(routed, {":status": "200", "content-type": "text/event-stream"}, None)
     assert 0.9 < 1000 / keyer.estimate_tokens(1000) < 1.2, "a token is a byte"

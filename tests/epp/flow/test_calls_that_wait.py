@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
-from treeline_epp.extproc.http2_server import Awaited, Http2Server, Push
+from treeline_epp.extproc.http2_server import Awaited, Http2Server
 from treeline_epp.http2.fields import Fields
 
 METHOD = "/test.Held/Process"
@@ -56,7 +56,7 @@ class Held:
 async def calling() -> AsyncIterator[tuple[grpc.aio.StreamStreamCall, Gate, asyncio.Event, Http2Server]]:
     gate, closed = Gate(), asyncio.Event()
 
-    def opened(_push: Push, _fields: Fields) -> Held:
+    def opened(_fields: Fields) -> Held:
         return Held(gate, closed)
 
     server = Http2Server({METHOD: opened}, 1 << 20)

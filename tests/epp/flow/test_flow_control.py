@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.flow_checks import check_control
 from treeline_epp.flow.control import MOST_AT_ONCE, MOST_ENDED, MOST_LOOKS, OUTCOMES, FlowControl, Held
-from treeline_epp.flow.refused import FlowRefused, NotAtOnce, QueueFull, ShuttingDown, WaitedTooLong
+from treeline_epp.flow.refused import FlowRefused, queue_full, waited_too_long
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import Ticket
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
-ON = FlowSettings(flow_control="wait", flow_ttl_seconds=60.0)
+ON = FlowSettings(mode="wait", ttl_seconds=60.0)
 
 
 @dataclass
@@ -35,17 +36,17 @@ class World:
         clock, cost = lambda: self.now, lambda _: 10.0
         self.control: FlowControl[str] = FlowControl(self.settings, self, clock, cost, self.waited.append)
 
-    def check_room(self, request: PickRequest, now: float) -> None:
+    def check_room(self, request: Request, now: float) -> None:
         room = self.room.get(request.model or "")
         if room is None:
             raise NoEndpoints("none is ready")
         if not room:
             raise Saturated("full", 1.0)
 
-    def uncached_tokens(self, request: PickRequest, now: float) -> int:
+    def uncached_tokens(self, request: Request, now: float) -> int:
         return request.prompt_tokens_estimate
 
-    def decide(self, asked: PickRequest) -> Callable[[], str]:
+    def decide(self, asked: Request) -> Callable[[], str]:
         def decided() -> str:
             self.check_room(asked, self.now)
             self.room[asked.model or ""] -= 1
@@ -55,7 +56,7 @@ class World:
         return decided
 
     def send(self, id: str, flow: str = "f", *, size: int = 1, model: str = "m", **fields: Any) -> str | Ticket[str]:
-        asked = PickRequest(id, model=model, prompt_tokens_estimate=7, **{"pool": "p", **fields})
+        asked = Request(id, model=model, prompt_tokens_estimate=7, **{"pool": "p", **fields})
         return self.control.admit(asked, flow, size, self.decide(asked))
 
     def held(self, id: str, flow: str = "f", **fields: Any) -> Ticket[str]:
@@ -66,8 +67,8 @@ class World:
     def pump(self, later_s: float = 0.0) -> None:
         self.now += later_s
         while self.control.pump():
-            self.control.check()
-        self.control.check()
+            check_control(self.control)
+        check_control(self.control)
 
 
 def refusal(ticket: Ticket[str]) -> tuple[int, str]:
@@ -122,7 +123,7 @@ def test_others_that_wait_for_other_endpoints_cost_no_time() -> None:
     world.room["m"] = 1
     late = world.held("3")
     assert (waiting.done, late.done) == (True, False), "whoever waits goes before who comes"
-    world.control.check()
+    check_control(world.control)
 
 
 def test_sheddable_requests_do_not_wait_for_room() -> None:
@@ -137,7 +138,7 @@ def test_sheddable_requests_do_not_wait_for_room() -> None:
 
 
 def test_who_waits_too_long_is_told_why() -> None:
-    world = World(settings=FlowSettings(flow_control="wait", flow_ttl_seconds=60.0, hold_empty_pool_seconds=200.0))
+    world = World(settings=FlowSettings(mode="wait", ttl_seconds=60.0, hold_empty_pool_seconds=200.0))
     busy, none = world.held("1"), world.held("2", model="gone")
     world.pump(59.9)
     assert not busy.done
@@ -166,7 +167,7 @@ def test_a_pool_without_an_endpoint_is_waited_for_only_where_that_is_asked_for()
 
 
 def test_what_may_be_shed_and_waited_for_an_endpoint_is_shed_where_that_is_full_at_once() -> None:
-    world = World(FlowSettings(flow_control="wait", hold_empty_pool_seconds=300.0), room={})
+    world = World(FlowSettings(mode="wait", hold_empty_pool_seconds=300.0), room={})
     shed, held = world.held("1", priority=-1, sheddable=True), world.held("2")
     world.room["m"] = 1
     world.pump()
@@ -199,54 +200,54 @@ def test_when_the_endpoints_go_those_who_wait_for_room_keep_their_place() -> Non
 
 
 def test_queues_are_bounded_by_count_and_bytes_for_each_pool_and_priority() -> None:
-    world = World(FlowSettings(flow_control="wait", flow_max_requests=2, flow_max_bytes=100))
+    world = World(FlowSettings(mode="wait", max_requests=2, max_bytes=100))
     world.held("1", size=50)
-    with pytest.raises(QueueFull) as caught:
+    with pytest.raises(FlowRefused, match="Too many requests") as caught:
         world.send("2", size=51)
     assert (caught.value.status, caught.value.reason) == (429, "rejected-saturated")
     world.held("3", size=50)
-    with pytest.raises(QueueFull):
+    with pytest.raises(FlowRefused, match="Too many requests"):
         world.send("4", size=0)
     world.held("5", size=100, priority=1)
     world.held("6", size=100, pool="other")
-    world.control.check()
+    check_control(world.control)
     assert world.control.outcomes["queue_full"] == 2
 
 
 def test_a_full_queue_is_not_only_for_those_who_ask_most() -> None:
-    world = World(FlowSettings(flow_control="wait", flow_max_requests=4, flow_max_bytes=100))
+    world = World(FlowSettings(mode="wait", max_requests=4, max_bytes=100))
     loud = [world.held(f"a{number}", "a", size=20) for number in range(4)]
     first, second = world.held("b0", "b"), world.held("b1", "b")
     assert [ticket.done for ticket in loud] == [False, False, True, True], "the last of those who have most"
     assert refusal(loud[3]) == (429, "rejected-saturated")
-    with pytest.raises(QueueFull):
+    with pytest.raises(FlowRefused, match="Too many requests"):
         world.send("b2", "b")
-    with pytest.raises(QueueFull):
+    with pytest.raises(FlowRefused, match="Too many requests"):
         world.send("a4", "a")
     world.held("c0", "c")
     assert sum(ticket.done for ticket in (*loud, first, second)) == 3
-    with pytest.raises(QueueFull):
+    with pytest.raises(FlowRefused, match="Too many requests"):
         world.send("d0", "d", size=101)
-    world.control.check()
+    check_control(world.control)
     assert world.control.outcomes["displaced"] == 3
 
 
 def test_bytes_are_taken_from_who_has_most_of_them() -> None:
-    world = World(FlowSettings(flow_control="wait", flow_max_requests=90, flow_max_bytes=100))
+    world = World(FlowSettings(mode="wait", max_requests=90, max_bytes=100))
     large = [world.held(f"a{number}", "a", size=45) for number in range(2)]
     small = [world.held(f"b{number}", "b", size=1) for number in range(10)]
     world.held("c", "c", size=40)
     assert [ticket.done for ticket in large] == [False, True]
     assert not any(ticket.done for ticket in small)
-    with pytest.raises(QueueFull):
+    with pytest.raises(FlowRefused, match="Too many requests"):
         world.send("d", "d", size=46)
-    world.control.check()
+    check_control(world.control)
 
 
 def test_a_full_queue_for_a_pool_without_an_endpoint_is_503() -> None:
-    world = World(FlowSettings(flow_max_requests=1, hold_empty_pool_seconds=9.0), room={})
+    world = World(FlowSettings(max_requests=1, hold_empty_pool_seconds=9.0), room={})
     world.held("1")
-    with pytest.raises(QueueFull) as caught:
+    with pytest.raises(FlowRefused, match="Too many requests") as caught:
         world.send("2")
     assert (caught.value.status, caught.value.reason) == (503, "rejected-no-endpoints")
 
@@ -261,7 +262,7 @@ def test_a_client_that_goes_leaves_nothing() -> None:
     world.pump()
     assert world.decided == []
     assert ticket.result() is None
-    world.control.check()
+    check_control(world.control)
 
 
 def test_shutting_down_refuses_what_waits_and_what_comes() -> None:
@@ -269,11 +270,11 @@ def test_shutting_down_refuses_what_waits_and_what_comes() -> None:
     tickets = [world.held(str(number), priority=number % 2) for number in range(4)]
     world.control.close()
     assert {refusal(ticket) for ticket in tickets} == {(503, "rejected-shutting-down")}
-    with pytest.raises(ShuttingDown):
+    with pytest.raises(FlowRefused, match="shutting down"):
         world.send("late")
     world.room["m"] = 1
     assert world.send("room") == "room"
-    world.control.check()
+    check_control(world.control)
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -290,7 +291,7 @@ def test_many_that_have_waited_too_long_or_until_the_end_are_told_some_at_a_time
         steps.append(ended - before)
         assert more == world.control.waiting, "they need no timer"
         before = ended
-        world.control.check()
+        check_control(world.control)
     assert max(steps[closes:]) == MOST_ENDED
     assert world.control.outcomes == {"shutting_down" if closes else "expired": len(tickets)}
 
@@ -310,18 +311,6 @@ def test_many_that_may_go_on_do_so_in_parts_and_no_pool_takes_all_of_it() -> Non
     assert world.decided[:2] == ["0", "1"]
 
 
-def test_who_had_rather_hear_at_once_does_not_wait() -> None:
-    world = World(FlowSettings(flow_control="wait", hold_empty_pool_seconds=9.0))
-    for model in ("m", "gone"):
-        asked = PickRequest("1", model=model)
-        with pytest.raises(NotAtOnce) as caught:
-            world.control.admit(asked, "f", 1, world.decide(asked), may_wait=False)
-        assert caught.value.status == 412
-    world.room["m"] = 1
-    asked = PickRequest("1", model="m")
-    assert world.control.admit(asked, "f", 1, world.decide(asked), may_wait=False) == "1"
-
-
 def test_a_defect_in_one_decision_does_not_hold_the_others() -> None:
     world = World()
 
@@ -339,15 +328,15 @@ def test_a_defect_in_one_decision_does_not_hold_the_others() -> None:
 
 
 def test_refusals_have_words_for_the_client() -> None:
-    errors: list[FlowRefused] = [WaitedTooLong(60.0, empty=True), QueueFull("so.", empty=False, retry_after_s=1.0)]
+    errors = [waited_too_long(60.0, empty=True), queue_full("so", empty=False)]
     assert str(errors[0]) == "The request waited 60 s, and no endpoint of its pool was ready."
-    assert str(errors[1]) == "so."
+    assert str(errors[1]) == "Too many requests: so."
 
 
 @pytest.mark.parametrize(("told", "least", "most"), [(True, 0.45, 0.55), (False, 0.0, 0.2)])
 def test_shares_are_of_what_was_really_used(told: bool, least: float, most: float) -> None:
     """Two flows at 10:1, both believed to take 100 tokens a request; those of the first take 900."""
-    world = World(FlowSettings(flow_control="wait", flow_max_requests=100_000, flow_ttl_seconds=1e9))
+    world = World(FlowSettings(mode="wait", max_requests=100_000, ttl_seconds=1e9))
     took = {"a": 900, "b": 100}
     running: list[tuple[float, Ticket[str]]] = []
     begun: list[Ticket[str]] = []
@@ -365,7 +354,7 @@ def test_shares_are_of_what_was_really_used(told: bool, least: float, most: floa
             used[ticket.flow] += took[ticket.flow]
             assert ticket.served is not None
             if told:
-                ticket.served.took(took[ticket.flow])
+                ticket.served(took[ticket.flow])
         world.room["m"] = slots - len(running)
         while world.control.pump():
             pass
@@ -423,7 +412,7 @@ def test_no_request_is_lost_or_answered_twice_and_no_bound_is_exceeded(
                 assert not any(world.room.get(t.asked.model or "") for t in tickets if not t.done), "no room is left"
             case ("cancel", at) if tickets:
                 world.control.cancel(tickets[at % len(tickets)])
-        world.control.check()
+        check_control(world.control)
     world.control.close()
     world.pump()
     assert len(told) + refused == sent
@@ -442,7 +431,7 @@ def test_many_models_without_room_are_looked_at_some_at_a_time_and_all_in_turn()
     looks: list[str] = []
     check_room = world.check_room
 
-    def counted(request: PickRequest, now: float) -> None:
+    def counted(request: Request, now: float) -> None:
         looks.append(request.model or "")
         check_room(request, now)
 
@@ -451,12 +440,12 @@ def test_many_models_without_room_are_looked_at_some_at_a_time_and_all_in_turn()
         before = len(looks)
         assert not world.control.pump(), "others have their turn before it goes on"
         assert 0 < len(looks) - before <= MOST_LOOKS
-        world.control.check()
+        check_control(world.control)
     assert len(set(looks)) == count, "nobody twice before all were looked at"
     world.room[f"m{count - 1}"] = 1
     for _ in range(8):
         world.control.pump()
-        world.control.check()
+        check_control(world.control)
     assert tickets[-1].done
     assert tickets[-1].result() == f"r{count - 1}"
     assert not any(ticket.done for ticket in tickets[:-1])

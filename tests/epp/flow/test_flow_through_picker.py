@@ -11,16 +11,16 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import Ticket
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.decision import Lease
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.exchange import Exchange, Observer, Observers
 from treeline_epp.requests.isolation import Isolation
-from treeline_epp.requests.messages import RouteRequest
-from treeline_epp.requests.router import RoutedRequest
 from treeline_wire import headers as names
 from treeline_wire.gateway_rules import Objective
 from treeline_wire.models import ModelRule, PoolClaim
 
-ON = FlowSettings(flow_control="wait", flow_wait_seconds=0.5)
+ON = FlowSettings(mode="wait", wait_seconds=0.5)
 
 
 def share_of_b(world: FlowWorld, seconds: float, a: tuple[float, int], b: tuple[float, int]) -> float:
@@ -49,13 +49,13 @@ def test_of_two_flows_at_ten_to_one_each_gets_half(a: tuple[float, int], b: tupl
 
 
 def test_a_queue_that_is_full_is_shared_as_evenly() -> None:
-    world = FlowWorld(FlowSettings(flow_control="wait", flow_wait_seconds=0.5, flow_max_requests=20))
+    world = FlowWorld(FlowSettings(mode="wait", wait_seconds=0.5, max_requests=20))
     assert 0.45 <= share_of_b(world, 5.0, (120.0, 1000), (12.0, 1000)) <= 0.55
     assert world.flow.outcomes["displaced"] > 0
 
 
 def test_without_flow_control_the_louder_one_gets_it_all() -> None:
-    world = FlowWorld(FlowSettings(flow_control="off"))
+    world = FlowWorld(FlowSettings(mode="off"))
     assert share_of_b(world, 3.0, (120.0, 1000), (12.0, 1000)) < 0.15
 
 
@@ -76,7 +76,7 @@ def test_engines_hold_no_more_than_they_may() -> None:
 
 
 def test_the_bound_by_requests() -> None:
-    world = FlowWorld(FlowSettings(flow_control="requests", flow_endpoint_requests=3), engines=2)
+    world = FlowWorld(FlowSettings(mode="requests", endpoint_requests=3), engines=2)
     for _ in range(10):
         world.send(tokens=100)
     assert sorted(len(engine.queue) for engine in world.engines.values()) == [3, 3]
@@ -103,13 +103,6 @@ def test_a_sheddable_request_is_refused_and_not_kept_waiting() -> None:
         world.send()
     shed = world.send(**{names.OBJECTIVE: "batch"})
     assert (shed.refused, shed.dropped_reason) == (429, "rejected-saturated")
-
-
-def test_who_prefers_an_answer_at_once_gets_one() -> None:
-    world = FlowWorld(ON, engines=1)
-    callers = [world.send(prefer="wait=5, if-available") for _ in range(8)]
-    assert [caller.refused for caller in callers] == [0] * 5 + [412] * 3
-    assert not world.flow.waiting
 
 
 def test_a_client_that_goes_while_it_waits_leaves_nothing() -> None:
@@ -182,11 +175,11 @@ def test_all_that_waited_for_the_first_endpoint_are_read_anew() -> None:
     world.add(Engine("e", "10.0.0.9:8000", 10_000.0))
     world.step()
     for caller in callers:
-        routed = caller.session._routed
-        assert routed is not None
-        assert routed.lease.decision.request.key is not None
-        assert routed.lease.decision.request.pool == "default"
-        assert b"cache_salt" in bytes(routed.body or b""), "the first engine keeps no clients apart by itself"
+        lease = caller.session._held
+        assert isinstance(lease, Lease)
+        assert lease.decision.request.key is not None
+        assert lease.decision.request.pool == "default"
+        assert "cache_salt" in (lease.decision.request.members or {}), "the engine keeps none apart by itself"
         caller.answered()
     assert [(one.model, one.target) for one in seen.exchanges] == [("tiny", "tiny")] * 3
 
@@ -246,23 +239,23 @@ def test_a_pool_that_may_take_the_place_of_an_empty_one_takes_what_waits_for_it(
         assert isinstance(ticket, Ticket)
         assert ticket.done
         routed = world.router.resume(ticket)
-        assert isinstance(routed, RoutedRequest)
+        assert isinstance(routed, Lease)
         assert routed.destination == "10.0.0.9:8000"
 
 
 @pytest.mark.parametrize("engines", [0, 1])
 def test_names_that_clients_think_of_are_looked_at_together(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = FlowWorld(FlowSettings(flow_control="requests", flow_endpoint_requests=1, hold_empty_pool_seconds=9.0), 0)
+    world = FlowWorld(FlowSettings(mode="requests", endpoint_requests=1, hold_empty_pool_seconds=9.0), 0)
     if engines:  # of the kind that takes any name, and full
         world.picker.add_endpoint(EndpointSpec("e", "10.0.0.9:8000"))
         world.registry.set_endpoint("e", "default", (), None)
-        assert isinstance(world.router.route(asked_of_a_pool("first")), RoutedRequest)
+        assert isinstance(world.router.route(asked_of_a_pool("first")), Lease)
     tickets = [world.router.route(asked_of_a_pool(f"name {number}")) for number in range(50)]
     assert all(isinstance(ticket, Ticket) for ticket in tickets)
     looks: list[str | None] = []
     look = world.picker.check_room
 
-    def looking(request: PickRequest, now: float) -> None:
+    def looking(request: Request, now: float) -> None:
         looks.append(request.model)
         look(request, now)
 

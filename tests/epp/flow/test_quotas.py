@@ -18,12 +18,12 @@ from treeline_epp.flow.quotas import (
     MOST_BYTES,
     MOST_CLIENTS,
     Limits,
-    QuotaExceeded,
     QuotaFile,
     QuotaFileError,
     Quotas,
     QuotaTable,
 )
+from treeline_epp.flow.refused import FlowRefused
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.watched_file import read_file
 from treeline_wire import headers as names
@@ -40,7 +40,7 @@ def quotas(**limits: int) -> Quotas:
 def test_a_client_gets_its_tokens_and_then_hears_when_to_come_back() -> None:
     of = quotas(tokens_per_minute=600, requests_per_minute=10)
     assert of.spend("a", 400, 0.0) is not None
-    with pytest.raises(QuotaExceeded) as caught:
+    with pytest.raises(FlowRefused) as caught:
         of.spend("a", 400, 0.0)
     error = caught.value
     assert (error.status, error.code, error.retry_after_s) == (429, "rate_limit_exceeded", 20.0)
@@ -67,7 +67,7 @@ def test_the_default_is_for_each_client_apart() -> None:
     of = Quotas(QuotaTable({"free": Limits()}, default=Limits(requests_per_minute=1)))
     for client in ("x", "y"):
         assert of.spend(client, 5, 0.0) is not None
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(FlowRefused):
             of.spend(client, 5, 0.0)
     for _ in range(5):
         of.spend("free", 5, 0.0)
@@ -78,7 +78,7 @@ def test_what_was_not_taken_is_given_back_and_what_was_is_a_debt() -> None:
     spend = of.spend("a", 500, 0.0)
     assert spend is not None
     spend.took(900, 0.0)
-    with pytest.raises(QuotaExceeded) as caught:
+    with pytest.raises(FlowRefused) as caught:
         of.spend("a", 1, 0.0)
     assert caught.value.retry_after_s == pytest.approx(30.1)
     spend.give_back(0.0)
@@ -89,7 +89,7 @@ def test_what_was_not_taken_is_given_back_and_what_was_is_a_debt() -> None:
 def test_a_request_larger_than_the_bound_goes_on_when_the_bucket_is_full() -> None:
     of = quotas(tokens_per_minute=60)
     assert of.spend("a", 200, 0.0) is not None
-    with pytest.raises(QuotaExceeded) as caught:
+    with pytest.raises(FlowRefused) as caught:
         of.spend("a", 200, 0.0)
     assert caught.value.retry_after_s == 200.0
     assert of.spend("a", 200, 200.0) is not None
@@ -100,7 +100,7 @@ def test_other_limits_begin_anew_and_the_same_go_on() -> None:
     of.spend("a", 1, 0.0)
     of.spend("b", 1, 0.0)
     of.set(QuotaTable({"a": Limits(requests_per_day=1), "b": Limits(requests_per_day=2)}))
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(FlowRefused):
         of.spend("a", 1, 0.0)
     assert of.spend("b", 1, 0.0) is not None
 
@@ -121,13 +121,13 @@ def test_who_has_limits_of_its_own_keeps_its_count_however_many_others_come() ->
     of.spend("default", 1, 0.0)
     of.set(QuotaTable({**clients, "default": day}, default=day))
     for client in clients:
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(FlowRefused):
             of.spend(client, 1, 1.0)
     for number in range(3 * MOST_CLIENTS, 4 * MOST_CLIENTS):
         of.spend(str(number), 1, 1.0)
     for _ in range(4):
         of.spend("default", 1, 1.0)
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(FlowRefused):
         of.spend("default", 1, 1.0)
     assert len(of) == 2 * MOST_CLIENTS + 51
 
@@ -140,7 +140,7 @@ def test_over_any_time_nobody_gets_more_than_its_bound(asked: list[tuple[float, 
         now += later
         try:
             spend = of.spend("a", tokens, now)
-        except QuotaExceeded as error:
+        except FlowRefused as error:
             now += error.retry_after_s + 1e-6
             spend = of.spend("a", tokens, now)
         assert spend is not None
@@ -163,11 +163,10 @@ async def test_the_file_is_read_again_and_a_bad_one_changes_nothing_and_is_told(
     async def still_holds() -> None:
         await file.refresh()
         await file.refresh()
-        with pytest.raises(QuotaExceeded):
+        with pytest.raises(FlowRefused):
             file.quotas.spend("a", 1, 0.0)
         assert file.error
         assert gauges(file)["flow_quota_file_usable"] == 0
-        assert (file.describe()["usable"], file.describe()["clients"]) == (False, 1)
 
     for text in ("clients: {a: {requests_per_week: 1}}", "clients: [", "\xff", f"# {'long' * (MOST_BYTES // 4)}"):
         new.write_text(text)
@@ -179,7 +178,7 @@ async def test_the_file_is_read_again_and_a_bad_one_changes_nothing_and_is_told(
     os.replace(new, path)
     await file.refresh()
     file.quotas.spend("a", 1, 0.0)
-    assert (file.error, file.describe()["clients"], gauges(file)["flow_quota_file_usable"]) == ("", 0, 1)
+    assert (file.error, len(file.table.clients), gauges(file)["flow_quota_file_usable"]) == ("", 0, 1)
     assert caplog.text.count("the old quotas stay") == 5, "each once"
 
 
@@ -213,7 +212,7 @@ async def test_a_file_that_is_written_as_it_was_is_not_parsed_again(
             path.write_text(text)
             await file.refresh()
     assert len(parsed) == 3
-    assert file.describe()["default"] == Limits(requests_per_day=2)
+    assert file.table.default == Limits(requests_per_day=2)
 
 
 async def test_a_file_that_takes_long_to_read_holds_nobody_up(tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ async def test_a_file_that_takes_long_to_read_holds_nobody_up(tmp_path: Path) ->
     looking = asyncio.create_task(file.refresh())
     await asyncio.to_thread(reading.wait, 60)
     file.quotas.spend("a", 1, 0.0)
-    with pytest.raises(QuotaExceeded):
+    with pytest.raises(FlowRefused):
         file.quotas.spend("a", 1, 0.0)
     assert not looking.done()
     go_on.set()
@@ -306,7 +305,7 @@ def gone(caller: Caller) -> None:
 
 def test_what_never_went_to_an_endpoint_is_given_back() -> None:
     limits = QuotaTable({"a": Limits(tokens_per_minute=60_000, requests_per_minute=100)})
-    made, of = world(limits, FlowSettings(flow_control="wait", flow_wait_seconds=0.5, flow_ttl_seconds=0.3))
+    made, of = world(limits, FlowSettings(mode="wait", wait_seconds=0.5, ttl_seconds=0.3))
     for _ in range(5):
         made.send("b", 1000)
     full = {"x-ratelimit-remaining-tokens": b"60000", "x-ratelimit-remaining-requests": b"100"}
@@ -316,7 +315,7 @@ def test_what_never_went_to_an_endpoint_is_given_back() -> None:
     gone(waiting)
     assert full.items() <= left(made, of).items()
     late = made.send("a", 30_000)
-    made.flow.settings = FlowSettings(flow_control="wait", flow_max_requests=1)
+    made.flow.settings = FlowSettings(mode="wait", max_requests=1)
     assert made.send("a", 1000).refused == 429, "the queue is full"
     made.now += 0.4
     made.flow.pump()

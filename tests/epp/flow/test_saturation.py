@@ -6,9 +6,9 @@ import pytest
 from support.epp_core import KEYS, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
-from treeline_epp.picking.filters import Saturation, saturation_of
+from treeline_epp.picking.filters import Saturation
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.load import LoadStat, TreelineLoad
 
 
@@ -21,21 +21,17 @@ def make(saturation: Saturation | None, *, reports: bool = True) -> Picker:
     return picker
 
 
-def ask(prompt: Prompt, **fields: object) -> PickRequest:
-    return PickRequest("id", model="m", key=prompt.key, prompt_tokens_estimate=len(prompt.tokens), **fields)  # type: ignore[arg-type]
+def ask(prompt: Prompt, **fields: object) -> Request:
+    return Request("id", model="m", key=prompt.key, prompt_tokens_estimate=len(prompt.tokens), **fields)  # type: ignore[arg-type]
 
 
-def leases(picker: Picker, request: PickRequest, count: int) -> list[Lease]:
+def leases(picker: Picker, request: Request, count: int) -> list[Lease]:
     return [picker.reserve(picker.pick(request, 0.0), 0.0) for _ in range(count)]
-
-
-def test_off_is_no_policy() -> None:
-    assert saturation_of("off", 1.0, 1) is None
 
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_a_bound_by_requests_goes_before_what_is_cached(reports: bool) -> None:
-    picker = make(saturation_of("requests", 1.0, 2), reports=reports)
+    picker = make(Saturation(wait=False, limit=2), reports=reports)
     prompt = Prompt([t % 256 for t in range(1000)])
     picker.index.apply(picker.endpoints["e0"].pod, prompt.stored(), KEYS)
     open_leases = leases(picker, ask(prompt), 4)
@@ -53,17 +49,17 @@ def test_a_bound_by_requests_goes_before_what_is_cached(reports: bool) -> None:
 
 
 def test_requests_that_engines_report_count() -> None:
-    picker = make(saturation_of("requests", 1.0, 5), reports=False)
+    picker = make(Saturation(wait=False, limit=5), reports=False)
     for name in ("e0", "e1"):
         picker.on_load(name, LoadStat(num_running=3, num_waiting=2), now=0.0)
     with pytest.raises(Saturated):
-        picker.check_room(PickRequest("id", model="m"), 0.0)
+        picker.check_room(Request("id", model="m"), 0.0)
     picker.on_load("e1", LoadStat(num_running=3, num_waiting=1), now=0.0)
-    picker.check_room(PickRequest("id", model="m"), 0.0)
+    picker.check_room(Request("id", model="m"), 0.0)
 
 
 def test_a_full_endpoint_that_holds_the_prompt_may_be_worth_the_wait() -> None:
-    picker = make(saturation_of("wait", 1.0, 1))
+    picker = make(Saturation(wait=True, limit=1.0))
     prompt = Prompt([t % 256 for t in range(9000)])
     picker.index.apply(picker.endpoints["e0"].pod, prompt.stored(), KEYS)
     picker.on_load("e0", TreelineLoad(waiting=1, waiting_uncached_tokens=2000, prefill_tokens_per_s=1000.0), now=0.0)
@@ -75,9 +71,9 @@ def test_a_full_endpoint_that_holds_the_prompt_may_be_worth_the_wait() -> None:
 
 
 def test_who_asks_for_room_hears_that_there_is_no_endpoint() -> None:
-    picker = make(saturation_of("wait", 1.0, 1))
+    picker = make(Saturation(wait=True, limit=1.0))
     with pytest.raises(NoEndpoints):
-        picker.check_room(PickRequest("id", model="other"), 0.0)
+        picker.check_room(Request("id", model="other"), 0.0)
 
 
 def test_what_would_be_computed_of_a_prompt_is_that_of_who_holds_most_of_it() -> None:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import grpc
 import pytest
 from treeline_epp.extproc import http2_server
-from treeline_epp.extproc.http2_server import Http2Server, Push
+from treeline_epp.extproc.http2_server import Http2Server
 from treeline_epp.extproc.tls import Certificate, self_signed
 from treeline_epp.http2 import frames
 from treeline_epp.http2.events import Limits
@@ -33,7 +33,7 @@ class Echo:
     closed: asyncio.Event
     lost: ClassVar[list[bool]] = []
 
-    def __init__(self, _push: Push, _fields: Fields) -> None:
+    def __init__(self, _fields: Fields) -> None:
         self.ended = False
         Echo.open += 1
         Echo.closed = asyncio.Event()

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from support.epp_io import FakePublisher, engines, running_picker, small_bundle, stored, until
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.watcher import EngineClient
+from treeline_epp.picking.request import Request
 from treeline_epp.requests import model_registry
-from treeline_epp.requests.adapters import Adapters, Alike, union
-from treeline_epp.requests.messages import RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.body import RouteRequest
+from treeline_epp.requests.model_registry import Adapters, Alike, ModelRegistry, union
+from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire.events import BlockStored
 from treeline_wire.models import ModelRule, PoolClaim

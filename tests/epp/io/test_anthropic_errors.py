@@ -12,7 +12,7 @@ from support.epp_io import data_plane, engines, until
 from treeline_epp.extproc.state import BodyMode, ExtProcState, Kind, Message
 from treeline_epp.picking.decision import NoEndpoints, Saturated
 from treeline_epp.requests import refusals
-from treeline_epp.requests.messages import Immediate
+from treeline_epp.requests.body import Immediate
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire.anthropic_errors import is_anthropics
 

@@ -14,9 +14,10 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer, Bounds
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_epp.requests.router import Router
 from treeline_wire.chat import ChatTemplate
 from treeline_wire.dialects import TREELINE

@@ -1,11 +1,11 @@
-"""Counters, a gauge and histograms of our own: the page is the one that prometheus_client's make."""
+"""Counters and histograms of our own: the page is the one that prometheus_client's make."""
 
 from __future__ import annotations
 
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from treeline_epp.metrics import Counter, Histogram, Level
+from treeline_epp.metrics import Counter, Histogram
 
 LABELS = [("a", "x"), ("a", 'quo"te\n'), ("b", "x"), ("a", "x")]
 
@@ -33,21 +33,15 @@ def test_the_page_is_that_of_the_library() -> None:
     assert ours.get_sample_value("labelled_total", {"one": "a", "two": "x"}) == 2
 
 
-def test_so_is_that_of_a_gauge_and_a_histogram() -> None:
+def test_so_is_that_of_a_histogram() -> None:
     ours, theirs = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
     bounds = (50e-6, 0.1, 1.0, 2.5, 30.0)
-    level, histogram = Level("level", "Words.", ours), Histogram("seconds", "More.", bounds, ours)
-    their_level = prometheus_client.Gauge("level", "Words.", registry=theirs)
+    histogram = Histogram("seconds", "More.", bounds, ours)
     their_histogram = prometheus_client.Histogram("seconds", "More.", buckets=bounds, registry=theirs)
     assert generate_latest(ours) == generate_latest(theirs)
     for value in (0.0, 49e-6, 50e-6, 0.1, 0.10001, 2.25, 30.0, 31.5, 1e9):
         histogram.observe(value)
         their_histogram.observe(value)
-    for gauge in (level, their_level):
-        gauge.inc()
-        gauge.inc()
-        gauge.dec()
-    assert level.value == 1
     assert generate_latest(ours) == generate_latest(theirs)
 
 

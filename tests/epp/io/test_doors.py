@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from support.cpu import reference_s
 from support.epp_io import small_bundle
 from treeline_epp.keyers import prompt_keyer
-from treeline_epp.requests.adapters import Adapters
-from treeline_epp.requests.body import Body
-from treeline_epp.requests.messages import RouteRequest
-from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import Body, RouteRequest
+from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.jobs import Caller

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from support.http import client
 from treeline_epp import explain_command
-from treeline_epp.admin import Handler, Page, PageServer
+from treeline_epp.admin import Handler, Page, PageServer, Question
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.metrics import Metrics
-from treeline_epp.pages import DECISIONS, decisions_page, explain_page
+from treeline_epp.pages import DECISIONS, EXPLAIN, decisions_page, explain_page
+from treeline_epp.picking.decision import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.decision_log import DecisionLog
-from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.router import RoutedRequest, Router
+from treeline_epp.requests.router import Router
 from treeline_wire.load import TreelineLoad
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "the secret word"}]}
@@ -37,9 +38,9 @@ async def router() -> Router:
 @pytest.fixture
 async def url(router: Router) -> AsyncIterator[str]:
     pages: dict[str, Handler] = {"/ready": lambda _query: Page({"ready": True})}
-    router.decisions = DecisionLog()
-    pages |= decisions_page(router.decisions, prompts=True)
-    questions = explain_page(router)
+    log = router.decisions = DecisionLog()
+    pages[DECISIONS] = lambda query: decisions_page(log, query)
+    questions: dict[str, Question] = {EXPLAIN: lambda data: explain_page(router, data)}
     private = [DECISIONS, *questions]
     admin = PageServer(pages, private, questions=questions, question_bytes=10_000)
     port = await admin.start("127.0.0.1", 0)
@@ -55,7 +56,7 @@ async def explain(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, 
 
 def route(router: Router) -> None:
     headers = {":path": "/v1/chat/completions", ":method": "POST", "x-request-id": "r1"}
-    assert isinstance(router.route(RouteRequest(headers, json.dumps(CHAT).encode(), None)), RoutedRequest)
+    assert isinstance(router.route(RouteRequest(headers, json.dumps(CHAT).encode(), None)), Lease)
 
 
 async def test_a_body_from_a_file_is_explained_as_a_table(
@@ -98,7 +99,7 @@ async def test_a_request_that_would_be_refused_says_so(
     assert "   -  a: is not ready" in out.splitlines()
 
 
-async def test_the_last_decisions_are_shown_without_their_prompts_unless_asked(
+async def test_the_last_decisions_are_shown_without_their_prompts(
     router: Router, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (await explain(capsys, "--url", url, "--last", "5"))[1] == "no decision has been taken yet\n"
@@ -107,14 +108,10 @@ async def test_the_last_decisions_are_shown_without_their_prompts_unless_asked(
     assert (status, out.splitlines()[0]) == (0, "r1: a, policy predicted_ttft")
     assert "   -  c: drains" in out.splitlines()
     assert "prompt" not in out
-    _, out, _ = await explain(capsys, "--url", url, "--last", "5", "--prompts", "--json")
+    _, out, _ = await explain(capsys, "--url", url, "--last", "5", "--json")
     (told,) = json.loads(out)["decisions"]
-    assert (told["endpoint"], told["prompt"]) == ("a", "")  # without a tokenizer the prompt has no text here
-
-
-def test_prompts_are_shown_by_a_picker_that_may_alone() -> None:
-    (page,) = decisions_page(DecisionLog(), prompts=False).values()
-    assert (page({"prompts": "1"}).status, page({}).status) == (403, 200)
+    assert told["endpoint"] == "a"
+    assert "secret" not in out
 
 
 async def test_pages_refuse_what_is_not_theirs(url: str) -> None:

@@ -16,7 +16,7 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.extproc.state import BodyMode, ExtProcState, Kind, Message, Output, Reply
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
 from treeline_wire import headers as names

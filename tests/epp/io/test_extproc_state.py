@@ -23,8 +23,7 @@ from treeline_epp.extproc.state import (
 )
 from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.requests import refusals
-from treeline_epp.requests.body import CHUNK_BYTES
-from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.requests.body import CHUNK_BYTES, Immediate, RouteRequest
 
 DUPLEX = BodyMode.FULL_DUPLEX_STREAMED
 WHERE = "10.0.0.1:8000,10.0.0.2:8000"

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from treeline_epp.kube.gateway_rules import read_objective, read_rewrite
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.gateway_rules import GatewayRules
-from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire import headers as names
 from treeline_wire.gateway_rules import ModelRewrite, Objective, RewriteRule
@@ -47,7 +47,7 @@ def ask(given: GatewayRules, model: str = "base", **headers: str) -> Any:
     return parse(RouteRequest(fields, data, None), registry(), rules=given)
 
 
-def pick(*args: Any, **more: Any) -> PickRequest:
+def pick(*args: Any, **more: Any) -> Request:
     parsed = ask(*args, **more)
     assert isinstance(parsed, Request), parsed
     return parsed

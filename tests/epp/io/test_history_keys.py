@@ -13,12 +13,11 @@ from treeline_epp.index.matching import GUARD_BYTES
 from treeline_epp.keyers.history import HistoryKeyer
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
-from treeline_epp.requests.body import Body
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import Body, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_wire.dialects import TREELINE
 from treeline_wire.keys import escape
 from treeline_wire.prompt import TooDeep
@@ -47,7 +46,7 @@ def served(pool: str = "p") -> ModelRegistry:
     return made
 
 
-def key_of(body: dict[str, Any], registry: ModelRegistry, path: str = "/v1/chat/completions") -> PickRequest:
+def key_of(body: dict[str, Any], registry: ModelRegistry, path: str = "/v1/chat/completions") -> Request:
     headers = {":path": path, ":method": "POST"}
     parsed = parse(RouteRequest(headers, json.dumps({"model": "m", **body}).encode(), None), registry)
     assert isinstance(parsed, Request), parsed

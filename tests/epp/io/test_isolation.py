@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from support.epp_io import FakeEngine, data_plane, engines, small_bundle, until
 from treeline_epp.metrics import MOST_CLIENTS, Metrics
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
-from treeline_epp.requests.messages import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import Refusal
 from treeline_wire import headers as names
 from treeline_wire.namespaces import event_namespace, join_namespace

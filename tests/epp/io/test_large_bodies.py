@@ -21,12 +21,12 @@ from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.keyers.rendering import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
+from treeline_epp.picking.request import Request
 from treeline_epp.requests import outline
-from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.body import CHUNK_BYTES, Body, BodyBudget, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import MAX_MEMBERS, Outline
-from treeline_epp.requests.parse import Request, is_large, parse
+from treeline_epp.requests.parse import is_large, parse
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate

@@ -82,7 +82,6 @@ async def test_the_debug_pages_are_there_only_if_asked_for() -> None:
     async with running_picker("--endpoint", "a=127.0.0.1:1", debug=False) as picker:
         assert (await picker.get("/debug/tree")).status_code == 404
         assert (await picker.get("/debug/endpoints")).status_code == 404
-        assert (await picker.get("/debug/console")).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ async def test_the_metrics_port_shows_metrics_and_nothing_else(path: str) -> Non
 async def test_the_debug_pages_are_for_clients_on_this_machine_alone(headers: dict[str, str]) -> None:
     async with running_picker("--endpoint", "a=127.0.0.1:1", "--host", "0.0.0.0") as picker, client() as http:
         base = f"http://127.0.0.1:{picker.options.admin_port}"
-        for path in ("/debug/endpoints", "/debug/tree", "/debug/console", "/debug/console.json"):
+        for path in ("/debug/endpoints", "/debug/tree"):
             refused = await http.get(base + path, headers=headers)
             assert refused.status_code == 403
             assert "only for clients on this machine" in refused.json()["error"]

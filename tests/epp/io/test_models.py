@@ -14,11 +14,12 @@ from support.epp_io import small_bundle
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
+from treeline_epp.picking.decision import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.router import RoutedRequest, Router
+from treeline_epp.requests.router import Router
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
 from treeline_wire.models import ModelRule, PoolClaim
@@ -287,7 +288,7 @@ def test_an_engine_of_a_known_type_is_asked_for_inference_only(
     decide = RouteRequest({":path": path, ":method": method}, b'{"model": "a1", "prompt": "x"}', None)
     result = router.route(decide)
     if served:
-        assert isinstance(result, RoutedRequest)
+        assert isinstance(result, Lease)
         router.release(result)
     else:
         assert isinstance(result, Refusal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from treeline_epp.endpoints.model_server_metrics import Metric, MetricNames
+from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.options import Options, options_of
 
 
@@ -46,17 +46,13 @@ def test_a_gateway_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of(["--gateway", "g", "--pool-namespace", "x"]).pool_namespace == "x"
 
 
-def test_a_proxy_that_is_not_ours_gets_one_endpoint_unless_told_otherwise() -> None:
-    assert options_of(["--gateway", "g"]).fallback_endpoints == 1
-    assert options_of(["--gateway", "g", "--secure-serving"]).fallback_endpoints == 0
-    assert options_of(["--pool-name", "p"]).fallback_endpoints == 0
-    assert options_of(["--pool-name", "p", "--fallback-endpoints", "2"]).fallback_endpoints == 2
-
-
-def test_what_runtimes_tell_the_picker_is_kept_from_clients_of_a_proxy_that_is_not_ours() -> None:
-    assert options_of(["--gateway", "g"]).expose_routing
-    assert not options_of(["--gateway", "g", "--secure-serving"]).expose_routing
-    assert options_of(["--gateway", "g", "--secure-serving", "--expose-routing"]).expose_routing
+def test_a_proxy_that_is_not_ours_gets_one_endpoint_and_gives_clients_all_headers_but_our_own() -> None:
+    assert options_of(["--gateway", "g"]).own_proxy
+    assert not options_of(["--gateway", "g", "--secure-serving"]).own_proxy
+    assert not options_of(["--pool-name", "p"]).own_proxy
+    mutual = ["--secure-serving", "--cert-path", "x", "--require-client-certificates"]
+    assert options_of(["--gateway", "g", *mutual]).own_proxy, "our own Envoy has a certificate to show"
+    assert not options_of(["--pool-name", "p", *mutual]).own_proxy
 
 
 def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
@@ -72,7 +68,7 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     )
     options = options_of(words.split())
     assert options.pool_group == "inference.networking.k8s.io"
-    assert (options.secure_serving, options.health_checking) == (False, True)
+    assert not options.secure_serving
     assert options.log_level == "debug", "-v=5"
     assert [sentence.partition(":")[0] for sentence in options.ignored] == ["--zap-devel", "--zap-stacktrace-level"]
     assert not options_of(["--pool-name", "p", "--pool-group", "treeline.dev"]).secure_serving
@@ -83,42 +79,14 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
     )
 
 
-def test_the_flags_by_which_other_pickers_name_metrics_are_understood() -> None:
-    words = [
-        "--endpoint=a=127.0.0.1:1",
-        "--total-queued-requests-metric=sglang:num_queue_reqs",
-        "--total-running-requests-metric",
-        "nv_trt_llm_request_metrics{request_type=scheduled}",
-        "--kv-cache-usage-percentage-metric",
-        "sglang:token_usage",
-        "--cache-info-metric=",
-        "--lora-info-metric=",
-        "--refresh-metrics-interval=50ms",
-        "--model-server-metrics-port=9100",
-        "--model-server-metrics-path=/m",
-        "--model-server-metrics-scheme=http",
-        "--model-server-metrics-https-insecure-skip-verify=true",
-    ]
-    options = options_of(words)
-    assert options.metric_names == MetricNames(
-        waiting=(Metric("sglang:num_queue_reqs"),),
-        running=(Metric("nv_trt_llm_request_metrics", {"request_type": "scheduled"}),),
-        kv_usage=(Metric("sglang:token_usage"),),
-    )
-    assert (options.model_server_metrics_path, options.model_server_metrics_port) == ("/m", 9100)
-    told = [sentence.partition(":")[0] for sentence in options.ignored]
-    assert told == ["--refresh-metrics-interval", "--model-server-metrics-https-insecure-skip-verify"]
-    assert options_of(["--gateway", "g", "--total-queued-requests-metric", ""]).metric_names is None
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         ("", "no endpoints"),
-        ("--gateway g --total-queued-requests-metric a{b", "neither a metric's name nor of the form"),
-        ("--gateway g --model-server-metrics-path metrics", "is no path: it begins with a slash"),
-        ("--gateway g --model-server-metrics-port 0", "--model-server-metrics-port: must be at least 1"),
-        ("--kubernetes", "--kubernetes needs --gateway NAME"),
+        ("--kubernetes", "no endpoints"),
+        ("--gateway g --flow-control often", "Invalid enum value"),
+        ("--gateway g --flow-control wait:wait_seconds=0", "`float` > 0"),
+        ("--gateway g --flow-control wait:seconds=1", "unknown field `seconds`"),
         ("--gateway g --pool-name p", "--gateway and --pool-name: give one of them"),
         ("--gateway g --endpoint a=127.0.0.1:1", "do not go together"),
         ("--endpoint-selector a=b", "needs --endpoint-target-ports"),
@@ -134,10 +102,6 @@ def test_the_flags_by_which_other_pickers_name_metrics_are_understood() -> None:
         ("--gateway g --max-ttft-seconds 0", "--max-ttft-seconds: must be above 0, got 0.0"),
         ("--gateway g --max-ttft-seconds nan", "--max-ttft-seconds: must be above 0, got nan"),
         ("--gateway g --max-body-bytes 1023", "--max-body-bytes: must be at least 1024, got 1023"),
-        (
-            "--gateway g --fallback-endpoints 4",
-            "--fallback-endpoints: must be at least 0 and at most 3, got 4",
-        ),
         ("--gateway g --drain-timeout soon", "--drain-timeout: expected seconds, got 'soon'"),
         ("--gateway g --grpc-port 65536", "--grpc-port: must be at least 0 and at most 65535, got 65536"),
     ],
@@ -164,37 +128,9 @@ def test_a_fairness_header_is_one_header(capsys: pytest.CaptureFixture[str]) -> 
     assert "carries a secret" in refused(capsys, "--gateway", "g", "--fairness-header", "Authorization")
 
 
-@pytest.mark.parametrize(
-    ("words", "needed"),
-    [
-        ("--flow-wait-seconds 2", "--flow-wait-seconds needs --flow-control wait"),
-        ("--flow-wait-seconds 2 --flow-control requests", "--flow-wait-seconds needs --flow-control wait"),
-        ("--flow-endpoint-requests 5", "--flow-endpoint-requests needs --flow-control requests"),
-        ("--flow-endpoint-requests 5 --flow-control wait", "--flow-endpoint-requests needs --flow-control requests"),
-        ("--flow-ttl-seconds 60", "--flow-ttl-seconds needs --flow-control wait or requests"),
-        (
-            "--flow-ttl-seconds 9 --hold-empty-pool-seconds 9",
-            "--flow-ttl-seconds needs --flow-control wait or requests",
-        ),
-        ("--flow-max-requests 5000", "needs --flow-control wait or requests, or --hold-empty-pool-seconds"),
-        (
-            "--flow-max-bytes=1 --flow-control=off",
-            "needs --flow-control wait or requests, or --hold-empty-pool-seconds",
-        ),
-    ],
-)
-def test_flags_of_flow_control_that_would_change_nothing_are_refused(
-    capsys: pytest.CaptureFixture[str], words: str, needed: str
-) -> None:
-    assert needed in refused(capsys, "--gateway", "g", *words.split())
-
-
-def test_flags_of_flow_control_are_taken_where_they_mean_something() -> None:
-    bounds = ["--flow-max-requests", "7", "--flow-max-bytes", "9"]
-    for words in (
-        ["--flow-control", "wait", "--flow-wait-seconds", "2", "--flow-ttl-seconds", "3", *bounds],
-        ["--flow-control", "requests", "--flow-endpoint-requests", "2", "--flow-ttl-seconds", "3", *bounds],
-        ["--hold-empty-pool-seconds", "4", *bounds],
-    ):
-        options = options_of(["--gateway", "g", *words])
-        assert (options.flow_max_requests, options.flow_max_bytes) == (7, 9)
+def test_flow_control_is_a_mode_with_parameters() -> None:
+    words = "requests:endpoint_requests=2,max_requests=7,hold_empty_pool_seconds=4.5"
+    flow = options_of(["--gateway", "g", "--flow-control", words]).flow_control
+    assert flow == FlowSettings("requests", endpoint_requests=2, max_requests=7, hold_empty_pool_seconds=4.5)
+    assert flow.saturation is not None
+    assert not options_of(["--gateway", "g"]).flow_control.may_hold

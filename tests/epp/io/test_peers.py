@@ -18,7 +18,7 @@ from treeline_epp.peers.driver import bound, talking
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.security import CurveKeys
 
 HOST = "127.0.0.1"
@@ -41,7 +41,7 @@ async def test_three_find_each_other_by_names_their_own_among_them() -> None:
             await stack.enter_async_context(talking(one, bound(HOST, port), names))
         await until(lambda: all(one.in_step == 2 for _, one in made), "each knows both others")
         first = made[0][0]
-        request = PickRequest("r", "m", key=bytes(5000), prompt_tokens_estimate=60_000)
+        request = Request("r", "m", key=bytes(5000), prompt_tokens_estimate=60_000)
         lease = first.reserve(first.pick(request, loop.time()), loop.time())
         await until(lambda: [one.elsewhere for _, one in made] == [0, 1, 1], "both others count it")
         seen = made[1][0].pick(request, loop.time())
@@ -83,7 +83,7 @@ async def test_a_long_snapshot_arrives_whole() -> None:
     loop = asyncio.get_running_loop()
     (picker, one), (_, other), (old, new) = gossip(), gossip(), free_ports(2)
     for number in range(600):
-        request = PickRequest("r", "m", key=number.to_bytes(2) * 1500, prompt_tokens_estimate=60_000)
+        request = Request("r", "m", key=number.to_bytes(2) * 1500, prompt_tokens_estimate=60_000)
         picker.reserve(picker.pick(request, loop.time()), loop.time())
     async with talking(one, bound(HOST, old), []), talking(other, bound(HOST, new), [(HOST, old)]):
         await until(lambda: other.elsewhere == 600, "all is known", state=lambda: other.elsewhere)

@@ -180,7 +180,7 @@ async def test_the_plain_envoy_sends_requests_where_the_picker_says(tmp_path: Pa
 def test_the_plain_envoy_lets_requests_wait_in_the_picker() -> None:
     (text,) = blocks("yaml", "Plain Envoy")
     (most,) = re.findall(r"max_message_timeout: (\d+)s", text)
-    assert int(most) > FlowSettings().flow_ttl_seconds
+    assert int(most) > FlowSettings().ttl_seconds
 
 
 def schemas(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -264,4 +264,4 @@ def test_istio_is_told_of_the_pickers_tls() -> None:
     (container,) = picker["Deployment"]["spec"]["template"]["spec"]["containers"]
     options = options_of([arg for arg in container["args"] if not arg.startswith("--tokenizer")])
     assert options.secure_serving
-    assert options.fallback_endpoints == 0, "as the page says of Envoy Gateway"
+    assert not options.own_proxy, "as the page says of Envoy Gateway"

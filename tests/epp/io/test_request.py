@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.epp_io import small_bundle
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
-from treeline_epp.picking.request import PickRequest
-from treeline_epp.requests.messages import Immediate, RouteRequest
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.parse import Request, parse
+from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import DROPPED_REASON, Refusal, of_pick
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -37,7 +37,7 @@ def ask(path: str, body: Any = None, *, served: ModelRegistry = ONE, method: str
     return parse(RouteRequest(headers, data, settings.get("subset")), served)
 
 
-def pick(path: str, body: Any = None, **settings: Any) -> PickRequest:
+def pick(path: str, body: Any = None, **settings: Any) -> Request:
     parsed = ask(path, body, **settings)
     assert isinstance(parsed, Request), parsed
     return parsed

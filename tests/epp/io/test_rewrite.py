@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cpu import reference_s
-from treeline_epp.requests.rewrite import rewritten
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.rewrite import to_send
+
+
+def rewritten(body: bytes, model: str | None, members: dict[str, str | None]) -> bytes:
+    found = to_send(body, None, Request("r", rewrite=model, members=members))
+    assert isinstance(found, bytes)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def code(cell: str) -> list[str]:
 
 def test_every_command_is_one_of_those_that_are_run() -> None:
     assert len(SERVERS) == 3
-    assert len(QUESTIONS) == 4
+    assert len(QUESTIONS) == 3
     assert len(SERVERS) + len(QUESTIONS) == len(COMMANDS)
 
 

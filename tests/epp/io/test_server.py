@@ -18,10 +18,11 @@ from treeline_epp.extproc.clients import LOST_S, Clients
 from treeline_epp.extproc.session import BadMessage, ExtProcSession, SessionLimits
 from treeline_epp.index.pods import Hit
 from treeline_epp.metrics import Metrics
+from treeline_epp.picking.decision import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.router import RoutedRequest, Router
+from treeline_epp.requests.router import Router
 from treeline_wire import headers as names
 
 MODES = processing_mode_pb2.ProcessingMode
@@ -230,11 +231,11 @@ def test_what_the_chosen_endpoint_held_is_counted_where_its_engine_reports_nothi
     )
     for status, held in (("200", 48), ("500", 96)):
         routed = bench.router.route(request)
-        assert isinstance(routed, RoutedRequest)
-        best = routed.lease.decision.best
+        assert isinstance(routed, Lease)
+        best = routed.decision.best
         found = replace(best.candidate, hit=Hit(held, held, held), cached_tokens=held, uncached_tokens=16)
-        routed.lease.decision = replace(routed.lease.decision, ranked=(replace(best, candidate=found),))
-        bench.router.complete(routed, {":status": status}, None)
+        routed.decision = replace(routed.decision, ranked=(replace(best, candidate=found),))
+        bench.router.response(routed, {":status": status}, None)
     assert bench.counted("routed_held_tokens_total") == 48, "an answer that failed used no cache"
     assert bench.counted("routed_prompt_tokens_total") == 64
     assert bench.counted("reported_prompt_tokens_total") == 0
@@ -248,14 +249,12 @@ def test_a_request_that_its_endpoint_refused_teaches_nothing(status: str) -> Non
     )
     told = {names.CACHED_TOKENS: "16", names.PROMPT_TOKENS: "40", "content-type": "text/event-stream"}
     routed = bench.router.route(request)
-    assert isinstance(routed, RoutedRequest)
-    endpoint = routed.lease.endpoint
-    routed.lease.decision = replace(
-        routed.lease.decision, request=replace(routed.lease.decision.request, key=b"hello" * 20)
-    )
+    assert isinstance(routed, Lease)
+    endpoint = routed.endpoint
+    routed.decision = replace(routed.decision, request=replace(routed.decision.request, key=b"hello" * 20))
     load = endpoint.load
     before = (endpoint.keyed_prompts, endpoint.new_tokens, load.rate_samples)
-    bench.router.complete(routed, {":status": status, **told}, None)
+    bench.router.response(routed, {":status": status, **told}, None)
     assert (endpoint.keyed_prompts, endpoint.new_tokens, load.rate_samples) == before
     assert bench.counted("reported_prompt_tokens_total") == 0
     assert bench.counted("routed_prompt_tokens_total") == 0

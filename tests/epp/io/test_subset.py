@@ -14,7 +14,7 @@ from treeline_epp.endpoints.spec import EndpointSpec, normal_ip
 from treeline_epp.extproc.convert import Reader
 from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.requests.subset import narrowed, parse_subset
 from treeline_wire import headers as names
 
@@ -110,7 +110,7 @@ def test_the_pick_is_always_within_what_any_reader_could_take_the_hints_to_allow
     for hint in hints:
         subset = narrowed(subset, parse_subset(hint))
     try:
-        picked = picker.pick(PickRequest("r", subset=subset), 0.0).endpoint.address
+        picked = picker.pick(Request("r", subset=subset), 0.0).endpoint.address
     except NoEndpoints:
         return
     host = normal_ip(picked.rpartition(":")[0])

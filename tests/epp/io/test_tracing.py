@@ -232,7 +232,7 @@ def test_clients_write_nothing_into_the_log(
     parent: str, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     traced = Traced(monkeypatch)
-    exchange = Exchange("r", "/v1/completions", None, "f", 1, 0.0)
+    exchange = Exchange("r", "/v1/completions", None, "f", 1, True, False, 0.0)
     traced.tracing.asked(exchange, {"traceparent": parent, "tracestate": state})
     assert not caplog.records
     assert exchange.added, "it is traced all the same"

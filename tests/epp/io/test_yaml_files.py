@@ -104,7 +104,7 @@ async def test_a_file_that_cannot_be_read_at_the_moment_is_read_as_soon_as_it_ca
     assert kept.error
     rights[0] = True
     await kept.refresh()
-    assert (kept.error, kept.describe()["default"]) == ("", Limits(requests_per_day=25))
+    assert (kept.error, kept.table.default) == ("", Limits(requests_per_day=25))
 
 
 async def test_quotas_stay_where_the_new_ones_cannot_be_read(tmp_path: Path) -> None:

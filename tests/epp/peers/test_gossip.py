@@ -15,7 +15,7 @@ from treeline_epp.peers.ledger import MOST_OPEN, MOST_TOKENS
 from treeline_epp.peers.seal import Seal, peer_key
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.picker import Picker
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.peers import Ask, Closed, Delta, How, Leave, Opened, Snapshot, decode, encode, endpoint_ref
 
 LONG = 40_000
@@ -54,7 +54,7 @@ class World:
         self.clock.run(self.clock.now + seconds)
 
     def send(self, node: Node, tokens: int = LONG, key: bytes | None = None) -> Lease:
-        decision = node.picker.pick(PickRequest("r", "m", key=key, prompt_tokens_estimate=tokens), self.clock.now)
+        decision = node.picker.pick(Request("r", "m", key=key, prompt_tokens_estimate=tokens), self.clock.now)
         lease = node.picker.reserve(decision, self.clock.now)
         self.leases[node].append(lease)
         return lease
@@ -196,7 +196,7 @@ def test_a_prompt_that_another_has_sent_somewhere_is_sent_there_too() -> None:
     world.end(world.nodes[0], first, Outcome.ERROR)
     world.end(world.nodes[1], again, Outcome.ERROR)
     world.run(0.02)
-    request = PickRequest("r", "m", key=key, prompt_tokens_estimate=2000)
+    request = Request("r", "m", key=key, prompt_tokens_estimate=2000)
     for node in world.nodes:
         assert node.picker.pick(request, world.clock.now).best.candidate.cached_tokens == 0, "it came to nothing"
 
@@ -206,7 +206,7 @@ def test_one_that_was_refused_for_want_of_room_is_full_for_all() -> None:
     world.run(1)
     world.end(world.nodes[0], world.send(world.nodes[0]), Outcome.OVERLOADED)
     world.run(0.02)
-    request = PickRequest("r", "m", prompt_tokens_estimate=10)
+    request = Request("r", "m", prompt_tokens_estimate=10)
     assert world.nodes[1].picker.pick(request, world.clock.now).best.full_s > 0.9
 
 

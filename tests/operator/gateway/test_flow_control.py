@@ -43,10 +43,10 @@ def test_a_pool_that_says_nothing_is_as_before_and_so_is_one_that_turns_nothing_
 
 
 def test_a_pod_is_full_by_its_work_unless_requests_are_counted() -> None:
-    assert planned(enabled=True).flow_control == "wait"
-    assert planned(enabled=True, waitSeconds=0.25).flow_wait_seconds == 0.25
+    assert planned(enabled=True).flow_control.mode == "wait"
+    assert planned(enabled=True, waitSeconds=0.25).flow_control.wait_seconds == 0.25
     counted = planned(enabled=True, endpointRequests=7)
-    assert (counted.flow_control, counted.flow_endpoint_requests) == ("requests", 7)
+    assert (counted.flow_control.mode, counted.flow_control.endpoint_requests) == ("requests", 7)
 
 
 def test_every_bound_reaches_the_picker() -> None:
@@ -59,8 +59,12 @@ def test_every_bound_reaches_the_picker() -> None:
         fairnessHeader="x-team",
         quotas={"configMapRef": {"name": "q"}},
     )
-    assert (options.flow_max_requests, options.flow_max_bytes, options.flow_ttl_seconds) == (1_000_000, 1 << 29, 0.5)
-    assert (options.hold_empty_pool_seconds, options.fairness_header) == (3600.0, "x-team")
+    assert (options.flow_control.max_requests, options.flow_control.max_bytes, options.flow_control.ttl_seconds) == (
+        1_000_000,
+        1 << 29,
+        0.5,
+    )
+    assert (options.flow_control.hold_empty_pool_seconds, options.fairness_header) == (3600.0, "x-team")
     assert options.quotas_file == Path("/etc/treeline/quotas/quotas.yaml")
 
 
@@ -81,16 +85,24 @@ def test_with_quotas_the_picker_sees_what_outputs_took() -> None:
 
 def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> None:
     options = planned(holdEmptyPoolSeconds=300, maxRequests=9)
-    assert options.may_hold
-    assert (options.flow_control, options.hold_empty_pool_seconds, options.flow_max_requests) == ("off", 300.0, 9)
+    assert options.flow_control.may_hold
+    assert (
+        options.flow_control.mode,
+        options.flow_control.hold_empty_pool_seconds,
+        options.flow_control.max_requests,
+    ) == ("off", 300.0, 9)
 
 
 def test_what_a_pool_leaves_out_is_as_the_picker_has_it() -> None:
     """The texts of the API name these."""
     found = planned(enabled=True)
     defaults = FlowSettings()
-    assert (found.flow_wait_seconds, found.flow_ttl_seconds) == (defaults.flow_wait_seconds, 60.0) == (1.0, 60.0)
-    assert (found.flow_max_requests, found.flow_max_bytes) == (5000, 256 << 20)
+    assert (
+        (found.flow_control.wait_seconds, found.flow_control.ttl_seconds)
+        == (defaults.wait_seconds, 60.0)
+        == (1.0, 60.0)
+    )
+    assert (found.flow_control.max_requests, found.flow_control.max_bytes) == (5000, 256 << 20)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +127,7 @@ def test_quotas_are_mounted_as_a_folder_whatever_the_key_is_called(ref: dict[str
 def test_a_change_of_flow_control_rolls_the_picker_and_a_younger_pool_that_differs_is_told() -> None:
     older, younger = pool("a", endpointPicker={"flowControl": {"enabled": True}}), pool("b", created=3)
     cluster = converged(older, younger)
-    assert picker_of(cluster).flow_control == "wait"
+    assert picker_of(cluster).flow_control.mode == "wait"
     (conflict,) = share([older, younger])["treeline"].conflicts["b"]
     assert "endpointPicker.flowControl" in conflict
     before = cluster.get("Deployment", "treeline-epp")["spec"]["template"]
@@ -157,7 +169,11 @@ async def test_the_sample_is_applied_and_its_picker_is_told_everything(
     pod = made["spec"]["template"]["spec"]
     (picker,) = pod["containers"]
     options = options_of(picker["args"])
-    assert (options.flow_control, options.flow_endpoint_requests, options.fairness_header) == ("requests", 8, "x-team")
-    assert (options.hold_empty_pool_seconds, options.flow_ttl_seconds) == (300.0, 30.0)
+    assert (options.flow_control.mode, options.flow_control.endpoint_requests, options.fairness_header) == (
+        "requests",
+        8,
+        "x-team",
+    )
+    assert (options.flow_control.hold_empty_pool_seconds, options.flow_control.ttl_seconds) == (300.0, 30.0)
     names = {volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume}
     assert names == {"picker-quotas"}

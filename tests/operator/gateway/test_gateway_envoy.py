@@ -277,7 +277,7 @@ def test_mutual_tls_is_mounted_into_both_and_told_to_both(tmp_path: Path) -> Non
     assert (options.secure_serving, options.require_client_certificates) == (True, True)
     assert str(options.cert_path) == "/etc/treeline/tls"
     # What is told to a Gateway's proxy by default is not what is told to our own.
-    assert (options.fallback_endpoints, options.expose_routing) == (1, True)
+    assert options.own_proxy
     (data,) = [obj["data"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})]
     assert data.keys() == {"envoy.json", "picker-certificate.json", "picker-authority.json"}
     assert '"treeline-epp.ns.svc"' in data["picker-authority.json"]

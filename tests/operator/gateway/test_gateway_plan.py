@@ -218,7 +218,7 @@ def test_picker_and_launcher_understand_what_they_are_told(case: str, monkeypatc
     options = picker_options(told["args"])
     assert (options.gateway, options.pool_namespace, options.host) == ("treeline", "ns", "0.0.0.0")
     assert options.curve_dir == Path(told["volumeMounts"][0]["mountPath"])
-    assert options.secure_serving is options.health_checking is (case == "attached")
+    assert options.secure_serving is (case == "attached")
     if case == "full":
         assert (options.policy, options.max_ttft_seconds, options.max_body_bytes) == (
             "round_robin",

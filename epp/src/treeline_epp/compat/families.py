@@ -1,72 +1,176 @@
-"""Metrics under GIE's and llm-d's names, for dashboards, alerts and autoscalers that were made for those pickers.
+"""Metrics under GIE 1.5's and llm-d's names (August 2026), for dashboards, alerts and autoscalers made for them.
 
 Counted is what the picker knows; what it does not has no series, and never a zero. Labels that clients or pods choose
-have at most `series.MOST_VALUES` values, and sets of them are bounded. Names and buckets are in `metric_names`.
+have bounded sets of values. Bounds of buckets are theirs, spelling mistakes included, so that quantiles of dashboards
+stay comparable.
 
-Series of metrics that cost little to count and to show: labels that are bounded, histograms without a lock.
-
-They are counted by one thread, the event loop's, which also renders the page, as those of `metrics`. The page is in
-Prometheus' text format 0.0.4; prometheus_client takes some twenty times as long for a histogram, and the loop waits.
+All is counted by one thread, the event loop's, which also renders the page, in Prometheus' text format 0.0.4:
+prometheus_client takes some twenty times as long for a histogram, and the loop waits.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from prometheus_client.utils import floatToGoString
 
-from treeline_epp.compat.metric_names import (
-    CHOICES,
-    ERRORS,
-    GIE,
-    LLMD,
-    MODEL_SERVER_ERROR,
-    PREFIXES,
-    REQUESTS,
-    TTFT_LLMD,
-    Row,
-)
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.exchange import Exchange, Observer
 
-MOST_VALUES = 1000
-"""Of one label."""
+GIE, LLMD = "gie", "llm-d"
 OTHER = "other"
+MOST_SETS = 100
+"""Sets of labels. Each has some 300 lines, and the loop waits while they are written."""
+_MOST_ATTEMPTS = 10_000
+"""Pairs of a model and an endpoint, of a line each."""
 _LONGEST = 256
+"""Letters of a label; a longer one is `OTHER`."""
+
+_HOUR: tuple[float, ...] = (0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0)
+_HOUR += (6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0)
+_HOUR += (1200.0, 1800.0, 2700.0, 3600.0)
+_TTFT = tuple(bound for bound in _HOUR if bound <= 120)
+_TPOT: tuple[float, ...] = (0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15, 0.2, 0.3)
+_TPOT += (0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.5, 6.0, 12.0, 18.0, 24.0, 30.0, 36.0, 48.0, 60.0, 90.0)
+_TPOT += (120.0, 180.0, 270.0, 360.0)
+_STREAMING_TPOT = (*(bound for bound in _TPOT if bound <= 1.0), 2.0)
+_NTPOT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_BYTES = tuple(float(1 << power) for power in range(6, 31))
+_OUT = (1.0, *(float(1 << power) for power in range(3, 14)))
+_OUT_BYTES = (*_OUT, 16384.0, 32778.0, 65536.0)
+_IN = (*_OUT_BYTES, 131072.0, 262144.0, 524288.0, 1048576.0)
+_SCHEDULING = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+_RATIO = tuple(tenth / 10 for tenth in range(11))
+_HIT_BYTES = (0.0, *(float(1 << power) for power in range(4, 17)))
 
 
-class Bounded:
-    """The values of one label: the first `MOST_VALUES` that come, and then `OTHER`."""
+def _hit_ratio(exchange: Exchange) -> float | None:
+    """What the chosen endpoint is believed to hold of a prompt that was looked up."""
+    if exchange.decision is None or exchange.decision.request.key is None:
+        return None
+    best = exchange.decision.best.candidate
+    return min(1.0, best.cached_tokens / max(1, best.cached_tokens + best.uncached_tokens))
 
-    def __init__(self, most: int = MOST_VALUES) -> None:
-        self._most = most
-        self._known: set[str] = set()
 
-    def __call__(self, value: str) -> str:
-        """The label for a value."""
-        if value in self._known:
-            return value
-        if len(self._known) >= self._most or len(value) > _LONGEST:
-            return OTHER
-        self._known.add(value)
-        return value
+def _hit_bytes(exchange: Exchange) -> float | None:
+    """The same in bytes of text."""
+    keyed = exchange.decision is not None and exchange.decision.request.key is not None
+    return exchange.decision.best.candidate.hit.reach if exchange.decision is not None and keyed else None
 
-    def forget(self, value: str) -> None:
-        """It has gone for good, and another may take its place."""
-        self._known.discard(value)
+
+def _tpot(exchange: Exchange) -> float | None:
+    """Between the tokens of a stream after its first one."""
+    duration, ttft, output = exchange.duration_s, exchange.ttft_s, exchange.usage.output
+    if duration is None or ttft is None or output is None or output < 2:
+        return None
+    return max(0.0, duration - ttft) / (output - 1)
+
+
+def _ntpot(exchange: Exchange) -> float | None:
+    duration, output = exchange.duration_s, exchange.usage.output
+    return None if duration is None or not output else duration / output
+
+
+def _predicted_ttft(exchange: Exchange) -> float | None:
+    return None if exchange.decision is None else exchange.decision.best.ttft_s
+
+
+class Row(NamedTuple):
+    """A histogram over requests: its names ("": this family has none), and what is read of one (None: not counted)."""
+
+    gie: str
+    llmd: str
+    help: str
+    read: Callable[[Exchange], float | None]
+    bounds: tuple[float, ...]
+    bounds_llmd: tuple[float, ...] | None = None
+
+    def name(self, family: str) -> str:
+        """In a family."""
+        return self.gie if family == GIE else self.llmd
+
+    @property
+    def all_bounds(self) -> tuple[float, ...]:
+        """Of both families: one series is counted for both."""
+        return tuple(sorted({*self.bounds, *(self.bounds_llmd or ())}))
+
+    def bounds_of(self, family: str) -> tuple[float, ...]:
+        """Upper bounds of the buckets."""
+        return self.bounds_llmd if family == LLMD and self.bounds_llmd is not None else self.bounds
+
+
+def _row(gie: str, llmd: str, help: str, read: Callable[[Exchange], float | None], *bounds: tuple[float, ...]) -> Row:
+    return Row(gie and f"inference_{gie}", llmd and f"llm_d_epp_{llmd}", help, read, *bounds)
+
+
+_INPUT, _OUTPUT, _CACHED = ((lambda e, name=name: getattr(e.usage, name)) for name in ("prompt", "output", "cached"))
+_O = "objective_"
+_CACHED_TEXT = "Cached prompt tokens by the response's word."
+TTFT_LLMD = _row("", "request_ttft_seconds", "Time to first token of streams.", lambda e: e.ttft_s, _TTFT)
+"""Has the label `streaming`, too."""
+_DURATION, _NTPOTS = "request_duration_seconds", f"{_O}normalized_time_per_output_token_seconds"
+REQUESTS = (
+    _row(f"{_O}request_ttft_seconds", "", "Time to first token of streams.", lambda e: e.ttft_s, _HOUR),
+    _row(f"{_O}request_predicted_ttft_seconds", "", "The same as predicted.", _predicted_ttft, _HOUR),
+    _row(
+        f"{_O}request_tpot_seconds",
+        "request_streaming_tpot_seconds",
+        "Time per output token after the first, of streams.",
+        _tpot,
+        _TPOT,
+        _STREAMING_TPOT,
+    ),
+    _row(f"{_O}{_DURATION}", _DURATION, "From request to the response's end.", lambda e: e.duration_s, _HOUR),
+    _row(f"{_O}request_sizes", "request_size_bytes", "Bytes of request bodies.", lambda e: e.request_bytes, _BYTES),
+    _row(
+        f"{_O}response_sizes",
+        "response_size_bytes",
+        "Bytes of response bodies.",
+        lambda e: None if e.finished_at is None else e.response_bytes,
+        _OUT_BYTES,
+    ),
+    _row(f"{_O}input_tokens", "request_input_tokens", "Prompt tokens by the response's word.", _INPUT, _IN),
+    _row(f"{_O}output_tokens", "request_output_tokens", "Output tokens by the response's word.", _OUTPUT, _OUT),
+    _row(
+        f"{_O}prompt_cached_tokens",
+        "request_cached_tokens",
+        "Cached prompt tokens by the response's word.",
+        _CACHED,
+        _IN,
+    ),
+    _row(_NTPOTS, "request_ntpot_seconds", "Duration by output token.", _ntpot, _NTPOT),
+    TTFT_LLMD,
+)
+"""Labels: `model_name`, `target_model_name`; llm-d's `fairness_id` and `priority` besides."""
+_CHOSEN = "scheduler_e2e_duration_seconds"
+_CHOICE_TEXT = "Time to choose an endpoint, from a whole request."
+_RATIO_TEXT = "Share of a prompt that the chosen endpoint is believed to hold."
+_BYTES_TEXT = "Bytes of a prompt that the chosen endpoint is believed to hold."
+CHOICES = (
+    _row(f"extension_{_CHOSEN}", _CHOSEN, _CHOICE_TEXT, lambda e: e.decided_at - e.started_at, _SCHEDULING),
+    _row("extension_prefix_indexer_hit_ratio", "prefix_indexer_hit_ratio", _RATIO_TEXT, _hit_ratio, _RATIO),
+    _row("extension_prefix_indexer_hit_bytes", "prefix_indexer_hit_bytes", _BYTES_TEXT, _hit_bytes, _HIT_BYTES),
+)
+"""Over all requests that were decided. Without labels; llm-d's have those of the plugin, but for the first."""
+ERRORS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 429: "ResourceExhausted"}
+ERRORS |= {503: "ServiceUnavailable"}
+"""Codes of what the picker refuses, by status; other 4xx are `BadRequest`, the rest `Internal`."""
+
+Labels = tuple[str, ...]
+_MODEL, _FLOW = ("model_name", "target_model_name"), ("fairness_id", "priority")
+_PLUGIN = {"plugin_name": "treeline", "plugin_type": "treeline"}
+_ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 class Histogram:
     """Counts of one series by upper bound."""
-
-    __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
@@ -85,30 +189,15 @@ class Histogram:
 
     def lines(self, name: str, labels: str, bounds: Sequence[float]) -> str:
         """Its samples, with some of its bounds. `labels` are as `label_text` has them."""
-        total, wanted = 0, dict(zip(bounds, _endings(tuple(bounds)), strict=True))
-        begin = f'{name}_bucket{{{labels}{"," if labels else ""}le="'
+        total, whole, wanted = 0, sum(self._counts), set(bounds)
+        begin, rest = f'{name}_bucket{{{labels}{"," if labels else ""}le="', f"{{{labels}}}" if labels else ""
         found = []
         for bound, count in zip(self._bounds, self._counts, strict=False):
             total += count
-            if (ending := wanted.get(bound)) is not None:
-                found.append(f"{begin}{ending}{total}\n")
-        whole = sum(self._counts)
-        rest = f"{{{labels}}}" if labels else ""
+            if bound in wanted:
+                found.append(f'{begin}{floatToGoString(bound)}"}} {total}\n')  # type: ignore[no-untyped-call]
         found.append(f'{begin}+Inf"}} {whole}\n{name}_count{rest} {whole}\n{name}_sum{rest} {self.sum!r}\n')
         return "".join(found)
-
-
-@functools.lru_cache(maxsize=256)
-def _endings(bounds: tuple[float, ...]) -> tuple[str, ...]:
-    return tuple(f'{_text(bound)}"}} ' for bound in bounds)
-
-
-def _text(bound: float) -> str:
-    text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-    return text
-
-
-_ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 def label_text(names: Sequence[str], values: Sequence[str]) -> str:
@@ -121,26 +210,10 @@ def head(name: str, kind: str, text: str) -> str:
     return f"# HELP {name} [ALPHA] {text}\n# TYPE {name} {kind}\n"
 
 
-def samples(name: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> str:
-    """Lines of a counter or gauge."""
-    found = []
-    for had, value in values:
-        text = label_text(labels, had)
-        found.append(f"{name}{{{text}}} {value!r}\n" if text else f"{name} {value!r}\n")
-    return "".join(found)
-
-
-Labels = tuple[str, ...]
-MOST_SETS = 100
-"""Sets of labels with histograms of their own. Each has some 300 lines, and the loop waits while they are written."""
-MOST_COUNTED = 2000
-"""The same of counters and gauges: each has some 10 lines."""
-MOST_ATTEMPTS = 10_000
-"""Pairs of a model and an endpoint, of a line each."""
-_MODEL = ("model_name", "target_model_name")
-_FLOW = ("fairness_id", "priority")
-_PLUGIN = ("treeline", "treeline")
-"""What stands for llm-d's `plugin_name` and `plugin_type`."""
+def shown(name: str, kind: str, text: str, labels: Sequence[str], values: Iterable[tuple[Labels, float]]) -> str:
+    """A counter or gauge."""
+    found = ((f"{{{label_text(labels, had)}}}" if labels else "", value) for had, value in values)
+    return head(name, kind, text) + "".join(f"{name}{had} {value!r}\n" for had, value in found)
 
 
 class Families(Observer):
@@ -153,13 +226,12 @@ class Families(Observer):
         self._families = tuple(families)
         self._picker = picker
         self._namespace = namespace
-        self._model, self._target, self._flow, self._priority, self._endpoint = (Bounded() for _ in range(5))
         self._sets: set[Labels] = set()
         self._requests: Counter[Labels] = Counter()
         self._errors: Counter[Labels] = Counter()
         self._attempts: Counter[Labels] = Counter()
         self._of_requests: dict[Labels, list[Histogram | None]] = {}
-        self._unlabelled: list[Histogram | None] = [None] * len(CHOICES + PREFIXES)
+        self._of_choices: list[Histogram | None] = [None] * len(CHOICES)
         self._newest: dict[Labels, float] = {}
         self._running: dict[Exchange, Labels] = {}
         self._shown: set[Labels] = set()
@@ -171,11 +243,8 @@ class Families(Observer):
 
     def forget(self, endpoint: str) -> None:
         """The endpoint has gone for good."""
-        self._endpoint.forget(endpoint)
         for key in [key for key in self._attempts if key[2] == endpoint]:
             del self._attempts[key]
-
-    # ---- of exchanges -----------------------------------------------------------------------------------------------
 
     def decided(self, exchange: Exchange) -> None:
         """Counts the choice, and what is known of it by then."""
@@ -187,13 +256,11 @@ class Families(Observer):
             return
         self._requests[labels] += 1
         spec = decision.endpoint
-        _, port = split_address(spec.address)
-        attempt: Labels = "success", labels[1], self._endpoint(spec.name), port
-        if attempt not in self._attempts and len(self._attempts) >= MOST_ATTEMPTS:
+        attempt: Labels = "success", labels[1], spec.name, split_address(spec.address)[1]
+        if attempt not in self._attempts and len(self._attempts) >= _MOST_ATTEMPTS:
             attempt = "success", OTHER, OTHER, ""
         self._attempts[attempt] += 1
-        for at, row in enumerate(CHOICES + PREFIXES):
-            self._unlabelled[at] = _observed(self._unlabelled[at], row, exchange)
+        _observe(CHOICES, self._of_choices, exchange)
         if exchange.shows_body:
             self._running[exchange] = labels
             self._shown.add(labels)
@@ -204,128 +271,109 @@ class Families(Observer):
         if exchange.observed:
             return
         if code := _error(exchange):
-            self._errors[(*labels, code)] += 1
+            self._errors[*labels, code] += 1
         if exchange.refusal is not None:
             return
-        rows = (*REQUESTS, TTFT_LLMD)
-        labels = _one_of(self._of_requests, labels, MOST_SETS)
-        series = self._of_requests.setdefault(labels, [None] * len(rows))
-        for at, row in enumerate(rows):
-            series[at] = _observed(series[at], row, exchange)
-        if (ttft := exchange.ttft_s) is not None:
-            self._newest[(*labels[:2], "ttft")] = ttft
-        if exchange.decision is not None:
-            self._newest[(*labels[:2], "predicted_ttft")] = exchange.decision.best.ttft_s
+        _observe(REQUESTS, self._of_requests.setdefault(labels, [None] * len(REQUESTS)), exchange)
+        for kind, value in (("ttft", exchange.ttft_s), ("predicted_ttft", _predicted_ttft(exchange))):
+            if value is not None:
+                self._newest[*labels[:2], kind] = value
 
     def _labels(self, exchange: Exchange) -> Labels:
-        labels: Labels = (
-            self._model(exchange.model),
-            self._target(exchange.target),
-            self._flow(exchange.flow),
-            self._priority(str(exchange.priority)),
-        )
-        labels = _one_of(self._sets, labels, MOST_COUNTED)
+        """Model, target, flow, priority; where there are many others, those that are counted in their place."""
+        found = exchange.model, exchange.target, exchange.flow, str(exchange.priority)
+        labels = tuple(value if len(value) <= _LONGEST else OTHER for value in found)
+        if labels not in self._sets and len(self._sets) >= MOST_SETS:
+            labels = (*labels[:2], OTHER, OTHER)
+            if labels not in self._sets and len(self._sets) >= 2 * MOST_SETS:
+                labels = (OTHER,) * 4
         self._sets.add(labels)
         return labels
 
-    # ---- the page ---------------------------------------------------------------------------------------------------
+    # The page
 
     def _page(self, family: str) -> Iterator[str]:
-        yield from self._counted(family)
+        gie = family == GIE
+        prefix = "inference_objective_" if gie else "llm_d_epp_"
+        kept = (lambda key: (*key[:2], *key[3:])) if gie else (lambda key: key)
+        names: Labels = (*_MODEL, "priority") if gie else (*_MODEL, *_FLOW)
+        text = "Requests that got an endpoint."
+        yield shown(f"{prefix}request_total", "counter", text, names, _summed(self._requests, kept))
+        names = (*_MODEL, "error_code") if gie else (*_MODEL, *_FLOW, "error_code")
+        kept = (lambda key: (*key[:2], key[4])) if gie else kept
+        text = "Requests that were refused, or that an engine answered with 400 or more."
+        yield shown(f"{prefix}request_error_total", "counter", text, names, _summed(self._errors, kept))
+        running: Counter[Labels] = Counter(dict.fromkeys(self._shown, 0))
+        running.update(self._running.values())
+        name, names = ("running_requests", _MODEL[:1]) if gie else ("request_running", (*_MODEL, *_FLOW))
+        text = "Requests without their response's end, where the proxy shows it."
+        yield shown(f"{prefix}{name}", "gauge", text, names, _summed(running, lambda key: key[: len(names)]))
+        if gie:
+            name = f"{prefix}inference_request_metric"
+            yield shown(name, "gauge", "The newest value, by type.", (*_MODEL, "type"), self._newest.items())
+        elif self._streams is not None:
+            streams = [((), self._streams())]
+            yield shown("llm_d_epp_extproc_streams_inflight", "gauge", "Open ext_proc streams.", (), streams)
         yield from self._histograms(family)
         yield self._of_attempts(family)
         yield from self._of_pools(family)
 
-    def _counted(self, family: str) -> Iterator[str]:
-        gie = family == GIE
-        prefix = "inference_objective_" if gie else "llm_d_epp_"
-        names: Sequence[str] = (*_MODEL, "priority") if gie else (*_MODEL, *_FLOW)
-        pick: Callable[[Labels], Labels] = (lambda key: (*key[:2], key[3])) if gie else (lambda key: key[:4])
-        yield _counter(f"{prefix}request_total", "Requests that got an endpoint.", names, self._requests, pick)
-        errors: Callable[[Labels], Labels] = (lambda key: (*key[:2], key[4])) if gie else (lambda key: key)
-        names = (*_MODEL, "error_code") if gie else (*_MODEL, *_FLOW, "error_code")
-        text = "Requests that were refused, or that an engine answered with 400 or more."
-        yield _counter(f"{prefix}request_error_total", text, names, self._errors, errors)
-        running: Counter[Labels] = Counter(dict.fromkeys(self._shown, 0))
-        running.update(self._running.values())
-        text = "Requests without their response's end, where the proxy shows it."
-        if gie:
-            yield _gauge(
-                "inference_objective_running_requests", text, ("model_name",), _summed(running, lambda k: k[:1]).items()
-            )
-            text = "The newest value, by type."
-            yield _gauge("inference_objective_inference_request_metric", text, (*_MODEL, "type"), self._newest.items())
-        else:
-            if self._streams is not None:
-                yield _gauge(
-                    "llm_d_epp_extproc_streams_inflight", "Open ext_proc streams.", (), [((), self._streams())]
-                )
-            yield _gauge("llm_d_epp_request_running", text, (*_MODEL, *_FLOW), _summed(running, lambda k: k).items())
-
     def _histograms(self, family: str) -> Iterator[str]:
-        gie = family == GIE
-        names = _MODEL if gie else (*_MODEL, *_FLOW)
-        for at, row in enumerate((*REQUESTS, TTFT_LLMD)):
+        names = _MODEL if family == GIE else (*_MODEL, *_FLOW)
+        for at, row in enumerate(REQUESTS):
             if not row.name(family):
                 continue
-            streaming = row is TTFT_LLMD
             yield head(row.name(family), "histogram", row.help)
             merged: dict[Labels, Histogram] = {}
             for labels, series in self._of_requests.items():
                 if (one := series[at]) is not None:
-                    merged.setdefault(labels[:2] if gie else labels, Histogram(row.all_bounds)).add(one)
+                    merged.setdefault(labels[: len(names)], Histogram(row.all_bounds)).add(one)
             for labels, whole in merged.items():
-                text = label_text((*names, "streaming"), (*labels, "true")) if streaming else label_text(names, labels)
+                text = label_text(names, labels) + (',streaming="true"' if row is TTFT_LLMD else "")
                 yield whole.lines(row.name(family), text, row.bounds_of(family))
-        for row, series_of_all in zip(CHOICES + PREFIXES, self._unlabelled, strict=True):
-            plugin = not gie and row in PREFIXES
+        for at, row in enumerate(CHOICES):
             yield head(row.name(family), "histogram", row.help)
-            if series_of_all is not None:
-                text = label_text(("plugin_name", "plugin_type"), _PLUGIN) if plugin else ""
-                yield series_of_all.lines(row.name(family), text, row.bounds_of(family))
+            if (one := self._of_choices[at]) is not None:
+                plugin = _PLUGIN if family == LLMD and at else {}
+                yield one.lines(row.name(family), label_text([*plugin], [*plugin.values()]), row.bounds_of(family))
 
     def _of_attempts(self, family: str) -> str:
         prefix, name = ("inference_extension_", "pod_name") if family == GIE else ("llm_d_epp_", "endpoint_name")
-        found = []
-        for (status, target, endpoint, port), count in self._attempts.items():
-            pod = endpoint.partition("-rank-")[0] if family == GIE else endpoint
-            found.append(((status, target, pod, self._namespace if endpoint else "", port), count))
+
+        def named(key: Labels) -> Labels:
+            pod = key[2].partition("-rank-")[0] if family == GIE else key[2]
+            return key[0], key[1], pod, self._namespace if pod else "", key[3]
+
         labels = ("status", "target_model_name", name, "namespace", "port")
-        text = "Choices, by what was chosen."
-        return _shown(f"{prefix}scheduler_attempts_total", "counter", text, labels, found)
+        values = _summed(self._attempts, named)
+        return shown(f"{prefix}scheduler_attempts_total", "counter", "Choices, by what was chosen.", labels, values)
 
     def _of_pools(self, family: str) -> Iterator[str]:
-        prefix = "inference_pool_" if family == GIE else "llm_d_epp_"
+        prefix, one = ("inference_pool_", "pod") if family == GIE else ("llm_d_epp_", "endpoint")
         pools: dict[str, list[Endpoint]] = {}
         for endpoint in self._picker.endpoints.values():
             pools.setdefault(endpoint.spec.pool, []).append(endpoint)
         now = time.monotonic()
         for name, text, read in _LOADS:
-            values = {(pool,): _known(endpoints, now, read) for pool, endpoints in pools.items()}
-            means = {labels: statistics.fmean(known.values()) for labels, known in values.items() if known}
-            yield _gauge(
-                f"{prefix}average_{name}", f"Mean over the endpoints that tell: {text}", ("name",), means.items()
-            )
+            values = {(pool,): _known(endpoints, now, read).values() for pool, endpoints in pools.items()}
+            means = {labels: statistics.fmean(known) for labels, known in values.items() if known}
+            text = f"over the endpoints that tell: {text}"
+            yield shown(f"{prefix}average_{name}", "gauge", f"Mean {text}", ("name",), means.items())
             if family == LLMD:
-                spread = {labels: statistics.pstdev(known.values()) for labels, known in values.items() if known}
-                text = f"Standard deviation over the endpoints that tell: {text}"
-                yield _gauge(f"{prefix}std_dev_{name}", text, ("name",), spread.items())
-        ready = {(pool,): sum(one.eligible for one in endpoints) for pool, endpoints in pools.items()}
-        name = "ready_pods" if family == GIE else "ready_endpoints"
-        yield _gauge(prefix + name, "Endpoints that may be picked.", ("name",), ready.items())
-        name, label = ("pod", "model_server_pod") if family == GIE else ("endpoint", "model_server_endpoint")
-        queues = {
-            (pool, endpoint): value
+                spread = {labels: statistics.pstdev(known) for labels, known in values.items() if known}
+                yield shown(f"{prefix}std_dev_{name}", "gauge", f"Deviation {text}", ("name",), spread.items())
+        ready = [((pool,), sum(one.eligible for one in endpoints)) for pool, endpoints in pools.items()]
+        yield shown(f"{prefix}ready_{one}s", "gauge", "Endpoints that may be picked.", ("name",), ready)
+        queues = [
+            ((pool, endpoint), value)
             for pool, endpoints in pools.items()
             for endpoint, value in _known(endpoints, now, _waiting).items()
-        }
-        yield _gauge(
-            f"{prefix}per_{name}_queue_size", "Requests that wait at an endpoint.", ("name", label), queues.items()
-        )
-        size = self._picker.index.totals()["blocks"]
-        name = "inference_extension_prefix_indexer_size" if family == GIE else "llm_d_epp_prefix_indexer_size"
-        plugin = () if family == GIE else ("plugin_name", "plugin_type")
-        yield _gauge(name, "Blocks in the index of prefixes.", plugin, [(_PLUGIN[: len(plugin)], size)])
+        ]
+        names = ("name", f"model_server_{one}")
+        yield shown(f"{prefix}per_{one}_queue_size", "gauge", "Requests that wait at an endpoint.", names, queues)
+        name, plugin = ("inference_extension_", {}) if family == GIE else (prefix, _PLUGIN)
+        blocks = [((*plugin.values(),), self._picker.index.totals()["blocks"])]
+        yield shown(f"{name}prefix_indexer_size", "gauge", "Blocks in the index of prefixes.", [*plugin], blocks)
 
 
 def _kv_usage(endpoint: Endpoint) -> float | None:
@@ -357,52 +405,25 @@ def _known(endpoints: Sequence[Endpoint], now: float, read: Callable[[Endpoint],
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _one_of(known: Collection[Labels], labels: Labels, most: int) -> Labels:
-    """The labels, or where there are `most` others what is counted in their place."""
-    if labels in known or len(known) < most:
-        return labels
-    model = *labels[:2], OTHER, OTHER
-    return model if model in known or len(known) < 2 * most else (OTHER,) * 4
-
-
 def _error(exchange: Exchange) -> str:
     """The code that it counts under; empty where it was answered well, or where its status is unknown."""
     status = exchange.status
     if status is None or status < 400:
         return ""
     if exchange.refusal is None:
-        return MODEL_SERVER_ERROR
+        return "ModelServerError"
     return ERRORS.get(status, "BadRequest" if status < 500 else "Internal")
 
 
-def _observed(series: Histogram | None, row: Row, exchange: Exchange) -> Histogram | None:
-    value = row.read(exchange)
-    if value is None:
-        return series
-    if series is None:
-        series = Histogram(row.all_bounds)
-    series.observe(value)
-    return series
+def _observe(rows: Sequence[Row], series: list[Histogram | None], exchange: Exchange) -> None:
+    for at, row in enumerate(rows):
+        if (value := row.read(exchange)) is not None:
+            one = series[at] = series[at] or Histogram(row.all_bounds)
+            one.observe(value)
 
 
-def _summed(counts: Counter[Labels], pick: Callable[[Labels], Labels]) -> Counter[Labels]:
+def _summed(counts: Counter[Labels], pick: Callable[[Labels], Labels]) -> Iterable[tuple[Labels, float]]:
     found: Counter[Labels] = Counter()
     for labels, count in counts.items():
         found[pick(labels)] += count
-    return found
-
-
-def _counter(
-    name: str, text: str, labels: Sequence[str], counts: Counter[Labels], pick: Callable[[Labels], Labels]
-) -> str:
-    return _shown(name, "counter", text, labels, _summed(counts, pick).items())
-
-
-def _gauge(name: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]) -> str:
-    return _shown(name, "gauge", text, labels, values)
-
-
-def _shown(
-    name: str, kind: str, text: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
-) -> str:
-    return head(name, kind, text) + samples(name, labels, values)
+    return found.items()

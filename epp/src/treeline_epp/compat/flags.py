@@ -1,23 +1,21 @@
-"""Flags of other endpoint pickers that are none of ours, each with what becomes of it here.
+"""What a command line of another endpoint picker has that is none of our settings: taken, and mostly without effect.
 
-They are those of the reference picker (lwepp 1.6), of GIE 1.5 and of llm-d's router (August 2026). What they mean is in
-one of three ways: it is how things are here anyway, and nothing is said; it has no effect, and a warning says what is
-done instead; or it would matter, and the picker does not start.
+The flags are those of the reference picker (lwepp 1.6), of GIE 1.5 and of llm-d's router (August 2026). `FOREIGN` says
+what is done here instead: nothing is said where the value asks for just that, else a line of the log tells it; where it
+would matter, the picker does not start. Flags that have a meaning here are settings of `options.Options`; `-v` and the
+log level of zap become `--log-level`.
 
-Flags that have a meaning here are settings of `options.Options`; `-v` and the log level of zap become `--log-level`.
-A configuration of plugins is looked through (`config`), and never followed.
-
-`EndpointPickerConfig` of GIE 1.5 and llm-d's router: looked through, and never followed.
-
-A Deployment of theirs starts with it where leaving it out changes only how good a choice is. Where it decides who may
-get a request, or asks for what something downstream reads, the picker does not start. The table in docs/migrating.md
-says of each plugin what is done here, and which flag does what it did.
+An `EndpointPickerConfig` is looked through and never followed: a Deployment of theirs starts with it where leaving it
+out changes only how good a choice is. Where it decides who may get a request, or asks for what something downstream
+reads, the picker does not start. docs/migrating.md says of each plugin what is done here.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +51,94 @@ UNNEEDED = frozenset(_UNNEEDED.split())
 are refused, those that are not known, too: each could leave out endpoints that must not get requests."""
 
 
+class Foreign(NamedTuple):
+    """A flag of others. `told` says what is done here. `as_here` are the values, apart by blanks, that ask for it;
+    `refused`: with any other value the picker does not start."""
+
+    told: str
+    as_here: str = ""
+    refused: bool = False
+
+
+_LOGS = "logs are JSON lines on standard error, from --log-level on"
+_PLAIN = "/metrics is plain HTTP; leave the flag out, and let a NetworkPolicy say who may reach port 9090"
+_METRICS = "the metrics of the engines in docs/engines.md are known by their names, at each endpoint's own port"
+_SIZES = "a message may be 4 MiB longer than --max-body-bytes, and answers as long as the body that they give back"
+
+FOREIGN: dict[str, Foreign] = {
+    "--allow-experimental-plugins": Foreign("no plugins are loaded", "false"),
+    "--cache-info-metric": Foreign(_METRICS, "vllm:cache_config_info"),
+    "--disable-endpoint-subset-filter": Foreign("endpoints that the proxy does not allow are never chosen", "false"),
+    "--emit-endpoint-scores": Foreign("/debug/decisions has the costs of each choice", "false"),
+    "--enable-cert-reload": Foreign("the files of --cert-path are always read again when they change", "true"),
+    "--enable-grpc-stream-metrics": Foreign("open streams are always counted (treeline_epp_extproc_streams)", "true"),
+    "--enable-pprof": Foreign("`py-spy` profiles any process of Python", "false"),
+    "--grpc-max-recv-msg-size": Foreign(_SIZES),
+    "--grpc-max-send-msg-size": Foreign(_SIZES),
+    "--ha-enable-leader-election": Foreign("all replicas are ready and serve, each with an index of its own", "false"),
+    "--health-checking": Foreign("the ext_proc port always serves gRPC health, too", "true false"),
+    "--kubernetes": Foreign("implied by --gateway, --pool-name and --endpoint-selector", "true"),
+    "--kv-cache-usage-percentage-metric": Foreign(_METRICS, "vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc"),
+    "--lora-info-metric": Foreign("adapters are known from /v1/models and from KV events", "vllm:lora_requests_info"),
+    "--metrics-cert-dir": Foreign(_PLAIN, refused=True),
+    "--metrics-client-ca-file": Foreign(_PLAIN, refused=True),
+    "--metrics-endpoint-auth": Foreign("who may reach port 9090 is for a NetworkPolicy to say", "false"),
+    "--metrics-staleness-threshold": Foreign("load that was read from an engine's page counts for 3 seconds"),
+    "--model-server-metrics-https-insecure-skip-verify": Foreign("no engine is asked over HTTPS", "false"),
+    "--model-server-metrics-path": Foreign(_METRICS, "/metrics"),
+    "--model-server-metrics-port": Foreign(_METRICS),
+    "--model-server-metrics-scheme": Foreign("engines are asked over plain HTTP only", "http", refused=True),
+    "--refresh-metrics-interval": Foreign("load is pushed, or read from an engine's page twice a second at most"),
+    "--refresh-prometheus-metrics-interval": Foreign("metrics are computed when they are read"),
+    "--tls-cipher-suites": Foreign("TLS is spoken with OpenSSL's own suites; leave the flag out", refused=True),
+    "--tls-min-version": Foreign(
+        "TLS 1.2 and 1.3 are spoken; have proxies refuse 1.2", "VersionTLS10 VersionTLS11 VersionTLS12", refused=True
+    ),
+    "--total-queued-requests-metric": Foreign(_METRICS, "vllm:num_requests_waiting"),
+    "--total-running-requests-metric": Foreign(_METRICS, "vllm:num_requests_running"),
+    "--zap-devel": Foreign(_LOGS, "false"),
+    "--zap-encoder": Foreign(_LOGS, "json"),
+    "--zap-stacktrace-level": Foreign(_LOGS),
+    "--zap-time-encoding": Foreign("times in logs are ISO 8601 in UTC", "iso8601 rfc3339 rfc3339nano"),
+}
+_CONFIGS = ("--config-file", "--config-text")
+_BOOLEANS = {"1": "true", "t": "true", "true": "true", "0": "false", "f": "false", "false": "false"}
+"""As Go's `strconv.ParseBool` reads them, but for their case."""
+_LEVELS = {"debug": "debug", "info": "info", "error": "error", "panic": "error"}
+_VERBOSITY_OF_DEBUG = 4
+"""From here on GIE and llm-d log each decision."""
+
+
+def add_foreign(parser: argparse._ActionsContainer) -> None:
+    """Let a command line have the flags of others; `ignored` then reads them."""
+    for flag in (*FOREIGN, *_CONFIGS):
+        parser.add_argument(flag, dest=flag, nargs="?", const="true", action="append", help=argparse.SUPPRESS)
+    for flag in ("--zap-log-level", "-v", "--v"):
+        parser.add_argument(flag, dest="verbosity", type=_level, default=None, help=argparse.SUPPRESS)
+
+
+def ignored(given: argparse.Namespace) -> tuple[str, ...]:
+    """A sentence for each flag of others that has no effect. Raises ValueError where the picker must not start."""
+    sentences = []
+    for flag, meaning in FOREIGN.items():
+        for value in getattr(given, flag) or ():
+            if not value or _BOOLEANS.get(value.lower(), value) in meaning.as_here.split():
+                continue
+            if meaning.refused:
+                raise ValueError(f"{flag} {value} is not known here: {meaning.told}")
+            sentences.append(f"{flag}: {meaning.told}")
+    for flag in _CONFIGS:
+        for value in getattr(given, flag) or ():
+            try:
+                text = Path(value).read_text(encoding="utf-8") if flag == "--config-file" else value
+            except OSError as error:
+                raise ValueError(f"{flag} {value}: {error.strerror}") from error
+            if text:
+                check_config(text)
+                sentences.append(f"{flag}: {UNFOLLOWED}")
+    return tuple(sentences)
+
+
 class ConfigError(ValueError):
     """With this configuration the picker must not start. The message says why and what to do."""
 
@@ -67,41 +153,25 @@ def check_config(text: str) -> None:
         raise ConfigError(f"no configuration: {error}") from None
     if config.get("kind") != _KIND:
         raise ConfigError(f"kind must be {_KIND}, got {config.get('kind')!r}")
-    types = _types(config)
-    refused = sorted({name for name in _plugins(config, types) if name not in UNNEEDED})
-    if refused:
+    plugins, profiles = config.get("plugins") or [], config.get("schedulingProfiles") or []
+    if not isinstance(plugins, list) or not isinstance(profiles, list):
+        raise ConfigError("plugins and schedulingProfiles must be lists")
+    if not all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in plugins):
+        raise ConfigError("each of the plugins must have a type")
+    types = [(str(one.get("name") or one["type"]), str(one["type"])) for one in plugins]
+    twice = [name for name, count in Counter(name for name, _ in types).items() if count > 1]
+    if twice:
+        raise ConfigError(f"two of the plugins are called {twice[0]!r}")
+    # One that is not listed is referred to by its type.
+    used = {kind for _, kind in types} | {dict(types).get(name, name) for name in _references(config)}
+    if refused := sorted(used - UNNEEDED):
         raise ConfigError(f"{', '.join(refused)}: refused; {TABLE} says why, and what to use instead")
-    profiles = config.get("schedulingProfiles")
-    if profiles is not None and not isinstance(profiles, list):
-        raise ConfigError("schedulingProfiles must be a list")
-    if profiles and len(profiles) > 1:
+    if len(profiles) > 1:
         raise ConfigError(f"{len(profiles)} schedulingProfiles: leave one, or run a picker for each")
 
 
-def _types(config: dict[str, Any]) -> dict[str, str]:
-    """The type of each plugin that the configuration lists, by its name."""
-    found = {}
-    listed = config.get("plugins") or []
-    if not isinstance(listed, list):
-        raise ConfigError("plugins must be a list")
-    for plugin in listed:
-        if not isinstance(plugin, dict) or not isinstance(plugin.get("type"), str):
-            raise ConfigError("each of the plugins must have a type")
-        name = str(plugin.get("name") or plugin["type"])
-        if name in found:
-            raise ConfigError(f"two of the plugins are called {name!r}")
-        found[name] = plugin["type"]
-    return found
-
-
-def _plugins(config: dict[str, Any], types: dict[str, str]) -> Iterator[str]:
-    """The types of all plugins that are listed or referred to; one that is not listed is referred to by its type."""
-    yield from types.values()
-    for name in _references(config):
-        yield types.get(name, name)
-
-
 def _references(value: object) -> Iterator[str]:
+    """The names of plugins that are referred to."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if isinstance(inner, str) and inner and str(key).lower().endswith(("pluginref", "policyref")):
@@ -113,93 +183,6 @@ def _references(value: object) -> Iterator[str]:
             yield from _references(inner)
 
 
-class Foreign(NamedTuple):
-    """A flag of others. `told` says what is done here."""
-
-    told: str
-    boolean: bool = False
-    as_here: frozenset[str] = frozenset()
-    """Values that ask for what is done here anyway."""
-    refused: bool = False
-    """With any other value the picker does not start."""
-
-
-_ON, _OFF = frozenset({"true"}), frozenset({"false"})
-_JSON_LINES = "logs are JSON lines on standard error, from --log-level on"
-
-FOREIGN: dict[str, Foreign] = {
-    "--zap-devel": Foreign(_JSON_LINES, boolean=True, as_here=_OFF),
-    "--zap-encoder": Foreign(_JSON_LINES, as_here=frozenset({"json"})),
-    "--zap-stacktrace-level": Foreign("what fails unexpectedly is logged with its traceback, whatever the level"),
-    "--zap-time-encoding": Foreign(
-        "times in logs are ISO 8601 in UTC", as_here=frozenset({"iso8601", "rfc3339", "rfc3339nano"})
-    ),
-    "--enable-pprof": Foreign("there is no profiler on a port; `py-spy` profiles any process of Python", True, _OFF),
-    "--enable-cert-reload": Foreign("the files of --cert-path are always read again when they change", True, _ON),
-    "--metrics-endpoint-auth": Foreign(
-        "/metrics asks for no token; who may reach port 9090 is for a NetworkPolicy to say", True, _OFF
-    ),
-    "--metrics-client-ca-file": Foreign(
-        "/metrics is plain HTTP; leave the flag out, and let a NetworkPolicy say who may reach port 9090", refused=True
-    ),
-    "--metrics-cert-dir": Foreign(
-        "/metrics is plain HTTP; leave the flag out, and let a NetworkPolicy say who may reach port 9090", refused=True
-    ),
-    "--ha-enable-leader-election": Foreign(
-        "there is no leader: all replicas are ready and serve, each with an index of its own", True, _OFF
-    ),
-    "--lora-info-metric": Foreign(
-        "adapters are known from /v1/models and from KV events, not from a metric", as_here=frozenset({""})
-    ),
-    "--refresh-metrics-interval": Foreign(
-        "engines of Treeline push their load; the pages of others are read twice a second at most"
-    ),
-    "--refresh-prometheus-metrics-interval": Foreign("metrics are computed when they are read"),
-    "--metrics-staleness-threshold": Foreign("load that was read from an engine's page counts for 3 seconds"),
-    "--model-server-metrics-scheme": Foreign(
-        "engines are asked over plain HTTP only; leave the flag out, and have them serve their metrics so",
-        as_here=frozenset({"http"}),
-        refused=True,
-    ),
-    "--model-server-metrics-https-insecure-skip-verify": Foreign("no engine is asked over HTTPS", boolean=True),
-    "--grpc-max-recv-msg-size": Foreign("a message may be 4 MiB longer than --max-body-bytes"),
-    "--grpc-max-send-msg-size": Foreign("answers are as long as the body that they give back"),
-    "--enable-grpc-stream-metrics": Foreign(
-        "open streams are always counted (treeline_epp_extproc_streams)", boolean=True, as_here=_ON
-    ),
-    "--disable-endpoint-subset-filter": Foreign(
-        "endpoints that the proxy does not allow are never chosen", boolean=True, as_here=_OFF
-    ),
-    "--emit-endpoint-scores": Foreign(
-        "the proxy is told no scores; /debug/decisions has the costs of each choice", boolean=True, as_here=_OFF
-    ),
-    "--tls-min-version": Foreign(
-        "TLS 1.2 and 1.3 are spoken; leave the flag out, and have proxies refuse 1.2",
-        as_here=frozenset({"VersionTLS10", "VersionTLS11", "VersionTLS12"}),
-        refused=True,
-    ),
-    "--tls-cipher-suites": Foreign(
-        "TLS is spoken with OpenSSL's own suites; leave the flag out", as_here=frozenset({""}), refused=True
-    ),
-    "--allow-experimental-plugins": Foreign("no plugins are loaded", True),
-}
-
-_LEVELS = {"debug": "debug", "info": "info", "error": "error", "panic": "error"}
-_VERBOSITY_OF_DEBUG = 4
-"""From here on GIE and llm-d log each decision."""
-
-
-def add_foreign(parser: argparse._ActionsContainer) -> None:
-    """Flags of others are taken, and remembered where something must be said of them."""
-    for flag, meaning in FOREIGN.items():
-        count = "?" if meaning.boolean else None
-        parser.add_argument(flag, nargs=count, dest="ignored", action=_Taken, default=(), help=argparse.SUPPRESS)
-    for flag in ("--config-file", "--config-text"):
-        parser.add_argument(flag, dest="ignored", action=_Configuration, default=(), help=argparse.SUPPRESS)
-    for flag in ("--zap-log-level", "-v", "--v"):
-        parser.add_argument(flag, dest="verbosity", type=_level, default=None, help=argparse.SUPPRESS)
-
-
 def _level(text: str) -> str:
     """The log level that a level of zap, or a number, comes to."""
     if text.isascii() and text.isdecimal():
@@ -209,47 +192,26 @@ def _level(text: str) -> str:
     return _LEVELS[text]
 
 
-class _Taken(argparse.Action):
-    """Refuses a flag, or adds the sentence about it."""
-
-    def __call__(
-        self,
-        _parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        assert option_string is not None
-        meaning = FOREIGN[option_string]
-        given = "true" if values is None else str(values)
-        if meaning.boolean:
-            given = {"1": "true", "t": "true", "0": "false", "f": "false"}.get(given.lower(), given.lower())
-            if given not in ("true", "false"):
-                raise argparse.ArgumentError(self, f"{values!r} is neither true nor false")
-        if given in meaning.as_here:
-            return
-        if meaning.refused:
-            raise argparse.ArgumentError(self, f"not known here: {meaning.told}")
-        namespace.ignored = (*namespace.ignored, f"{option_string}: {meaning.told}")
+def flag_bool(text: str) -> bool:
+    """A boolean as Go's flags spell it, as a type of argparse."""
+    if text.lower() not in _BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return _BOOLEANS[text.lower()] == "true"
 
 
-class _Configuration(argparse.Action):
-    """Refuses a configuration of plugins, or adds the sentence that it has no effect."""
+_DURATION = re.compile(r"(?:(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h))", re.ASCII)
+_UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
-    def __call__(
-        self,
-        _parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        try:
-            text = str(values)
-            if option_string == "--config-file":
-                text = Path(text).read_text(encoding="utf-8")
-            if text:
-                check_config(text)
-        except (OSError, ValueError) as error:
-            raise argparse.ArgumentError(self, str(error)) from None
-        if text:
-            namespace.ignored = (*namespace.ignored, f"{option_string}: {UNFOLLOWED}")
+
+def seconds(text: str) -> float:
+    """A number of seconds, or a duration as Go writes it: `30s`, `1m30s`, `500ms`. Raises ValueError."""
+    try:
+        value = float(text)
+    except ValueError:
+        parts = _DURATION.findall(text)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            raise ValueError(f"{text!r} is no duration like 30s, 1m30s or 500ms") from None
+        value = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{text!r} is no duration: it must not be negative, nor endless")
+    return value

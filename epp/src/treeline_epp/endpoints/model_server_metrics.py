@@ -125,7 +125,18 @@ TENSORRT_LLM = MetricNames(
     ),
 )
 
-KNOWN = (VLLM, SGLANG, TENSORRT_LLM)
+_TRITON = "nv_trt_llm_request_metrics"
+_OTHERS = (
+    ("llamacpp:", Metric("llamacpp:requests_deferred"), Metric("llamacpp:requests_processing")),
+    ("lmdeploy:", Metric("lmdeploy:num_requests_waiting"), Metric("lmdeploy:num_requests_running")),
+    ("tgi_", Metric("tgi_queue_size"), Metric("tgi_batch_current_size")),
+    ("nv_trt_llm_", Metric(_TRITON, {"request_type": "waiting"}), Metric(_TRITON, {"request_type": "scheduled"})),
+)
+"""Engines that tell no more than what waits and what runs."""
+KNOWN = (
+    *(VLLM, SGLANG, TENSORRT_LLM),
+    *(MetricNames(prefix, waiting=(waiting,), running=(running,)) for prefix, waiting, running in _OTHERS),
+)
 """For servers whose type is not known."""
 
 

@@ -20,8 +20,7 @@ from treeline_epp.extproc.state import Kind, Message, Reply
 from treeline_epp.extproc.wire_reader import NO_METADATA, WireReader, metadata_of, modes_of
 from treeline_epp.flow.settings import LONGEST_WAIT_S
 from treeline_epp.protowire import field, field_head, field_numbers
-from treeline_epp.requests.body import Body, Buffer
-from treeline_epp.requests.messages import Immediate
+from treeline_epp.requests.body import Body, Buffer, Immediate
 
 _OURS = (names.CACHED_TOKENS, names.PROMPT_TOKENS)
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD

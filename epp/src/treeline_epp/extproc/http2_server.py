@@ -82,9 +82,7 @@ class Certificate(Protocol):
         """A new one, if there is."""
 
 
-Push = Callable[[bytes], None]
-"""Sends a message whenever there is one."""
-Methods = dict[str, Callable[[Push, Fields], Call]]
+Methods = dict[str, Callable[[Fields], Call]]
 """`/package.Service/Method` → what serves a new call, which came with these header fields."""
 
 
@@ -310,7 +308,7 @@ class _Peer(asyncio.Protocol):
         except CallError as error:
             self._connection.end(stream, grpc.only(error.status, str(error)))
             return
-        call = opened(lambda message: self._push(stream, message), fields)
+        call = opened(fields)
         run = _Running(call, MessageReader(self._server.most_bytes))
         self._running[stream] = run
         if timeout is not None:
@@ -405,11 +403,6 @@ class _Peer(asyncio.Protocol):
         else:  # without a copy
             self._connection.send(stream, grpc.BEGINNING, grpc.prefix(len(message)))
             self._connection.send(stream, grpc.BEGINNING, message)
-
-    def _push(self, stream: int, message: bytes) -> None:
-        if stream in self._running:
-            self._send(stream, message)
-            self._flush()
 
     def _go_on(self, stream: int) -> None:
         self._work(stream)

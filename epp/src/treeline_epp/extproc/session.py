@@ -26,13 +26,14 @@ from treeline_epp.extproc.state import (
 )
 from treeline_epp.flow.ticket import Ticket
 from treeline_epp.metrics import Sample
+from treeline_epp.picking.decision import Lease
 from treeline_epp.requests import refusals
-from treeline_epp.requests.body import Body, BodyBudget
-from treeline_epp.requests.messages import RouteRequest
+from treeline_epp.requests.body import Body, BodyBudget, RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.refusals import Refusal
-from treeline_epp.requests.router import Routed, RoutedRequest, Router
+from treeline_epp.requests.rewrite import to_send
+from treeline_epp.requests.router import Routed, Router
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +87,11 @@ class ExtProcSession:
         self._metadata = metadata
         self._present: Present | None = None
         self._state: ExtProcState | None = None
-        self._routed: RoutedRequest | None = None
-        self._ticket: Ticket[Routed] | None = None
+        self._held: Lease | Ticket[Routed] | None = None
+        """What the router gave for the request."""
         self._share = limits.waiting.open()
         self._observed = False
-        router.metrics.streams.inc()
+        router.metrics.open_streams += 1
 
     @property
     def ended(self) -> bool:
@@ -144,9 +145,13 @@ class ExtProcSession:
         except ExtProcError as error:
             outputs = self._broken(state, error)
         else:
-            if self._routed is not None:
+            if isinstance(lease := self._held, Lease):
                 begins = waiting and state.response_phase is not ResponsePhase.WAITING
-                outputs = self._account(self._routed, state, message, outputs, begins=begins)
+                ended = state.response_phase is ResponsePhase.DONE
+                headers = message.headers if begins else None
+                shown = message.data if message.kind is Kind.RESPONSE_BODY else b""
+                told = self._router.response(lease, headers, message.served, shown, ended=ended)
+                outputs = _with(outputs, headers=told) if told else outputs
             if self._limits.tell_served and message.kind is Kind.RESPONSE_HEADERS:
                 outputs = _with(outputs, served=message.served or _NOT_TOLD)
             if outputs and isinstance(asked := outputs[-1], RouteRequest):
@@ -156,16 +161,6 @@ class ExtProcSession:
             self._share.close()
             if self._present is not None:
                 self._present.arrived()
-
-    def _account(
-        self, routed: RoutedRequest, state: ExtProcState, message: Message, outputs: list[Output], *, begins: bool
-    ) -> list[Output]:
-        """Of the response, as far as it is shown. Headers tell its client what is left of its quota."""
-        told = self._router.complete(routed, message.headers, message.served) if begins else ()
-        ended = state.response_phase is ResponsePhase.DONE
-        if message.kind is Kind.RESPONSE_BODY or ended:
-            self._router.shown(routed, message.data if message.kind is Kind.RESPONSE_BODY else b"", ended=ended)
-        return _with(outputs, headers=told) if told else outputs
 
     def _begun(self, modes: tuple[BodyMode, BodyMode] | None) -> ExtProcState:
         """The state for the first message. A proxy that tells no body modes follows the endpoint picker protocol, which
@@ -194,15 +189,12 @@ class ExtProcSession:
     def close(self, *, lost: bool = False) -> None:
         """The stream has ended, in whatever way; `lost`: with its connection, so the proxy may go on with a request
         that was decided, and it counts on for a while."""
-        self._router.metrics.streams.dec()
+        self._router.metrics.open_streams -= 1
         self._share.close()
-        if self._ticket is not None:
-            self._router.abandon(self._ticket)
-            self._ticket = None
-        if self._routed is not None:
-            self._router.release(self._routed)
+        if self._held is not None:
+            self._router.release(self._held)
         if self._present is not None:
-            if lost and self._routed is not None:
+            if lost and isinstance(self._held, Lease):
                 self._present.lose()
             self._present.close()
 
@@ -227,6 +219,8 @@ class ExtProcSession:
         self, state: ExtProcState, request: RouteRequest
     ) -> Generator[bytes | Ticket[Routed] | None, None, list[Output]]:
         outline: Outline | None = None
+        if self._observed:
+            request = msgspec.structs.replace(request, observed=True)
         if request.body is not None and is_large(request.body):
             body = request.body if isinstance(request.body, Body) else Body([request.body])
             request = msgspec.structs.replace(request, body=body)
@@ -238,31 +232,20 @@ class ExtProcSession:
             outline.finish(body)
             yield None
         result = self._router.route(request, outline)
-        if isinstance(result, Ticket):
-            result = yield from self._wait(state, result)
-        if isinstance(result, RoutedRequest):
-            if self._observed:  # it goes where the proxy pleases: nothing is reserved or predicted for our choice
-                if result.exchange is not None:
-                    result.exchange.observed = True
-                self._router.release(result)
-            else:
-                self._routed = result
-            added = () if result.exchange is None else tuple(result.exchange.added)
-            return state.answer(result.destination, result.body, added)
+        if isinstance(result, Ticket):  # its body counts among those that wait for their decision
+            self._held = ticket = result
+            if state.timed and not ticket.done:
+                yield override_timeout(ticket.limit_s)
+            while not ticket.done:
+                yield ticket
+            result = self._router.resume(ticket)
+        self._held = result if isinstance(result, Lease) and not self._observed else None
+        if isinstance(result, Lease):
+            parsed = result.decision.request
+            changed = parsed.rewrite is not None or parsed.members is not None
+            sent = to_send(request.body, outline, parsed) if changed else None
+            return state.answer(result.destination, sent, result.added)
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
-
-    def _wait(self, state: ExtProcState, ticket: Ticket[Routed]) -> Generator[bytes | Ticket[Routed], None, Routed]:
-        """Until it is the request's turn. Its body counts among those that wait for their decision."""
-        if self._observed:  # it has gone on long ago
-            self._router.abandon(ticket)
-            return refusals.only_shown()
-        self._ticket = ticket
-        if state.timed and not ticket.done:
-            yield override_timeout(ticket.limit_s)
-        while not ticket.done:
-            yield ticket
-        self._ticket = None
-        return self._router.resume(ticket)
 
     def _refused(self, why: Refusal) -> Refusal:
         self._router.metrics.refusals.labels(why.code).inc()

@@ -30,8 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from treeline_epp.requests.body import CHUNK_BYTES, Body, Buffer
-from treeline_epp.requests.messages import Immediate, RouteRequest, path_of
+from treeline_epp.requests.body import CHUNK_BYTES, Body, Buffer, Immediate, RouteRequest, path_of
 from treeline_epp.requests.refusals import Refusal, body_too_large
 from treeline_epp.requests.subset import narrowed
 

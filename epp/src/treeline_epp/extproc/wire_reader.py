@@ -46,7 +46,6 @@ USED_HEADERS: Final = frozenset(
         names.MODEL_REWRITE_LLMD,
         names.OBJECTIVE,
         names.OBJECTIVE_LLMD,
-        "prefer",
         names.OVERLOADED,
         names.PROMPT_TOKENS,
         names.REQUEST_ID,

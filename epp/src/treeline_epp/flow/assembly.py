@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import Histogram
@@ -39,11 +40,11 @@ def flow_control(
     return control
 
 
-def quotas_of(settings: FlowSettings, metrics: Metrics) -> QuotaFile | None:
-    """The settings' file, to be followed; None where there is none. Raises QuotaFileError."""
-    if settings.quotas_file is None:
+def quotas_of(path: Path | None, metrics: Metrics) -> QuotaFile | None:
+    """The file, to be followed; None where there is none. Raises QuotaFileError."""
+    if path is None:
         return None
-    file = QuotaFile(settings.quotas_file)
+    file = QuotaFile(path)
     metrics.observe(lambda: quota_samples(file))
     return file
 

@@ -8,17 +8,18 @@ once: by its turn, the end of its time, the end of the picker, or because its ca
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Generic, NamedTuple, Protocol
 
 from treeline_epp.flow.fair_queue import FairQueue
-from treeline_epp.flow.refused import NotAtOnce, QueueFull, ShuttingDown, WaitedTooLong
+from treeline_epp.flow.refused import queue_full, shutting_down, waited_too_long
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R, Target, Ticket
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 OUTCOMES = ("dispatched", "refused", "expired", "cancelled", "shutting_down", "failed", "displaced", "queue_full")
 """How a ticket ends; `displaced`: by a flow that had less waiting; `queue_full`: there was none, for want of room."""
@@ -30,18 +31,16 @@ MOST_ENDED = 64
 MOST_LOOKS = 64
 """For room, between two turns of others, where requests wait for many models: some milliseconds with many endpoints."""
 _MOST_POOLS = 1000
-_RETRY_S = 1.0
-"""How long a refused client should wait: queues move within a second, or their time is over."""
 
 
 class Room(Protocol):
     """What flow control asks the picker."""
 
-    def check_room(self, request: PickRequest, now: float) -> None:
+    def check_room(self, request: Request, now: float) -> None:
         """Raises what `pick` would, `Saturated` or `NoEndpoints`, without a look at the prompt."""
         ...
 
-    def uncached_tokens(self, request: PickRequest, now: float) -> int:
+    def uncached_tokens(self, request: Request, now: float) -> int:
         """Of its prompt, what the endpoint that holds most of it would compute."""
         ...
 
@@ -75,7 +74,7 @@ class Queue(FairQueue):
 
     def saturated(self) -> bool:
         """Does somebody wait for room, and not for an endpoint?"""
-        return any(isinstance(self.why.get(target), Saturated) for target in self.targets())
+        return any(isinstance(self.why.get(target), Saturated) for _, target in self.targets())
 
 
 class FlowControl(Generic[R]):
@@ -111,9 +110,7 @@ class FlowControl(Generic[R]):
         """Does anything wait?"""
         return bool(self._queues)
 
-    def admit(
-        self, asked: PickRequest, flow: str, size: int, decide: Callable[[], R], *, may_wait: bool = True
-    ) -> R | Ticket[R]:
+    def admit(self, asked: Request, flow: str, size: int, decide: Callable[[], R]) -> R | Ticket[R]:
         """What `decide` says if the request may go on at once, else its ticket; `decide` is then called at its turn,
         which may have come when this returns.
 
@@ -121,7 +118,7 @@ class FlowControl(Generic[R]):
         """
         queue = self._queues.get(asked.pool)
         if queue is not None and asked.sheddable and queue.saturated():
-            raise Saturated("requests wait for this pool that are more urgent", _RETRY_S)
+            raise Saturated("requests wait for this pool that are more urgent", 1.0)
         why: PickError | None = None
         try:
             if queue is None or not queue.waits(asked.priority):
@@ -131,10 +128,8 @@ class FlowControl(Generic[R]):
             if self._may_not_wait(asked, error):
                 raise
             why = error
-        if not may_wait:
-            raise NotAtOnce()
         if self._closed:
-            raise ShuttingDown()
+            raise shutting_down()
         ticket = self._hold(asked, flow, size, decide, why)
         if why is None:  # there is room: for it, if those who wait before it wait for other endpoints
             self.pump()
@@ -192,18 +187,16 @@ class FlowControl(Generic[R]):
         """`(pool, priority, requests, flows that wait)` of each that has some."""
         for pool, queue in self._queues.items():
             for priority, band in queue.bands.items():
-                yield pool or "", priority, band.requests, band.active
+                yield pool or "", priority, band.requests, sum(bool(flow.tickets) for flow in band.flows.values())
 
     # Inside
 
-    def _hold(
-        self, asked: PickRequest, flow: str, size: int, decide: Callable[[], R], why: PickError | None
-    ) -> Ticket[R]:
+    def _hold(self, asked: Request, flow: str, size: int, decide: Callable[[], R], why: PickError | None) -> Ticket[R]:
         settings, empty = self.settings, isinstance(why, NoEndpoints)
         self._make_room(asked, flow, size, empty=empty)
         queue = self._queues.get(asked.pool)
         now = self._clock()
-        limit_s = settings.hold_empty_pool_seconds if empty else settings.flow_ttl_seconds
+        limit_s = settings.hold_empty_pool_seconds if empty else settings.ttl_seconds
         ticket = Ticket(asked, flow, size, decide, since=now, limit_s=limit_s)
         ticket.uncached_tokens = self._room.uncached_tokens(asked, now)
         if queue is None:
@@ -217,36 +210,33 @@ class FlowControl(Generic[R]):
         self.woken()
         return ticket
 
-    def _may_not_wait(self, asked: PickRequest, why: PickError) -> bool:
+    def _may_not_wait(self, asked: Request, why: PickError) -> bool:
         if isinstance(why, NoEndpoints):  # a proxy that names a subset wants to hear at once that there is none
             return not self.settings.hold_empty_pool_seconds or asked.subset is not None
         return asked.sheddable or self.settings.saturation is None
 
-    def _make_room(self, asked: PickRequest, flow: str, size: int, *, empty: bool) -> None:
-        """For one more of this flow, if need be in the place of others. Raises QueueFull."""
+    def _make_room(self, asked: Request, flow: str, size: int, *, empty: bool) -> None:
+        """For one more of this flow, if need be in the place of others. Raises FlowRefused."""
         settings = self.settings
         while True:
             queue = self._queues.get(asked.pool)
             band = None if queue is None else queue.bands.get(asked.priority)
             requests, waiting = (0, 0) if band is None else (band.requests, band.bytes)
-            by_bytes = waiting + size > settings.flow_max_bytes
-            if not by_bytes and requests < settings.flow_max_requests:
+            by_bytes = waiting + size > settings.max_bytes
+            if not by_bytes and requests < settings.max_requests:
                 return
             other = None
-            if band is not None and size <= settings.flow_max_bytes:
+            if band is not None and size <= settings.max_bytes:
                 other = band.to_displace(flow, size, by_bytes=by_bytes)
-            full = self._full(by_bytes, requests, empty=empty)
+            why = f"{requests} requests wait for this pool already"
+            if by_bytes:
+                why = "the requests that wait for this pool have as many bytes as they may"
+            full = queue_full(why, empty=empty)
             if other is None:
                 self.outcomes["queue_full"] += 1
                 raise full
             self._leave(other)
             self._end(other, "displaced", error=full)
-
-    def _full(self, by_bytes: bool, requests: int, *, empty: bool) -> QueueFull:
-        message = f"{requests} requests wait for this pool already"
-        if by_bytes:
-            message = "the requests that wait for this pool have as many bytes as they may"
-        return QueueFull(f"Too many requests: {message}.", empty=empty, retry_after_s=_RETRY_S)
 
     def _try(self, queue: Queue, ticket: Ticket[R], blocked: dict[Target, PickError], now: float) -> bool:
         """Whether it is done."""
@@ -269,13 +259,12 @@ class FlowControl(Generic[R]):
 
     def _check_room(self, ticket: Ticket[R], now: float) -> None:
         """In its pool, or in one that may take its place. Raises what the picker's does of the last that was asked."""
-        for at, asked in enumerate((ticket.room_for, *ticket.else_room_for)):
-            try:
+        *others, last = ticket.room_for
+        for asked in others:
+            with contextlib.suppress(NoEndpoints):
                 self._room.check_room(asked, now)
-                break
-            except NoEndpoints:
-                if at == len(ticket.else_room_for):
-                    raise
+                return
+        self._room.check_room(last, now)
 
     def _serve(self, queue: Queue, ticket: Ticket[R], result: R, now: float) -> None:
         queue.serve(ticket, max(1.0, self._cost(result)))
@@ -293,9 +282,9 @@ class FlowControl(Generic[R]):
                 empty = isinstance(queue.why.get(ticket.target), NoEndpoints)
                 self._leave(ticket)
                 if self._closed:
-                    self._end(ticket, "shutting_down", error=ShuttingDown())
+                    self._end(ticket, "shutting_down", error=shutting_down())
                 else:
-                    self._end(ticket, "expired", error=WaitedTooLong(limit_s, empty=empty))
+                    self._end(ticket, "expired", error=waited_too_long(limit_s, empty=empty))
         return not left
 
     def _leave(self, ticket: Ticket[R]) -> None:
@@ -312,14 +301,3 @@ class FlowControl(Generic[R]):
             del self._by_limit[ticket.limit_s]
         self.outcomes[outcome] += 1
         ticket.finish(result, error)
-
-    def check(self) -> None:
-        """Assert what always holds."""
-        held = {ticket for tickets in self._by_limit.values() for ticket in tickets}
-        assert len(held) == sum(map(len, self._queues.values()))
-        for queue in self._queues.values():
-            assert len(queue), "a queue goes with its last request"
-            queue.check()
-            for band in queue.bands.values():
-                assert band.requests <= self.settings.flow_max_requests
-                assert band.bytes <= self.settings.flow_max_bytes

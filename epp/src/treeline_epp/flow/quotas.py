@@ -71,19 +71,6 @@ class QuotaFile:
             self.table = table
             self.quotas.set(table)
 
-    def describe(self) -> dict[str, object]:
-        """What holds, for a debug page."""
-        table = self.table
-        return {
-            "file": str(self.file),
-            "usable": not self.error,
-            "error": self.error,
-            "clients": len(table.clients),
-            "default": table.default,
-            "counted_clients": len(self.quotas),
-            "exceeded": self.quotas.exceeded,
-        }
-
     def _look(self) -> QuotaTable:
         try:
             return self._watched.look()
@@ -116,19 +103,6 @@ class QuotaTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(self, client: str) -> Limits | None:
         """The limits of a client, if it has any."""
         return self.clients.get(client, self.default)
-
-
-class QuotaExceeded(FlowRefused):
-    """429: the client had what it may have. `told` are response headers."""
-
-    status = 429
-    reason = "rejected-quota"
-    code = "rate_limit_exceeded"
-
-    def __init__(self, message: str, retry_after_s: float, told: tuple[tuple[str, bytes], ...]) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-        self.told = told
 
 
 class Bucket:
@@ -229,7 +203,7 @@ class Quotas:
     def spend(self, client: str, tokens: float, now: float) -> Spend | None:
         """Count a request that takes so many tokens; None where nothing bounds the client. O(1).
 
-        Raises QuotaExceeded; then nothing is counted.
+        Raises FlowRefused; then nothing is counted.
         """
         limits = self._table.of(client)
         if limits is None:
@@ -242,7 +216,8 @@ class Quotas:
         )
         if wait_s > 0 and full is not None:
             self.exceeded += 1
-            raise QuotaExceeded(_words(client, full, full in account.tokens), wait_s, account.told(now))
+            why = _words(client, full, full in account.tokens)
+            raise FlowRefused(why, 429, "rejected-quota", "rate_limit_exceeded", wait_s, account.told(now))
         for amount, bucket in _taken(account, tokens):
             bucket.take(amount, now)
         return Spend(account, tokens)

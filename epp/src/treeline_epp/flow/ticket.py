@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 R = TypeVar("R")
 ANY_NAME = ""
 """All models that are not listed: the same endpoints may serve them, and each request may invent another name."""
-
-
-class Served(Protocol):
-    """What a request that waited was believed to take, until it is known."""
-
-    def took(self, tokens: float) -> None:
-        """This many tokens, of prompt and output, all in all."""
-        ...
+Served = Callable[[float], None]
+"""Puts right what a request was believed to take when its turn came: is told its tokens, of prompt and output."""
 
 
 class Target(NamedTuple):
@@ -31,66 +26,44 @@ class Target(NamedTuple):
     fallback_pools: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, asked: PickRequest) -> Target:
-        """Of this request."""
+    def of(cls, asked: Request) -> Target:
+        """The target of this request."""
         return cls(asked.pool, asked.model if asked.listed else ANY_NAME, asked.subset, asked.fallback_pools)
 
 
+@dataclass(eq=False, slots=True)
 class Ticket(Generic[R]):
     """A request that waits for its turn. Owner: `FlowControl`, which finishes it once; then its holder is called, once.
 
     `flow` is whose it is, `size` its body in bytes, `uncached_tokens` what an endpoint would compute of its prompt.
-    Times are seconds of the clock.
+    Times are seconds of the clock. The queue writes `number`, its place among all that ever waited, and `served`.
     """
 
-    __slots__ = (
-        "_callback",
-        "_error",
-        "_result",
-        "asked",
-        "decide",
-        "done",
-        "else_room_for",
-        "flow",
-        "limit_s",
-        "number",
-        "room_for",
-        "served",
-        "since",
-        "size",
-        "target",
-        "uncached_tokens",
-    )
+    asked: Request
+    flow: str
+    size: int
+    decide: Callable[[], R]
+    since: float
+    limit_s: float
+    uncached_tokens: int = 0
+    number: int = 0
+    done: bool = False
+    served: Served | None = None
+    target: Target = None  # type: ignore[assignment]
+    _result: R | None = None
+    _error: Exception | None = None
+    _callback: Callable[[], object] | None = None
 
-    def __init__(
-        self, asked: PickRequest, flow: str, size: int, decide: Callable[[], R], *, since: float, limit_s: float
-    ) -> None:
-        self.asked = asked
-        self.flow = flow
-        self.size = size
-        self.target = Target.of(asked)
-        # The endpoint tells whether the model is one of its own.
-        self.room_for = asked if asked.listed else replace(asked, model=None)
-        self.else_room_for = [replace(asked, model=None, pool=pool) for pool in asked.fallback_pools]
-        """While its pool has no endpoint."""
-        """What an endpoint must have room for before it is decided."""
-        self.uncached_tokens = 0
-        self.since = since
-        self.limit_s = limit_s
-        self.number = 0
-        """Its place among all that ever waited. Written by the queue."""
-        self.decide = decide
-        self.done = False
-        self.served: Served | None = None
-        """What it was believed to take when its turn came. Written by flow control."""
-        self._result: R | None = None
-        self._error: Exception | None = None
-        self._callback: Callable[[], object] | None = None
+    def __post_init__(self) -> None:
+        self.target = Target.of(self.asked)
 
     @property
-    def priority(self) -> int:
-        """Of its band."""
-        return self.asked.priority
+    def room_for(self) -> list[Request]:
+        """What an endpoint must have room for before it is decided: one of its pool, or while that has no endpoint, of
+        one that may take its place. The endpoint tells whether a model that is not listed is one of its own."""
+        asked = self.asked
+        own = asked if asked.listed else replace(asked, model=None)
+        return [own, *(replace(asked, model=None, pool=pool) for pool in asked.fallback_pools)]
 
     def when_done(self, callback: Callable[[], object]) -> None:
         """Call this once, when it is done; at once where it is. A later callback takes the place of an earlier one."""
@@ -109,7 +82,7 @@ class Ticket(Generic[R]):
             callback()
 
     def result(self) -> R | None:
-        """What came of it; None where its caller no longer wanted it. Raises why it was refused."""
+        """The result; None if its caller no longer wanted it. Raises the refusal."""
         assert self.done
         if self._error is not None:
             raise self._error

@@ -12,14 +12,15 @@ from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import Match, Pod
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Scored
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """What the picker must remember of a decision. It opens leases (`Picker.reserve`) and closes them (`Picker.close`).
-    `pod` is the rank of the endpoint that is expected to hold the prompt.
+    """A request with a destination, until its response has begun. The picker opens leases (`Picker.reserve`) and closes
+    them (`Picker.close`): the endpoint's reservation, and the prediction that it will hold the prompt, last as long.
+    `added` are request headers that go on to the endpoint. `pod` is the rank of it that is to hold the prompt.
 
     `queued_tokens` were before the request when it was picked; `predicted_until` names the prediction that its prompt
     will be held, None without one.
@@ -33,6 +34,12 @@ class Lease:
     reservation: Reservation
     predicted_until: float | None = None
     closed: bool = False
+    added: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def destination(self) -> str:
+        """The destination list, best first, as header and metadata carry it."""
+        return ",".join(self.decision.destinations)
 
 
 class Elsewhere(Protocol):
@@ -96,7 +103,7 @@ class Decision(Struct, frozen=True):
     after it in the destination list; no address occurs twice.
     """
 
-    request: PickRequest
+    request: Request
     ranked: tuple[Scored, ...]
     fallbacks: tuple[EndpointSpec, ...]
     policy: str

@@ -10,7 +10,7 @@ from msgspec import Struct
 from treeline_epp.endpoints.load import STALE_AFTER_S
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.filters import FILTERS
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Scored
 from treeline_epp.picking.table import Mask, Table
 
@@ -37,7 +37,7 @@ class Explanation(Struct, frozen=True, omit_defaults=True):
     endpoints: tuple[Verdict, ...] = ()
 
 
-def dropped_by(request: PickRequest, table: Table, now: float) -> dict[int, tuple[str, str]]:
+def dropped_by(request: Request, table: Table, now: float) -> dict[int, tuple[str, str]]:
     """Row → the filter that leaves it out and why, as `filters.rows_left` goes about it. Each endpoint is looked at."""
     left: Mask = np.ones(table.size, np.bool_)
     dropped: dict[int, tuple[str, str]] = {}
@@ -74,7 +74,7 @@ def explanation(
     return Explanation(policy, refusal, tuple(verdicts))
 
 
-def _why(filter_name: str, endpoint: Endpoint, request: PickRequest, now: float) -> str:
+def _why(filter_name: str, endpoint: Endpoint, request: Request, now: float) -> str:
     if filter_name == "serving":
         return _not_serving(endpoint, request)
     if filter_name == "subset":
@@ -88,7 +88,7 @@ def _why(filter_name: str, endpoint: Endpoint, request: PickRequest, now: float)
     return f"left out by {filter_name}"
 
 
-def _not_serving(endpoint: Endpoint, request: PickRequest) -> str:
+def _not_serving(endpoint: Endpoint, request: Request) -> str:
     spec, report = endpoint.spec, endpoint.load.report
     if request.pool is not None and spec.pool != request.pool:
         return f"is of pool {spec.pool}, and the request is for {request.pool}"

@@ -15,9 +15,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from treeline_epp.picking.decision import NoEndpoints
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import ELIGIBLE, HEALTHY, REQUESTS, UNANSWERED, Floats, Mask, Rows, Table
 
 
@@ -28,7 +29,7 @@ class Filter(Protocol):
     name: str
     refusal: str
 
-    def keep(self, request: PickRequest, table: Table) -> Mask | None:
+    def keep(self, request: Request, table: Table) -> Mask | None:
         """Which rows it keeps; None for all."""
         ...
 
@@ -39,7 +40,7 @@ class ServingFilter:
     name = "serving"
     refusal = "no endpoint is ready"
 
-    def keep(self, request: PickRequest, table: Table) -> Mask | None:
+    def keep(self, request: Request, table: Table) -> Mask | None:
         """O(endpoints) at memory speed."""
         mask: Mask = table.serving(request) & (table.columns[ELIGIBLE, : table.size] > 0.0)
         return mask
@@ -51,7 +52,7 @@ class SubsetFilter:
     name = "subset"
     refusal = "no ready endpoint is in the subset that the proxy allows"
 
-    def keep(self, request: PickRequest, table: Table) -> Mask | None:
+    def keep(self, request: Request, table: Table) -> Mask | None:
         """O(addresses)."""
         if request.subset is None:
             return None
@@ -69,7 +70,7 @@ class HealthyFilter:
     name = "healthy"
     refusal = ""
 
-    def keep(self, request: PickRequest, table: Table) -> Mask | None:
+    def keep(self, request: Request, table: Table) -> Mask | None:
         """O(endpoints) at memory speed."""
         mask: Mask = table.columns[HEALTHY, : table.size] > 0.0
         return mask
@@ -78,7 +79,7 @@ class HealthyFilter:
 FILTERS: tuple[Filter, ...] = (ServingFilter(), SubsetFilter(), HealthyFilter())
 
 
-def rows_left(request: PickRequest, table: Table) -> Rows:
+def rows_left(request: Request, table: Table) -> Rows:
     """The rows that pass all filters, at least one. Raises NoEndpoints. O(1) for a request like those before it;
     O(rows) at memory speed after changes, and for a subset."""
     asked = request.pool, request.model
@@ -100,54 +101,19 @@ def rows_left(request: PickRequest, table: Table) -> Rows:
     return rows
 
 
-POLICIES = ("wait", "requests")
+class Saturation(Struct, frozen=True):
+    """Says how full endpoints are. `wait`: one has no room where the work before a new request takes longer than
+    `limit` seconds, as predicted; its own length is no queue. Else: where it has `limit` requests, those that it
+    reported, running and waiting, and those that were sent there since; at least those that were sent there and whose
+    answer has not begun, whatever it reports.
 
+    A full one is never chosen where requests are counted; else it may be, while another one has room, where waiting for
+    what it has cached costs less than computing that.
+    """
 
-class Saturation(Protocol):
-    """Says how full endpoints are. `hard`: a full one is never chosen; else it may be, while another one has room,
-    where waiting for what it has cached costs less than computing that."""
-
-    hard: bool
+    wait: bool
+    limit: float
 
     def room(self, columns: Floats, wait_s: Floats) -> Mask:
         """Which endpoints have room, by their columns (see `table`) and the time until a new request's turn there."""
-        ...
-
-
-class WaitSaturation:
-    """The work before a new request takes longer than `limit_s`, as predicted. Its own length is no queue."""
-
-    hard = False
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-
-    def room(self, columns: Floats, wait_s: Floats) -> Mask:
-        """See `Saturation`."""
-        return wait_s <= self._limit_s
-
-
-class RequestsSaturation:
-    """It has `limit` requests: those that it reported, running and waiting, and those that were sent there since; at
-    least those that were sent there and whose answer has not begun, whatever it reports."""
-
-    hard = True
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def room(self, columns: Floats, wait_s: Floats) -> Mask:
-        """See `Saturation`."""
-        mask: Mask = np.maximum(columns[REQUESTS], columns[UNANSWERED]) < self._limit
-        return mask
-
-
-def saturation_of(name: str, limit_s: float, limit: int) -> Saturation | None:
-    """The policy of this name; None for `off`."""
-    match name:
-        case "wait":
-            return WaitSaturation(limit_s)
-        case "requests":
-            return RequestsSaturation(limit)
-        case _:
-            return None
+        return wait_s <= self.limit if self.wait else np.maximum(columns[REQUESTS], columns[UNANSWERED]) < self.limit

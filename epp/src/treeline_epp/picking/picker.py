@@ -24,10 +24,9 @@ from treeline_epp.picking.endpoint import AuditResult, Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import Saturation, rows_left
 from treeline_epp.picking.policies import Policy
-from treeline_epp.picking.policies.base import candidates_of
-from treeline_epp.picking.policies.ranking import led_by
+from treeline_epp.picking.policies.base import candidates_of, led_by
 from treeline_epp.picking.pool_policies import PoolPolicies
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Candidate, Scored, Work, follow_s, score, waits_and_costs, with_followers
 from treeline_epp.picking.sessions import Sessions, stays
 from treeline_epp.picking.table import (
@@ -170,7 +169,7 @@ class Picker:
 
     # Decisions
 
-    def pick(self, request: PickRequest, now: float) -> Decision:
+    def pick(self, request: Request, now: float) -> Decision:
         """RouteRequest. Changes nothing but the policy's own state; call `reserve` next.
 
         Raises NoEndpoints (503), or Saturated (429): where `config.saturation` says so, else for a sheddable request
@@ -180,7 +179,7 @@ class Picker:
         best, scored = self._ranked(request, policy, max(config.scored, config.fallbacks + 2), config.scored, now)
         return Decision(request, scored, self._fallbacks(best), policy.name)
 
-    def explain(self, request: PickRequest, now: float) -> Explanation:
+    def explain(self, request: Request, now: float) -> Explanation:
         """What `pick` would decide, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
         self._refresh(now)
         dropped = dropped_by(request, self._table, now)
@@ -193,7 +192,7 @@ class Picker:
         return explanation(self.policies.name_of(request.pool), self._table, dropped, ranked, refusal)
 
     def _ranked(
-        self, request: PickRequest, policy: Policy, count: int, scored: int, now: float
+        self, request: Request, policy: Policy, count: int, scored: int, now: float
     ) -> tuple[list[Endpoint], tuple[Scored, ...]]:
         """The best `count`, and the scores of the first of them."""
         table = self._table
@@ -249,7 +248,7 @@ class Picker:
             why = f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable"
             raise Saturated(why, soonest_s - limit)
 
-    def check_room(self, request: PickRequest, now: float) -> None:
+    def check_room(self, request: Request, now: float) -> None:
         """Raises NoEndpoints, or Saturated where `config.saturation` says so: asked often while requests wait.
 
         O(endpoints) at memory speed; its prompt is not looked at.
@@ -259,7 +258,7 @@ class Picker:
         wait_s, _, _ = waits_and_costs(columns, self._rates(columns, now), 0.0, 0, now)
         self._room(columns, wait_s)
 
-    def uncached_tokens(self, request: PickRequest, now: float) -> int:
+    def uncached_tokens(self, request: Request, now: float) -> int:
         """Of its prompt, what the endpoint that holds most of it would compute. O(prompt bytes)."""
         matches = self._match(request, now).values()
         longest = max((match.longest for match in matches), key=lambda hit: hit.tokens, default=NO_HIT)
@@ -269,7 +268,7 @@ class Picker:
     def has_ready(self, pool: str, model: str | None) -> bool:
         """Could a request for this model be served by this pool now? O(endpoints) at memory speed."""
         self._refresh(self._table.now)
-        serving = self._table.serving(PickRequest("", model=model, pool=pool))
+        serving = self._table.serving(Request("", model=model, pool=pool))
         return bool((self._table.columns[ELIGIBLE, : self._table.size] * serving).any())
 
     # Leases
@@ -450,7 +449,7 @@ class Picker:
         if not room.any():
             why = "every endpoint that may serve this request has as much to do as it may"
             raise Saturated(why, float(wait_s.min()))
-        return room if saturation.hard else None
+        return None if saturation.wait else room
 
     def _refresh(self, now: float) -> None:
         changed = self.index.changed
@@ -460,7 +459,7 @@ class Picker:
         changed.clear()
         self._table.refresh(now)
 
-    def _match(self, request: PickRequest, now: float) -> dict[str, Match]:
+    def _match(self, request: Request, now: float) -> dict[str, Match]:
         """Matches by scope: one, unless a request could go to several models."""
         if not request.key:
             return {}

@@ -1,12 +1,14 @@
-"""What the picker is asked."""
+"""A request that can be routed, as it was read: all that the picker needs to know of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
 
-class PickRequest(Struct, frozen=True):
-    """What the picker needs to know of a request.
+class Request(Struct, frozen=True):
+    """A parsed request.
 
     `key` is its prefix key (`treeline_wire.keys`), None if it has none (no tokenizer, no text): then only load counts.
     `prompt_tokens_estimate` counts the whole prompt; `key_tokens_estimate` what the key covers, where that is only the
@@ -17,6 +19,10 @@ class PickRequest(Struct, frozen=True):
     else it is any name, which engines may take or may not know yet. `fallback_pools` may take it, under other names
     perhaps, while its pool has no endpoint. `session` is a number of the session that it belongs to, 0 of none
     (`picking.sessions`); `fork`: how many requests that begin like this one follow at once, 0 where that is not known.
+
+    `client` asks, by the edge's word, None where that is not known. `asked` is the model's name in the body, where a
+    pool serves it; `rewrite` is its name in the pool, where that is another one; `members` are those that the body must
+    have besides, with these values alone. `learn` is told of bytes of a key and their true count of tokens.
     """
 
     request_id: str
@@ -35,3 +41,8 @@ class PickRequest(Struct, frozen=True):
     fallback_pools: tuple[str, ...] = ()
     session: int = 0
     fork: int = 0
+    client: str | None = None
+    asked: str | None = None
+    rewrite: str | None = None
+    members: Mapping[str, str | None] | None = None
+    learn: Callable[[int, int], None] | None = None

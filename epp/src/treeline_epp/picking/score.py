@@ -43,7 +43,7 @@ from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Hit, Match, level_hit
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import (
     ARRIVALS,
     ARRIVED_AT,
@@ -261,7 +261,7 @@ def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
 
 
 class Work(Struct, frozen=True, gc=False):
-    """What a request asks of an endpoint: see `PickRequest`. `per_byte` is tokens per byte of its key.
+    """What a request asks of an endpoint: see `Request`. `per_byte` is tokens per byte of its key.
 
     As far as any endpoint holds the key, its tokens are known; the rest is estimated by its bytes.
     """
@@ -272,7 +272,7 @@ class Work(Struct, frozen=True, gc=False):
     fork: int = 0
 
     @classmethod
-    def of(cls, request: PickRequest, matches: Iterable[Match] = ()) -> Self:
+    def of(cls, request: Request, matches: Iterable[Match] = ()) -> Self:
         """Of this request, with what the index says of its key."""
         prompt_tokens = max(1, request.prompt_tokens_estimate)
         key_tokens = request.key_tokens_estimate

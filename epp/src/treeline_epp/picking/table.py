@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -156,15 +156,15 @@ class Table:
         """Rows in use, and some that were."""
         return len(self.endpoints)
 
-    def serving(self, request: PickRequest) -> Mask:
+    def serving(self, request: Request) -> Mask:
         """Which rows are in the request's pool and serve its model. O(1), after changes O(rows)."""
         return self._asked(request)[0]
 
-    def scopes(self, request: PickRequest) -> set[str]:
+    def scopes(self, request: Request) -> set[str]:
         """Those of the index that these endpoints are in: one, unless the request could go to several models. O(1)."""
         return self._asked(request)[1]
 
-    def _asked(self, request: PickRequest) -> tuple[Mask, set[str]]:
+    def _asked(self, request: Request) -> tuple[Mask, set[str]]:
         known = self._serving.get((request.pool, request.model))
         if known is None:
             if len(self._serving) > _MOST_ASKED:
@@ -200,7 +200,7 @@ class Table:
         return np.array(sorted(found), np.int64)
 
 
-def serves(spec: EndpointSpec, request: PickRequest) -> bool:
+def serves(spec: EndpointSpec, request: Request) -> bool:
     """Is it in the request's pool, and does it serve its model?"""
     if request.pool is not None and spec.pool != request.pool:
         return False

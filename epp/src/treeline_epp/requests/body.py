@@ -1,11 +1,14 @@
-"""A large request body: its bytes as they came, never joined, and how many such bytes may wait at once."""
+"""What passes between the proxy's protocol and the router: a request in, an answer out; and a large body between them,
+its bytes as they came, never joined, with how many such bytes may wait at once."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
+from treeline_wire import headers as names
 
 Buffer = bytes | memoryview
 
@@ -152,3 +155,40 @@ class BodyShare:
         self._waiting.bytes -= self._counted
         self._counted = 0
         self._size = 0
+
+
+class Immediate(msgspec.Struct, frozen=True, gc=False):
+    """The proxy is to answer the client itself, at once. Last reply of a stream."""
+
+    status: int
+    body: bytes
+    headers: list[tuple[str, bytes]]
+    details: str
+
+
+def path_of(headers: Mapping[str, str]) -> str:
+    """The path of a request, without its query."""
+    return headers.get(":path", "").partition("?")[0]
+
+
+class RouteRequest(msgspec.Struct, frozen=True, gc=False):
+    """Everything there is to decide on. `body` is `None` when the proxy will not show it, or not all of it; it is a
+    `Body` where it has more than WHOLE_BYTES."""
+
+    headers: Mapping[str, str]
+    body: bytes | Body | None
+    subset: frozenset[str] | None
+    pool: str | None = None
+    shows_response: bool = False
+    """The proxy will show the response's body."""
+    observed: bool = False
+    """The proxy only shows the request, and goes on with it as it pleases."""
+
+    @property
+    def id(self) -> str:
+        """The proxy's id of the request."""
+        return self.headers.get(names.REQUEST_ID, "")
+
+    @property
+    def path(self) -> str:
+        return path_of(self.headers)

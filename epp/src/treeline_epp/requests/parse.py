@@ -21,31 +21,17 @@ from treeline_wire.models import Criticality
 from treeline_wire.prompt import PromptError, TooDeep
 
 from treeline_epp.keyers.base import Keyer
-from treeline_epp.picking.request import PickRequest
-from treeline_epp.requests.body import Body
-from treeline_epp.requests.chats import Door, chat, door_of
+from treeline_epp.picking.request import Request
+from treeline_epp.requests.body import Body, Immediate, RouteRequest
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
-from treeline_epp.requests.messages import Immediate, RouteRequest
 from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry, ModelTarget
 from treeline_epp.requests.outline import MAX_VALUES, NotReadable, Outline, Summary, summary_of
-from treeline_epp.requests.prompts import CHARS_PER_TOKEN, KeyedPrompt, completion
+from treeline_epp.requests.prompts import CHARS_PER_TOKEN, Door, KeyedPrompt, chat, completion, door_of
 from treeline_epp.requests.refusals import Refusal, bad_request, model_not_found, not_kept_apart
 
 _decode = msgspec.json.Decoder().decode
 _ANY_CACHE = Cache(None)
-
-
-class Request(PickRequest, frozen=True):
-    """A request that can be routed. `keyer` made its key, and learns from the runtime's count of tokens.
-    `rewrite` is the model's name in the pool, where it is another one than the body says; `members` are those that
-    the body must have besides, with these values alone. `asked` is the model's name in the body, where a pool serves
-    it."""
-
-    keyer: Keyer | None = None
-    rewrite: str | None = None
-    members: Mapping[str, str | None] | None = None
-    asked: str | None = None
 
 
 Ready = Callable[[str, str], bool]
@@ -83,7 +69,14 @@ def parse(
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
         priority = rules.priority(request.headers, request.pool)
-        return Request(request.id, subset=request.subset, pool=request.pool, priority=priority, sheddable=priority < 0)
+        return Request(
+            request.id,
+            subset=request.subset,
+            pool=request.pool,
+            priority=priority,
+            sheddable=priority < 0,
+            client=isolation.client(request.headers),
+        )
     reading = _Reading(request, path, registry, outline, draw, ready, isolation, rules)
     if door is None or method not in (None, "POST") or (not door.salted and reading.must_salt()):
         return reading.other(request.body)
@@ -229,10 +222,11 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
             session=self.isolation.session(self.request.headers, pool),
             fork=_fork(self.request.headers),
-            keyer=keyer if prompt.key is not None else None,
+            client=self.isolation.client(self.request.headers),
+            asked=None if target is None else model or target.target,
             rewrite=_rewrite(model, target),
             members=cache.members,
-            asked=None if target is None else model or target.target,
+            learn=keyer.learn if keyer is not None and prompt.key is not None else None,
         )
 
 

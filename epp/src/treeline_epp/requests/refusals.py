@@ -12,7 +12,6 @@ import msgspec
 from treeline_wire.anthropic_errors import anthropic_error_body, is_anthropics
 from treeline_wire.openai_errors import error_body
 
-from treeline_epp.flow.quotas import QuotaExceeded
 from treeline_epp.flow.refused import FlowRefused
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 
@@ -93,11 +92,6 @@ def no_room(limit: int) -> Refusal:
     return Refusal(503, message, "too_many_bodies", reason="rejected-too-many-bodies", retry_after_s=1)
 
 
-def only_shown() -> Refusal:
-    """503, which no client gets: there is no room for a request, and the proxy, which only shows it, has not waited."""
-    return Refusal(503, "The request has gone on without a decision.", "only_shown")
-
-
 def client_gone() -> Refusal:
     """503, which no client gets: the one that waited for a decision has left."""
     return Refusal(503, "The client has gone.", "client_gone", reason="rejected-context-cancelled")
@@ -111,8 +105,7 @@ def of_pick(error: PickError) -> Refusal:
             return Refusal(error.status, str(error), "saturated", reason=error.reason, retry_after_s=wait)
         case FlowRefused():
             wait = max(1, math.ceil(error.retry_after_s))
-            told = error.told if isinstance(error, QuotaExceeded) else ()
-            return Refusal(error.status, str(error), error.code, reason=error.reason, retry_after_s=wait, told=told)
+            return Refusal(error.status, str(error), error.code, None, error.reason, wait, error.told)
         case NoEndpoints():
             return Refusal(error.status, str(error), "no_endpoints", reason=error.reason, retry_after_s=1)
         case _:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Body, Edit
 from treeline_epp.requests.outline import Outline
 
@@ -19,9 +20,16 @@ _QUOTE, _BACKSLASH, _OPEN, _CLOSE = ord('"'), b"\\", b"{[", b"}]"
 _NAME_BYTES = 4096
 
 
-def rewritten(body: bytes, model: str | None, members: Mapping[str, str | None]) -> bytes:
-    """As `edited`, of a body that is read as a whole. O(bytes), most of it in one regular expression."""
-    return edited(Body([body]), _outline(body), model, members).joined()
+def to_send(body: bytes | Body | None, outline: Outline | None, request: Request) -> bytes | Body | None:
+    """The body to send instead of the client's, of which the request changes something; None where none is shown.
+    `outline` is that of a `Body`."""
+    if not body:
+        return None
+    members = request.members or {}
+    if isinstance(body, Body):
+        assert outline is not None, "a large body was read by its outline"
+        return edited(body, outline, request.rewrite, members)
+    return edited(Body([body]), _outline(body), request.rewrite, members).joined()
 
 
 def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, str | None]) -> Body:

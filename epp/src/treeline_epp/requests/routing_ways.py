@@ -97,53 +97,34 @@ def way_of(
     return Routing(Way.HISTORY, WayReason.NO_TOKENIZER, message)
 
 
-_Kinds = dict[tuple[Way, str], Counter[str]]
-"""Of a pool: how many endpoints have a way, for a reason, with a message."""
-
-
 class RoutingWays:
     """The ways of all endpoints and of their pools. A change of a pool's is logged once, by `tell`."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, Routing]] = {}
-        self._pools: dict[str, _Kinds] = {}
         self._told: dict[str, Routing] = {}
         self._changed = False
 
     def set(self, endpoint: str, pool: str, routing: Routing) -> None:
         """An endpoint of this pool is routed so from now on."""
         if self._endpoints.get(endpoint) != (pool, routing):
-            self.remove(endpoint)
             self._endpoints[endpoint] = pool, routing
-            messages = self._pools.setdefault(pool, {}).setdefault((routing.way, routing.reason), Counter())
-            messages[routing.message] += 1
             self._changed = True
 
     def remove(self, endpoint: str) -> None:
         """The endpoint has gone. Unknown names are ignored."""
-        known = self._endpoints.pop(endpoint, None)
-        if known is None:
-            return
-        pool, (way, reason, message) = known
-        kinds = self._pools[pool]
-        messages = kinds[way, reason]
-        messages[message] -= 1
-        if not messages[message]:
-            del messages[message]
-        if not messages:
-            del kinds[way, reason]
-        if not kinds:
-            del self._pools[pool]
-        self._changed = True
+        self._changed |= self._endpoints.pop(endpoint, None) is not None
 
     def pools(self) -> dict[str, Routing]:
-        """Of each pool with endpoints the worst of their ways, with a word on how many have it. O(messages)."""
-        return {pool: _worst(kinds) for pool, kinds in sorted(self._pools.items())}
+        """Of each pool with endpoints the worst of their ways, with a word on how many have it. O(endpoints)."""
+        pools: dict[str, Counter[Routing]] = {}
+        for pool, routing in self._endpoints.values():
+            pools.setdefault(pool, Counter())[routing] += 1
+        return {pool: _worst(found) for pool, found in sorted(pools.items())}
 
     def counts(self) -> Counter[tuple[str, str, str]]:
         """Endpoints by pool, way and reason."""
-        kinds = ((pool, *key, found) for pool, kinds in self._pools.items() for key, found in kinds.items())
-        return Counter({(pool, way.value, reason): found.total() for pool, way, reason, found in kinds})
+        return Counter((pool, routing.way.value, routing.reason) for pool, routing in self._endpoints.values())
 
     def tell(self) -> None:
         """Log what has changed since the last time. O(1) when nothing has."""
@@ -159,18 +140,19 @@ class RoutingWays:
         self._told = now
 
 
-def _worst(kinds: _Kinds) -> Routing:
+def _worst(found: Counter[Routing]) -> Routing:
     """The worst way; of those that have it the reason that most have, with one of their messages."""
-    endpoints = sum(found.total() for found in kinds.values())
-    _, count, key = max((_BETTER_FIRST.index(key[0]), found.total(), key) for key, found in kinds.items())
-    found = kinds[key]
-    told = {message: times for message, times in found.items() if message}
+    kinds: Counter[tuple[Way, str]] = Counter()
+    for routing, count in found.items():
+        kinds[routing[:2]] += count
+    way, reason = max(kinds, key=lambda kind: (_BETTER_FIRST.index(kind[0]), kinds[kind], kind))
+    told = {one.message: count for one, count in found.items() if one[:2] == (way, reason) and one.message}
     if not told:
-        return Routing(*key)
-    if not key[1]:  # the best way: a message concerns some requests only, so count the endpoints that have one
-        count = sum(told.values())
+        return Routing(way, reason)
+    # The best way has no reason: then a message concerns some requests only, so count the endpoints that have one.
+    count = kinds[way, reason] if reason else sum(told.values())
     first = max(told, key=lambda message: (told[message], message))
-    if len(found) == 1 and count == endpoints:
-        return Routing(*key, first)
+    if told[first] == found.total():
+        return Routing(way, reason, first)
     one_of = "" if len(told) == 1 else "for example, "
-    return Routing(*key, f"{count} of {endpoints} endpoints: {one_of}{first}")
+    return Routing(way, reason, f"{count} of {found.total()} endpoints: {one_of}{first}")

@@ -204,8 +204,6 @@ def arguments(context: GatewayContext) -> list[str]:
         words.append(f"--max-client-requests={context.shared.edge.limits.unanswered_requests}")
         if _tls_secret(context) is not None:
             words += ["--secure-serving", f"--cert-path={TLS_DIR}", "--require-client-certificates"]
-            # With TLS the picker takes its proxy for a stranger's, unless flags say otherwise.
-            words += ["--fallback-endpoints=1", "--expose-routing"]
     if context.shared.has_clients:
         words.append("--trust-edge")
     if context.shared.tracing is not None:
@@ -223,15 +221,18 @@ def _flow_flags(settings: FlowControl | None) -> list[str]:
     """What flow control asks of the picker."""
     if settings is None:
         return []
-    mode = "requests" if settings.endpoint_requests is not None else "wait"
+    mode = "off" if not settings.enabled else "wait" if settings.endpoint_requests is None else "requests"
+    given = {
+        "wait_seconds": settings.wait_seconds,
+        "endpoint_requests": settings.endpoint_requests,
+        "max_requests": settings.max_requests,
+        "max_bytes": settings.max_bytes,
+        "ttl_seconds": settings.ttl_seconds,
+        "hold_empty_pool_seconds": settings.hold_empty_pool_seconds,
+    }
+    parameters = ",".join(f"{name}={_text(value)}" for name, value in given.items() if value is not None)
     found: dict[str, object] = {
-        "--flow-control": mode if settings.enabled else None,
-        "--flow-wait-seconds": settings.wait_seconds,
-        "--flow-endpoint-requests": settings.endpoint_requests,
-        "--flow-max-requests": settings.max_requests,
-        "--flow-max-bytes": settings.max_bytes,
-        "--flow-ttl-seconds": settings.ttl_seconds,
-        "--hold-empty-pool-seconds": settings.hold_empty_pool_seconds,
+        "--flow-control": ":".join(filter(None, (mode, parameters))) if settings.enabled or parameters else None,
         "--fairness-header": settings.fairness_header,
         "--quotas-file": None if settings.quotas is None else f"{QUOTAS_DIR}/{_QUOTAS_FILE}",
     }

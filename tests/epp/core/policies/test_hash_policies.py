@@ -14,7 +14,7 @@ from support.candidates import candidates
 from treeline_epp.picking.endpoint import identity_of
 from treeline_epp.picking.policies import create_policy
 from treeline_epp.picking.policies.hashing import heaviest, key_of, weights
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 KEYS = 600
 PINNED_IDENTITY = 2220268621099017.0
@@ -22,8 +22,8 @@ PINNED_KEY = 5666916665733659087
 PINNED_WEIGHT = 2867326616646716218
 
 
-def asking(key: int) -> PickRequest:
-    return PickRequest("id", key=b"%08d and so on" % key)
+def asking(key: int) -> Request:
+    return Request("id", key=b"%08d and so on" % key)
 
 
 def homes(policy: str, names: list[str]) -> list[str]:
@@ -98,7 +98,7 @@ def test_only_the_beginning_of_a_prompt_and_whose_it_is_count() -> None:
     group = candidates([f"pod-{n}" for n in range(50)])
 
     def home(key: bytes, namespace: str | None = None) -> int:
-        return policy.rank(PickRequest("id", key=key, namespace=namespace), group, 1)[0]
+        return policy.rank(Request("id", key=key, namespace=namespace), group, 1)[0]
 
     assert home(b"sixteen letters!" + b"a") == home(b"sixteen letters!" + b"b")
     assert home(b"sixteen letters!") != home(b"Sixteen letters!")
@@ -110,13 +110,13 @@ def test_a_kilobyte_of_the_prompt_chooses_the_endpoint() -> None:
     policy, group = create_policy("consistent_hashing", random.Random(1)), candidates(names)
     prompt = b"a" * 1024
     wanted = heaviest(weights(key_of(prompt), group.identity), 1)
-    assert [policy.rank(PickRequest("id", key=prompt + tail), group, 1) for tail in (b"", b"x", b"y")] == [wanted] * 3
+    assert [policy.rank(Request("id", key=prompt + tail), group, 1) for tail in (b"", b"x", b"y")] == [wanted] * 3
 
 
 @pytest.mark.parametrize("policy", ["consistent_hashing", "prefix_hash"])
 def test_without_a_key_the_lightest_gets_it(policy: str) -> None:
     group = candidates("abc", load=[2, 1, 3])
-    assert create_policy(policy, random.Random(1)).rank(PickRequest("id"), group, 3) == [1, 0, 2]
+    assert create_policy(policy, random.Random(1)).rank(Request("id"), group, 3) == [1, 0, 2]
 
 
 def test_weights_are_even_and_the_same_everywhere() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.candidates import candidates
 from treeline_epp.picking.policies import create_policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
-ASK = PickRequest("id", model="m")
+ASK = Request("id", model="m")
 
 
 def test_round_robin_gives_everybody_a_turn() -> None:
@@ -37,7 +37,7 @@ def test_round_robin_goes_on_behind_the_last_when_endpoints_come_and_go() -> Non
 def test_models_take_turns_of_their_own() -> None:
     policy = create_policy("round_robin", random.Random(3))
     for _ in range(2):
-        seen = Counter(policy.rank(PickRequest("id", model=model), candidates("ab"), 1)[0] for model in "mnmn")
+        seen = Counter(policy.rank(Request("id", model=model), candidates("ab"), 1)[0] for model in "mnmn")
         assert seen == {0: 2, 1: 2}
 
 

@@ -7,14 +7,14 @@ from collections import Counter
 
 from support.candidates import candidates
 from treeline_epp.picking.policies import create_policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.namespaces import join_namespace
 
 COSTS = [0.3, 0.1, 0.2]
 
 
-def for_adapter(name: str | None) -> PickRequest:
-    return PickRequest("id", namespace=join_namespace(name, "salt"))
+def for_adapter(name: str | None) -> Request:
+    return Request("id", namespace=join_namespace(name, "salt"))
 
 
 def test_an_adapter_stays_where_it_is_loaded_until_waiting_costs_more() -> None:

@@ -11,7 +11,7 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Decision, Lease, NoEndpoints, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import POLICIES
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_wire.load import TreelineLoad
 from treeline_wire.namespaces import join_namespace
 
@@ -35,7 +35,7 @@ class World:
     def ask(self, prompt: Prompt | None = None, **fields: object) -> Decision:
         if prompt is not None:
             fields |= {"key": prompt.key, "prompt_tokens_estimate": len(prompt.tokens)}
-        request = PickRequest("id", model="m", pool="p", **fields)  # type: ignore[arg-type]
+        request = Request("id", model="m", pool="p", **fields)  # type: ignore[arg-type]
         return self.picker.pick(request, self.now)
 
     def take(self, prompt: Prompt | None = None, **fields: object) -> Lease:

@@ -1,22 +1,26 @@
-"""What a policy is, and how one is named: `NAME`, or `NAME:key=value,key=value`."""
+"""What a policy is, how one is named (`NAME`, or `NAME:key=value,key=value`), and what rankings are made of."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from treeline_epp.index.pods import Pod
 from treeline_epp.picking.endpoint import Endpoint
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats, Mask, Rows, Table
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 _NONE: Floats = np.zeros(0)
 
 
@@ -112,7 +116,7 @@ class Policy(ABC):
     def __init__(self, parameters: Any, rng: Random) -> None: ...
 
     @abstractmethod
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """The places of the best `count` (≥ 1; fewer if there are not so many), by preference, none of them twice."""
 
 
@@ -162,3 +166,56 @@ def read_parameters(policy: type[Policy], given: Mapping[str, str]) -> Struct:
         if isinstance(value, float) and not math.isfinite(value):
             raise PolicyError(f"policy {policy.name}: {name} must be a finite number")
     return found
+
+
+class Recent(Generic[Key, Value]):
+    """At most `room` values by their keys, without those that were used least recently: for what clients name.
+
+    >>> last = Recent(2)
+    >>> for key in "aabc":
+    ...     last.put(key, key.upper())
+    >>> last.get("a"), last.get("b"), last.get("c")
+    (None, 'B', 'C')
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._values: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """The value, which counts as used now; None without one. O(1)."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: Key, value: Value) -> None:
+        """Set a value. O(1)."""
+        self._values[key] = value
+        self._values.move_to_end(key)
+        if len(self._values) > self._room:
+            self._values.popitem(last=False)
+
+
+def lowest(values: Floats, count: int) -> list[int]:
+    """The places of the lowest values, in order; of equal ones always the same. O(n + count log count)."""
+    if count >= len(values):
+        order: list[int] = np.argsort(values, kind="stable").tolist()
+        return order
+    below: list[int] = np.argpartition(values, count - 1)[:count].tolist()
+    return sorted(sorted(below), key=values.__getitem__)
+
+
+def one_of(places: npt.NDArray[np.int64], rng: Random) -> int:
+    """One of them at random; nothing is drawn where there is but one."""
+    return int(places[0] if len(places) == 1 else places[rng.randrange(len(places))])
+
+
+def lightest(load: Floats, rng: Random) -> int:
+    """The place of the lowest value, one of equals at random. O(n)."""
+    return one_of(np.flatnonzero(load == load.min()), rng)
+
+
+def led_by(first: int, order: list[int], count: int) -> list[int]:
+    """`order` with `first` before all others."""
+    return [first, *(at for at in order if at != first)][:count]

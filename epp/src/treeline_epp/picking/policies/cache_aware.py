@@ -14,9 +14,8 @@ from random import Random
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.picking.policies.base import Amount, Candidates, Factor, Policy, Share
-from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.policies.base import Amount, Candidates, Factor, Policy, Share, led_by, lightest, lowest
+from treeline_epp.picking.request import Request
 
 
 class CacheAwareParameters(Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +36,7 @@ class CacheAware(Policy):
         self._set = parameters
         self._rng = rng
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
         load, cached = candidates.in_flight, candidates.cached_tokens
         share = cached / (cached + candidates.uncached_tokens)

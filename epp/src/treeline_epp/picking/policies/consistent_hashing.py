@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from treeline_epp.picking.policies.base import Factor
 from treeline_epp.picking.policies.hashing import HashPolicy, Weights, key_of
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats
 
 PROMPT_BYTES = 1024
@@ -32,7 +32,7 @@ class ConsistentHashing(HashPolicy):
     name = "consistent_hashing"
     parameters = ConsistentHashingParameters
 
-    def key(self, request: PickRequest, prompt: bytes) -> int:
+    def key(self, request: Request, prompt: bytes) -> int:
         return key_of(prompt[:PROMPT_BYTES])
 
     def first(self, weight: Weights, load: Floats) -> int:

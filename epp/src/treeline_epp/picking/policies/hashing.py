@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treeline_epp.picking.policies.base import Candidates, Policy
-from treeline_epp.picking.policies.ranking import led_by, lightest, lowest
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.policies.base import Candidates, Policy, led_by, lightest, lowest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats
 
 Weights = npt.NDArray[np.uint64]
@@ -62,14 +61,14 @@ class HashPolicy(Policy):
         self._rng = rng
 
     @abstractmethod
-    def key(self, request: PickRequest, prompt: bytes) -> int:
+    def key(self, request: Request, prompt: bytes) -> int:
         """What of a request chooses, `prompt` being its prefix key."""
 
     @abstractmethod
     def first(self, weight: Weights, load: Floats) -> int:
         """The place of the chosen one, by weights and requests in flight."""
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
         load = candidates.in_flight
         if not request.key:

@@ -13,10 +13,9 @@ import numpy as np
 from msgspec import Struct
 from treeline_wire.namespaces import adapter_of
 
-from treeline_epp.picking.policies.base import Amount, Candidates, Policy
+from treeline_epp.picking.policies.base import Amount, Candidates, Policy, Recent
 from treeline_epp.picking.policies.predicted_ttft import cheapest_first
-from treeline_epp.picking.policies.recent import Recent
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 _ADAPTERS = 1024
 _ENDPOINTS = 64
@@ -42,7 +41,7 @@ class LoraAffinity(Policy):
         self._rng = rng
         self._sent: Recent[str, dict[float, float]] = Recent(_ADAPTERS)
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed without an adapter; with one, a look at each endpoint's adapters."""
         cost_s, adapter = candidates.cost_s, adapter_of(request.namespace)
         if adapter is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 
 class PowerOfTwo(Policy):
@@ -17,7 +17,7 @@ class PowerOfTwo(Policy):
     def __init__(self, parameters: NoParameters, rng: Random) -> None:
         self._rng = rng
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) for the loads, O(count) besides."""
         size = len(candidates.cost_s)
         order = self._rng.sample(range(size), min(max(count, 2), size))

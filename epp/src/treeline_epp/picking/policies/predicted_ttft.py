@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
-from treeline_epp.picking.policies.ranking import led_by, lowest, one_of
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy, led_by, lowest, one_of
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats
 
 STICKY_S = 0.005
@@ -24,7 +23,7 @@ class PredictedTtft(Policy):
     def __init__(self, parameters: NoParameters, rng: Random) -> None:
         self._rng = rng
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
         return cheapest_first(candidates.cost_s, candidates, count, self._rng)
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.picking.policies.base import Count, Factor
+from treeline_epp.picking.policies.base import Count, Factor, lightest
 from treeline_epp.picking.policies.hashing import HashPolicy, Weights, key_of
-from treeline_epp.picking.policies.ranking import lightest
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats
 
 BYTES_PER_TOKEN = 4
@@ -33,7 +32,7 @@ class PrefixHash(HashPolicy):
     name = "prefix_hash"
     parameters = PrefixHashParameters
 
-    def key(self, request: PickRequest, prompt: bytes) -> int:
+    def key(self, request: Request, prompt: bytes) -> int:
         whose = (request.namespace or "").encode("utf-8", "surrogatepass")
         return key_of(whose, prompt[: self._set.prefix_token_count * BYTES_PER_TOKEN])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.request import Request
 
 
 class RandomChoice(Policy):
@@ -16,6 +16,6 @@ class RandomChoice(Policy):
     def __init__(self, parameters: NoParameters, rng: Random) -> None:
         self._rng = rng
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(count)."""
         return self._rng.sample(range(len(candidates.cost_s)), min(count, len(candidates.cost_s)))

@@ -6,10 +6,8 @@ from random import Random
 
 import numpy as np
 
-from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
-from treeline_epp.picking.policies.ranking import lowest
-from treeline_epp.picking.policies.recent import Recent
-from treeline_epp.picking.request import PickRequest
+from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy, Recent, lowest
+from treeline_epp.picking.request import Request
 
 
 class RoundRobin(Policy):
@@ -22,7 +20,7 @@ class RoundRobin(Policy):
         self._rng = rng
         self._last: Recent[tuple[str | None, str | None], float] = Recent(256)
 
-    def rank(self, request: PickRequest, candidates: Candidates, count: int) -> list[int]:
+    def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
         turns = request.pool, request.model
         last = self._last.get(turns)

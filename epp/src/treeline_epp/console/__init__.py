@@ -1,1 +1,0 @@
-"""The console: a page for the picker's administrators, on the admin port beside the debug pages."""
