@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -74,20 +75,30 @@ def _states(
         runs[index].streams.sync()
         return state
 
-    pool = ThreadPoolExecutor(threads, "programs")
+    waiting, ended = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, ProgramState]]()
+    stopped = threading.Event()
+
+    def work() -> None:
+        with suppress(queue.Empty):
+            while not stopped.is_set():
+                index = waiting.get_nowait()
+                ended.put((index, one(index)))
+
+    for index in started:
+        waiting.put(index)
     try:
         with progress:
-            numbers = {pool.submit(one, index): index for index in started}
-            ended: dict[int, ProgramState] = {}
-            following = 0
-            for future in as_completed(numbers):
-                ended[numbers.pop(future)] = future.result()
-                progress.advance()
-                while following in ended:
-                    yield ended.pop(following)
-                    following += 1
+            for number in range(threads):  # daemons: a body that hangs in code of its own does not keep the process
+                threading.Thread(target=work, name=f"programs {number}", daemon=True).start()
+            states: dict[int, ProgramState] = {}
+            for following in range(len(runs)):
+                while following not in states:
+                    index, state = ended.get()
+                    states[index] = state
+                    progress.advance()
+                yield states.pop(following)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        stopped.set()
         for run in runs:
             run.streams.cancel()
 
