@@ -71,7 +71,7 @@ async def test_others_have_their_turn_while_a_hostile_body_arrives(shape: str, m
     most_s = reference_s() * TURN * (3 if mode == 2 and len(body) > 8 << 20 else 1)
     gc.collect()
     router, limits = new_router(), SessionLimits(limit)
-    methods = {f"/{SERVICE}/Process": lambda _, fields: ExtProcSession(router, limits, fields)}
+    methods = {f"/{SERVICE}/Process": lambda fields: ExtProcSession(router, limits, fields)}
     server = Http2Server(methods, most_message_bytes(limit))
     await server.start("127.0.0.1", 0)
     worst = []
