@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -18,6 +20,10 @@ from treeline_wire.security import is_loopback
 log = logging.getLogger(__name__)
 _http_log = logging.getLogger(f"{__name__}.http")
 _http_log.setLevel(logging.CRITICAL)  # it would write a traceback for whatever is not HTTP
+
+TOKEN_HEADER = b"x-treeline-console"
+_SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
+RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 PROBES = frozenset({"/live", "/ready"})
 """What the kubelet asks, and a mesh's proxy in its name: by the pod's address, and from within the pod."""
@@ -58,20 +64,23 @@ class PageServer:
     others in a browser on this machine reach it, too. `PROBES` alone are for all.
 
     `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that its
-    browser shows: that is, anybody who may start a process there or forward a port to it. `questions` are pages
-    that are asked by POST, with at most `question_bytes`.
+    browser shows: that is, anybody who may start a process there or forward a port to it. `token` is known to a page of
+    this server alone, which is private itself: by it the requests of that page's script are distinguished from those of
+    others. `questions` are pages that are asked by POST, with at most `question_bytes`.
     """
 
     def __init__(
         self,
         pages: Mapping[str, Handler],
         private: Collection[str] = (),
+        token: str = "",
         streams: Mapping[str, Stream] | None = None,
         questions: Mapping[str, Question] | None = None,
         question_bytes: int = 1 << 20,
     ) -> None:
         self._pages = pages
         self._private = private
+        self._token = token.encode()
         self._streams = streams or {}
         self._questions = questions or {}
         self._streaming: set[asyncio.Task[object]] = set()
@@ -171,8 +180,15 @@ class PageServer:
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
         if request.path in PROBES or not (request.path in self._private or is_loopback(own_address)):
             return None
-        why = why_not_local(request.raw_headers, own_address)
+        why = why_not_local(self._not_of_our_page(request.raw_headers), own_address)
         return f"only for clients on this machine: {why}" if why else None
+
+    def _not_of_our_page(self, headers: RawHeaders) -> RawHeaders:
+        """The headers without the mark of a page, where that is our own by its token and by the browser's word."""
+        shown = next((value for name, value in headers if name.lower() == TOKEN_HEADER), b"")
+        if not self._token or not hmac.compare_digest(shown, self._token):
+            return headers
+        return [(name, value) for name, value in headers if (name.lower(), value) != _SAME_ORIGIN]
 
 
 def why_not_local(headers: Iterable[tuple[bytes, bytes]], own_address: str) -> str | None:

@@ -214,8 +214,12 @@ class Options:
     )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints, /debug/tree, /debug/decisions and "
-        "/debug/explain on the admin port, to clients on this machine (in this pod) alone",
+        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /debug/console on the "
+        "admin port, to clients on this machine (in this pod) alone",
+    )
+    show_prompts: bool = setting(
+        False,
+        help="let /debug/console show the beginnings of prompts to whoever asks there (with --enable-debug-endpoints)",
     )
     log_level: str = setting(
         None,
@@ -362,6 +366,8 @@ def _fill(found: dict[str, Any]) -> None:
 
 def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
     """Settings that need one another, or exclude it."""
+    if found["show_prompts"] and not found["enable_debug_endpoints"]:
+        p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
     if found["rules_group"] and not (found["gateway"] or found["pool_name"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
     if found["peers"] and found["curve_dir"] is None:

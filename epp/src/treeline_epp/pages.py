@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from treeline_wire.signals import CONTENT_TYPE, PATH, Signals
 
 from treeline_epp import fleet_report, signals
 from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
+from treeline_epp.console.pages import console_pages
 from treeline_epp.fleet import Fleet
 from treeline_epp.health import Health
 from treeline_epp.observing import Observing
@@ -42,7 +44,7 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def debug_pages(fleet: Fleet, log: DecisionLog) -> dict[str, Handler]:
-    """For people who look for a fault; no prompt is on them."""
+    """For people who look for a fault; no prompt is on them. The console is beside them."""
     return {
         "/debug/endpoints": lambda _query: Page({"endpoints": fleet_report.describe(fleet)}),
         "/debug/tree": lambda query: _tree(fleet.picker, query.get("pod")),
@@ -107,6 +109,7 @@ def admin_pages(
     look: Callable[[], Signals],
 ) -> PageServer:
     """What the kubelet, the operator and people who look for a fault read."""
+    token = secrets.token_urlsafe()
 
     def detail() -> dict[str, object]:
         return {} if kube is None else {"kubernetes": kube.describe()}
@@ -125,10 +128,12 @@ def admin_pages(
     if options.enable_debug_endpoints:
         router.decisions = DecisionLog()
         debug = debug_pages(fleet, router.decisions)
+        debug |= console_pages(fleet, router.decisions, token=token, texts=options.show_prompts)
         questions = {EXPLAIN: lambda data: explain_page(router, data)}
     return PageServer(
         public | debug,
         private=[*debug, *questions],
+        token=token,
         streams={PATH: Stream(lambda: signals.stream(look), CONTENT_TYPE)},
         questions=questions,
         question_bytes=question_bytes(options),
