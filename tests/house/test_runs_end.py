@@ -33,7 +33,7 @@ def test_what_a_run_started_ends_with_it(number: signal.Signals, workers: str, t
         run = subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"ENDLESS_RUN": str(told)})
     until(told.exists, "the server is ready", 240, (tmp_path / "log").read_text)
     family = [psutil.Process(int(pid)) for pid in told.read_text().split()]
-    assert len(family) >= 4, "the server, its scheduler, its detokenizer, its publisher"
+    assert len(family) >= 4, "the server with its children, and the process that hides"
     run.send_signal(number)
     run.wait(60)
     alive = psutil.wait_procs(family, 60)[1]
