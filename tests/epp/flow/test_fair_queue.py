@@ -91,6 +91,25 @@ def test_a_target_without_room_holds_nobody_else_up() -> None:
     assert queue.head({*blocked, Target(None, "free", None)}) is None
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_targets_that_cannot_be_compared_wait_beside_each_other(seed: int) -> None:
+    subsets = (None, frozenset({"a"}), frozenset({"b", "c"}))
+    asked = [
+        Request("id", model=model, pool=pool, subset=each)
+        for model in (None, "m", "n")
+        for pool in (None, "")
+        for each in subsets
+    ]
+    waiting = [Ticket[Any](each, f"f{at % 3}", 1, int, since=0.0, limit_s=1.0) for at, each in enumerate(asked)]
+    random.Random(seed).shuffle(waiting)
+    queue = filled(*waiting[:9])
+    queue.rewind()
+    assert queue.head(()) is not None
+    for one in waiting[9:]:  # beside a heap that is there
+        queue.push(one)
+    assert set(drained(queue)) == set(waiting)
+
+
 class Blocked:
     """Targets without room; counts how often it is asked."""
 

@@ -58,15 +58,24 @@ class Bench:
         load = TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=int(seconds * RATE))
         self.picker.on_load(name, load, 1.0)
 
-    def ask(self, model: str | None, *, duplex: bool = False, pool: str | None = None, length: bool = True) -> Any:
-        """One request: the address and the body that arrives there, or the refusal."""
+    def ask(
+        self,
+        model: str | None,
+        *,
+        duplex: bool = False,
+        pool: str | None = None,
+        length: bool = True,
+        headers: Mapping[str, str] = {},
+        ends: bool = True,
+    ) -> Any:
+        """One request: the address and the body that arrives there, or the refusal. `ends`: its stream does, too."""
         self.draws = self.draws or [0.0]
         stream = ExtProcSession(self.router, SessionLimits(1 << 20))
         fields = {"prompt": "hello", **({} if model is None else {"model": model})}
         data = json.dumps(fields).encode()
         head = pb.ProcessingRequest()
         head.protocol_config.request_body_mode = MODES.FULL_DUPLEX_STREAMED if duplex else MODES.BUFFERED
-        sent = {":path": "/v1/completions", ":method": "POST"}
+        sent = {":path": "/v1/completions", ":method": "POST", **headers}
         if length:
             sent["content-length"] = str(len(data))
         for key, value in sent.items():
@@ -76,7 +85,8 @@ class Bench:
         replies = [pb.ProcessingResponse.FromString(r) for r in stream.answers(head.SerializeToString()) if r]
         body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
         replies += [pb.ProcessingResponse.FromString(r) for r in stream.answers(body.SerializeToString()) if r]
-        stream.close()
+        if ends:
+            stream.close()
         if replies[-1].WhichOneof("response") == "immediate_response":
             return replies[-1].immediate_response
         return Routed(replies, data, sent.get("content-length"))
@@ -87,12 +97,13 @@ class Routed:
 
     def __init__(self, replies: list[pb.ProcessingResponse], body: bytes, length: str | None) -> None:
         self.body, self.length = body, length
-        self.address = ""
+        self.address = self.destination = ""
         for reply in replies:
             part = getattr(reply, reply.WhichOneof("response")).response
             for option in part.header_mutation.set_headers:
                 if option.header.key == names.DESTINATION:
-                    self.address = option.header.raw_value.decode().split(",")[0]
+                    self.destination = option.header.raw_value.decode()
+                    self.address = self.destination.split(",")[0]
                 elif option.header.key == "content-length":
                     self.length = option.header.raw_value.decode()
             mutation = part.body_mutation
@@ -143,6 +154,15 @@ def test_an_alias_of_a_pool_with_one_model_is_rewritten() -> None:
     bench = Bench(rule("gpt", "b"))
     routed = bench.ask("gpt")
     assert (routed.address, routed.model) == ("10.0.0.2:8000", "b1")
+
+
+def test_who_asks_again_for_a_request_gets_its_own_body_back() -> None:
+    bench = Bench(rule("gpt", "b"))
+    sent = {"x-request-id": "r1"}
+    first = bench.ask("gpt", headers=sent, ends=False)
+    assert first.model == "b1"
+    again = bench.ask("other", headers={**sent, names.DESTINATION: first.destination})
+    assert (again.address, again.model) == (first.address, "other")
 
 
 def test_a_sheddable_request_is_refused_when_all_it_may_use_is_saturated_and_others_go_on() -> None:

@@ -242,7 +242,8 @@ class ExtProcSession:
         self._held = result if isinstance(result, Lease) and not self._observed else None
         if isinstance(result, Lease):
             parsed = result.decision.request
-            changed = parsed.rewrite is not None or parsed.members is not None
+            # who asks again, and gets a closed lease, shows a body that was changed the first time, or another's
+            changed = not result.closed and (parsed.rewrite is not None or parsed.members is not None)
             sent = to_send(request.body, outline, parsed) if changed else None
             return state.answer(result.destination, sent, result.added)
         return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)

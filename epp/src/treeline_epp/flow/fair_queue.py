@@ -182,8 +182,10 @@ class FairQueue:
     def __init__(self) -> None:
         self.bands: dict[int, Band] = {}
         self._numbers = count(1)
-        self._heads: list[tuple[int, float, int, Target]] | None = None
-        """A heap of who may be next of each band and target; one that says too little is put right when it comes up."""
+        self._entries = count()
+        self._heads: list[tuple[int, float, int, int, Target]] | None = None
+        """A heap of who may be next of each band and target; one that says too little is put right when it comes up.
+        Before each target, of which not all can be compared, a number of the entry's own."""
 
     def __len__(self) -> int:
         return sum(band.requests for band in self.bands.values())
@@ -197,24 +199,24 @@ class FairQueue:
             band = self.bands[priority] = Band()
             self.bands = dict(sorted(self.bands.items(), reverse=True))
         if band.push(ticket) and self._heads is not None:
-            heapq.heappush(self._heads, (-priority, 0.0, 0, ticket.target))
+            heapq.heappush(self._heads, (-priority, 0.0, 0, next(self._entries), ticket.target))
 
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
         """Who is next of those whose target is not blocked. O(log targets), and O(targets) once after a rewind."""
         if self._heads is None:
-            self._heads = [(-priority, 0.0, 0, target) for priority, target in self.targets()]
+            self._heads = [(-priority, 0.0, 0, next(self._entries), target) for priority, target in self.targets()]
             heapq.heapify(self._heads)
         heads = self._heads
         while heads:
             entry = heads[0]
-            band, target = self.bands.get(-entry[0]), entry[3]
+            band, target = self.bands.get(-entry[0]), entry[4]
             found = None if band is None or target in blocked else band.head(target)
             if found is None:
                 heapq.heappop(heads)
             elif (found[0], found[1].number) == entry[1:3]:
                 return found[1]
             else:
-                heapq.heapreplace(heads, (entry[0], found[0], found[1].number, target))
+                heapq.heapreplace(heads, (entry[0], found[0], found[1].number, next(self._entries), target))
         return None
 
     def rewind(self) -> None:
