@@ -13,14 +13,11 @@ from support.cpu import reference_s
 from treeline_epp.endpoints import model_server_metrics, prometheus_text
 from treeline_epp.endpoints.model_server_metrics import (
     KNOWN,
-    SGLANG,
     TENSORRT_LLM,
     VLLM,
-    Capacity,
     Metric,
     MetricNames,
     PageReader,
-    with_configured,
 )
 from treeline_epp.endpoints.scraped import ScrapedLoad
 
@@ -255,29 +252,9 @@ def test_a_page_full_of_what_is_looked_for_holds_nothing_up() -> None:
     assert len(lines) > 1 << 21
 
 
-def test_names_from_the_command_line_go_first_and_are_enough_alone() -> None:
-    configured = MetricNames(
-        waiting=(Metric.parse("nv_trt_llm_request_metrics{request_type=waiting}"),),
-        running=(Metric.parse('nv_trt_llm_request_metrics{request_type="scheduled"}'),),
-        kv_usage=(Metric.parse(" mine "),),
-        capacity=Capacity(infos=("mine_info",)),
-    )
-    triton = b'nv_trt_llm_request_metrics{model="m",request_type="waiting",version="1"} 5\n'
-    triton += b'nv_trt_llm_request_metrics{model="m",request_type="scheduled",version="1"} 6\nmine 0.5\n'
-    triton += b'mine_info{page_size="16",num_pages="10"} 1\n'
-    names = with_configured(KNOWN, configured)
-    assert read(triton, names) == ScrapedLoad(running=6, waiting=5, kv_usage=0.5, tokens_total=160)
-    both = vllm(Page(), "0", 3, 2, 0.25).bytes() + b"mine 0.75\n"
-    found = read(both, names)
-    assert found is not None
-    assert (found.running, found.waiting, found.kv_usage, found.tokens_total) == (3, 2, 0.75, 16_000)
-    assert with_configured((SGLANG,), None) == (SGLANG,)
-
-
-@pytest.mark.parametrize("text", ["a b", "1a", "a{", "a{b}", "a{=c}", "a}", "{a=b}"])
-def test_a_name_that_is_none_is_refused_in_words(text: str) -> None:
-    with pytest.raises(ValueError, match="neither a metric's name nor"):
-        Metric.parse(text)
+def test_pages_and_their_size_say_what_the_cache_has_room_for() -> None:
+    page = b'sglang:num_running_reqs 1\nsglang:cache_config_info{page_size="16",num_pages="10"} 1\n'
+    assert read(page, KNOWN) == ScrapedLoad(running=1, tokens_total=160)
 
 
 _LINES = (
@@ -296,12 +273,11 @@ _LINES = (
 @settings(derandomize=True, max_examples=300)
 @given(
     st.lists(st.lists(st.sampled_from(_LINES), max_size=6), min_size=1, max_size=8),
-    st.sampled_from([None, MetricNames(running=(Metric("mine"),))]),
+    st.sampled_from([KNOWN, (*KNOWN, MetricNames(running=(Metric("mine"),)))]),
 )
 def test_what_one_page_after_another_says_is_what_each_says_by_itself(
-    pages: list[list[bytes]], configured: MetricNames | None
+    pages: list[list[bytes]], names: tuple[MetricNames, ...]
 ) -> None:
-    names = with_configured(KNOWN, configured)
     reader = PageReader(names)
     for lines in pages:
         page = b"\n".join(lines)

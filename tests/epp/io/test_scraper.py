@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.epp_io import Plane, RunningPicker, data_plane, engines, running_picker, until
 from treeline_epp.endpoints import scraper as module
-from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, Metric, MetricNames, PageReader
+from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.scraper import Failure, Scraper, Scraping
 
@@ -227,21 +227,6 @@ async def test_a_page_that_takes_long_to_read_is_read_seldom(monkeypatch: pytest
         assert len(other.loads) == 1
 
 
-async def test_names_path_and_port_may_be_told() -> None:
-    async with looking(lambda path: answer(b"mine 4\n") if path == "/m?x=1" else answer(b"", "404 Not")) as it:
-        configured = MetricNames(waiting=(Metric("mine"),))
-        scraping = Scraping(configured, path="/m?x=1", port=it.engine.port)
-        loads: list[ScrapedLoad] = []
-        scraper = Scraper("f", "127.0.0.1:1", scraping, lambda load, _: loads.append(load))
-        scraper.follow((VLLM,))
-        task = asyncio.create_task(scraper.run())
-        await until(lambda: loads, "a look")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await scraping.close()
-        assert loads[0] == ScrapedLoad(waiting=4)
-
-
 def test_many_engines_are_looked_at_less_often_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     scraping = Scraping()
@@ -254,7 +239,7 @@ def test_many_engines_are_looked_at_less_often_each(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
-    assert Scraping().urls("[::1]:8000", (VLLM,)) == ["http://[::1]:8000/metrics"]
+    assert module.urls("[::1]:8000", (VLLM,)) == ["http://[::1]:8000/metrics"]
 
 
 # The whole picker

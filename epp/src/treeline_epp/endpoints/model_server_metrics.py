@@ -11,12 +11,9 @@ whose counts are added. The shards of one rank (`tp_rank` and the like) all tell
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from treeline_epp.endpoints.prometheus_text import series
 from treeline_epp.endpoints.scraped import ScrapedLoad, Totals
@@ -25,7 +22,6 @@ MOST = 1e15
 """Larger values are not believed, and neither are negative ones or those that are no numbers."""
 _MOST_REQUESTS = 10**9
 _SHARDS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank", "moe_dp_rank", "attn_cp_rank"})
-_SPELLED = re.compile(r"\s*([a-zA-Z_:][a-zA-Z0-9_:]*)\s*(?:\{([^{}]*)\})?\s*")
 _BLOCKS_AND_SIZES = (("num_gpu_blocks", "block_size"), ("num_pages", "page_size"))
 """Labels of an info series, as vLLM and SGLang name them."""
 _TOKENS = "kv_cache_size_tokens"
@@ -37,15 +33,6 @@ class Metric(Struct, frozen=True):
 
     name: str
     labels: Mapping[str, str] = {}
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """`name` or `name{label=value,…}`, as the inference extension's flags spell it. Raises `ValueError`."""
-        spelled = _SPELLED.fullmatch(text)
-        pairs = [pair.partition("=") for pair in (spelled[2] or "").split(",") if pair.strip()] if spelled else []
-        if spelled is None or not all(equals and label.strip() for label, equals, _ in pairs):
-            raise ValueError(f"{text!r} is neither a metric's name nor of the form name{{label=value,…}}")
-        return cls(spelled[1], {label.strip(): value.strip().strip('"') for label, _, value in pairs})
 
 
 class Capacity(Struct, frozen=True):
@@ -75,8 +62,6 @@ class MetricNames(Struct, frozen=True):
     prompts: tuple[tuple[Metric, Metric], ...] = ()
     prefills: tuple[tuple[Metric, Metric], ...] = ()
     steps: tuple[tuple[Metric, Metric], ...] = ()
-    mixed: bool = False
-    """Whether some of the names may not begin with the prefix: those from the command line."""
 
 
 def _sum_and_count(name: str) -> tuple[Metric, Metric]:
@@ -140,25 +125,6 @@ KNOWN = (
 """For servers whose type is not known."""
 
 
-def with_configured(known: Sequence[MetricNames], configured: MetricNames | None) -> tuple[MetricNames, ...]:
-    """The same with names from the command line, which go before those that are known; a page on which none of those
-    is found is read by the names from the command line alone."""
-    if configured is None:
-        return tuple(known)
-    merged = [
-        replace(
-            names,
-            waiting=configured.waiting + names.waiting,
-            running=configured.running + names.running,
-            kv_usage=configured.kv_usage + names.kv_usage,
-            capacity=replace(names.capacity, infos=configured.capacity.infos + names.capacity.infos),
-            mixed=True,
-        )
-        for names in known
-    ]
-    return (*merged, configured)
-
-
 class PageReader:
     """Reads the pages of one engine, by the first of these names whose prefix is on them. Of a page on which nothing of
     that prefix has changed since the last one, which is what an idle engine has, nothing is read again; that takes a
@@ -190,8 +156,6 @@ def _part(page: bytes, names: MetricNames) -> bytes | None:
     first = 0 if page.startswith(prefix) else page.find(b"\n" + prefix) + 1
     if first == 0 and not page.startswith(prefix):
         return None
-    if names.mixed or not prefix:
-        return page
     last = page.rfind(b"\n" + prefix, first) + 1 or first
     end = page.find(b"\n", last)
     return page[first:] if end < 0 else page[first:end]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from treeline_epp.endpoints.http_answer import Answer, BadAnswer, HttpError, HttpTimeout
 from treeline_epp.endpoints.http_client import HttpClient
-from treeline_epp.endpoints.model_server_metrics import MetricNames, PageReader, with_configured
+from treeline_epp.endpoints.model_server_metrics import MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import split_address
 
@@ -68,30 +68,13 @@ class _Failed(Exception):
 
 
 class Scraping:
-    """What the scrapers of a fleet share: the connections, the pace, and what they count. `configured` are names from
-    the command line; `path` and `port`, where they are not None, go before what is known of an engine."""
+    """What the scrapers of a fleet share: the connections, the pace, and what they count."""
 
-    def __init__(
-        self, configured: MetricNames | None = None, *, path: str | None = None, port: int | None = None
-    ) -> None:
+    def __init__(self) -> None:
         self.scrapes = 0
         self.failures: Counter[Failure] = Counter()
-        self._configured = configured
-        self._path = path
-        self._port = port
         self._active = 0
         self._http = HttpClient()
-
-    def names(self, known: Sequence[MetricNames]) -> tuple[MetricNames, ...]:
-        """What to look for on the page of an engine for which these names are known."""
-        return with_configured(known, self._configured)
-
-    def urls(self, address: str, names: Sequence[MetricNames]) -> list[str]:
-        """Where the page may be, the likeliest first."""
-        host, port = split_address(address)
-        host = f"[{host}]" if ":" in host else host
-        paths = [self._path] if self._path is not None else list(dict.fromkeys(each.path for each in names))
-        return [f"http://{host}:{self._port or port}{path}" for path in paths]
 
     def count(self, more: int) -> None:
         """So many engines more (less: negative) are looked at."""
@@ -109,6 +92,13 @@ class Scraping:
     async def close(self) -> None:
         """Close all connections."""
         await self._http.close()
+
+
+def urls(address: str, names: Sequence[MetricNames]) -> list[str]:
+    """Where the page may be, the likeliest first."""
+    host, port = split_address(address)
+    host = f"[{host}]" if ":" in host else host
+    return [f"http://{host}:{port}{path}" for path in dict.fromkeys(each.path for each in names)]
 
 
 class Scraper:
@@ -146,9 +136,8 @@ class Scraper:
             return
         self._known = known
         self._followed += 1
-        names = self._scraping.names(known)
-        self._reader = PageReader(names)
-        self._urls = self._scraping.urls(self._address, names)
+        self._reader = PageReader(known)
+        self._urls = urls(self._address, known)
         self._retry_s = _FIRST_RETRY_S
         self.failing = self.scraped_at = None
         self._changed.set()
