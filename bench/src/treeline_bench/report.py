@@ -94,12 +94,13 @@ def summary(results: Sequence[Result]) -> str:
 
 def _missed(results: Sequence[Result]) -> list[str]:
     """A sentence with every figure that misses its bound."""
-    bounded = [row for result in results for row in result.rows if missed(row) is not None]
-    misses = [f"`{row.metric}` ({number(row.value)}, {_expected(row)})" for row in bounded if missed(row)]
+    judged = [(row, missed(row)) for result in results for row in result.rows]
+    bounded = [(row, misses) for row, misses in judged if misses is not None]
+    named = [f"`{row.metric}` ({number(row.value)}, {_expected(row)})" for row, misses in bounded if misses]
     if not bounded:
         return []
-    listed = f": {', '.join(misses)}" if misses else ""
-    return [f"{len(misses)} of {len(bounded)} figures that have a bound miss it{listed}.", ""]
+    listed = f": {', '.join(named)}" if named else ""
+    return [f"{len(named)} of {len(bounded)} figures that have a bound miss it{listed}.", ""]
 
 
 def _measured(results: Sequence[Result]) -> list[str]:

@@ -22,6 +22,7 @@ from prometheus_client.utils import floatToGoString
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
+from treeline_epp.picking.score import Candidate
 from treeline_epp.requests.exchange import Exchange, Observer
 
 GIE, LLMD = "gie", "llm-d"
@@ -51,18 +52,22 @@ _RATIO = tuple(tenth / 10 for tenth in range(11))
 _HIT_BYTES = (0.0, *(float(1 << power) for power in range(4, 17)))
 
 
+def _looked_up(exchange: Exchange) -> Candidate | None:
+    """The chosen endpoint, if the prompt was looked up."""
+    decision = exchange.decision
+    return None if decision is None or decision.request.key is None else decision.best.candidate
+
+
 def _hit_ratio(exchange: Exchange) -> float | None:
-    """What the chosen endpoint is believed to hold of a prompt that was looked up."""
-    if exchange.decision is None or exchange.decision.request.key is None:
-        return None
-    best = exchange.decision.best.candidate
-    return min(1.0, best.cached_tokens / max(1, best.cached_tokens + best.uncached_tokens))
+    """The share of the prompt that the chosen endpoint is believed to hold."""
+    best = _looked_up(exchange)
+    return None if best is None else min(1.0, best.cached_tokens / max(1, best.cached_tokens + best.uncached_tokens))
 
 
 def _hit_bytes(exchange: Exchange) -> float | None:
     """The same in bytes of text."""
-    keyed = exchange.decision is not None and exchange.decision.request.key is not None
-    return exchange.decision.best.candidate.hit.reach if exchange.decision is not None and keyed else None
+    best = _looked_up(exchange)
+    return None if best is None else best.hit.reach
 
 
 def _tpot(exchange: Exchange) -> float | None:
@@ -112,7 +117,6 @@ def _row(gie: str, llmd: str, help: str, read: Callable[[Exchange], float | None
 
 _INPUT, _OUTPUT, _CACHED = ((lambda e, name=name: getattr(e.usage, name)) for name in ("prompt", "output", "cached"))
 _O = "objective_"
-_CACHED_TEXT = "Cached prompt tokens by the response's word."
 TTFT_LLMD = _row("", "request_ttft_seconds", "Time to first token of streams.", lambda e: e.ttft_s, _TTFT)
 """Has the label `streaming`, too."""
 _DURATION, _NTPOTS = "request_duration_seconds", f"{_O}normalized_time_per_output_token_seconds"
