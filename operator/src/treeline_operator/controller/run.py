@@ -167,10 +167,9 @@ class Operator:
                 self.queue.add_after(key, random.uniform(0.5, 1.0) * period)
             await asyncio.sleep(period)
 
-    def _offered(self, apis: frozenset[str]) -> None:
-        platform = self.observer.platform
-        self.observer.platform = replace(platform, apis=apis)
-        log.info("optional APIs: +%s -%s", sorted(apis - platform.apis), sorted(platform.apis - apis))
+    def _offered(self, apis: frozenset[str], forbidden: frozenset[str]) -> None:
+        self.observer.platform = replace(self.observer.platform, apis=apis, forbidden=forbidden)
+        log.info("optional APIs: %s, forbidden: %s", sorted(apis), sorted(forbidden))
         for key in list(self.observer.all_keys()):
             self.enqueue(key)
 

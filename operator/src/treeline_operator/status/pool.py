@@ -23,8 +23,7 @@ from treeline_operator.plan.keys import has_keys
 from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
-from treeline_operator.status import gateway_status
-from treeline_operator.status.autoscaling import last_scaled
+from treeline_operator.status import autoscaling, gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
@@ -82,7 +81,7 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         status["modelCommit"] = commit
     if (download := _download(view)) is not None:
         status["download"] = download
-    if scaled := last_scaled(world):
+    if scaled := autoscaling.last_scaled(world):
         status["autoscaling"] = scaled
     if (told := view.routing) is not None:
         status["routing"] = RoutingStatus(way=told.way, reason=told.reason) if told.reason else {"way": told.way}
@@ -255,7 +254,7 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
     others = {
         ConditionType.READY: _ready(view, needed),
         ConditionType.PROGRESSING: _progressing(view, picker),
-        ConditionType.SCALING_ACTIVE: gateway_status.scaling(world),
+        ConditionType.SCALING_ACTIVE: autoscaling.scaling(world),
         ConditionType.SECURITY_EXCEPTIONS: _security(view),
         ConditionType.WARNINGS: _warnings(view),
     }
