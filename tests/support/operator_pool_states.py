@@ -69,7 +69,6 @@ def routed(mine, way, reason="", message="it is away"):
 
 
 OVERDUE = [said("Progressing", "False", "ProgressDeadlineExceeded")]
-ROOT = pool(template={"spec": {"hostNetwork": True}})
 BROKEN = pool(template={"containers": []})
 ZERO = pool(replicas=0)
 PROGRESS = {POD: (3 << 30, 4 << 30)}
@@ -210,13 +209,6 @@ POOL_STATES = {
         "False",
         Reason.TEMPLATE_INVALID,
         "containers is not part of a pod template",
-    ),
-    "less confined": (
-        world(ROOT),
-        T.SECURITY_EXCEPTIONS,
-        "True",
-        Reason.POD_SECURITY_EXCEPTION,
-        "hostNetwork is on",
     ),
     "other model": (
         world(picker=view(pool(), "tiny-1", models=("gpt2",))),

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 from support import golden
+from support.pod_security import exceptions
 from support.pool_world import EVERY_API, SimCluster, a_pool
 from treeline_operator import names
 from treeline_operator.actions import Apply, CreateKeys
-from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Platform
 
 FOLDER = Path(__file__).parent / "golden" / "pool"

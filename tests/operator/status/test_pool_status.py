@@ -221,5 +221,4 @@ def test_conditions_that_have_no_meaning_any_more_are_gone():
     assert T.SCALING_ACTIVE in conditions(before)
     after = conditions_of(with_status(world(), before))
     assert T.SCALING_ACTIVE not in after
-    assert T.SECURITY_EXCEPTIONS not in after
     assert T.ROUTE_ACCEPTED not in after

@@ -36,7 +36,6 @@ class ConditionType(StrEnum):
     )
     ROUTE_ACCEPTED = "RouteAccepted", "True", "Every parent accepts the route. Only with gateway.parentRefs."
     SCALING_ACTIVE = "ScalingActive", "True", "The operator sets the replicas by what the pickers tell."
-    SECURITY_EXCEPTIONS = "SecurityExceptions", "False", "The pods go beyond Pod Security level restricted."
     WARNINGS = "Warnings", "False", "Something that the spec asks for will not be had so."
     ACCEPTED = "Accepted", "True", "The InferenceModel's name is served."
 
@@ -366,12 +365,6 @@ class Reason(StrEnum):
         "SignalsMissing",
         "No picker of the pool tells of the demand; the replicas stay as they are.",
         "See EndpointPickerReady.",
-    )
-    # Security
-    POD_SECURITY_EXCEPTION = _passes(
-        "PodSecurityException",
-        "spec.template asks for what Pod Security level restricted forbids.",
-        "Remove the named fields from spec.template if they are not needed.",
     )
     # What the spec asks for in vain
     CLAIM_NOT_SHAREABLE = _needs_you(

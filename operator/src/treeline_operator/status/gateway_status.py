@@ -10,7 +10,7 @@ from typing import Any, Final
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
-from treeline_operator.plan import edge
+from treeline_operator.plan import edge, epp
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.facts import annotation, condition_of, find, is_available, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
@@ -74,8 +74,8 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
-    if shared.mode == "standalone" and _has_former_settings(world, shared):
-        text = f"Deployment {names.edge(shared.name)} gets new settings; pods with former settings serve meanwhile"
+    if former := _former_settings(world, shared):
+        text = f"Deployment {former} gets new settings; pods with former settings serve meanwhile"
         return "False", Reason.PENDING, text
     otherwise: list[tuple[Reason, str]] = []
     if shared.retained:
@@ -209,14 +209,24 @@ def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]])
     return not is_overdue(deployment) and (wanted is None or ready == {wanted})
 
 
-def _has_former_settings(world: PoolWorld, shared: SharedGateway) -> bool:
-    """Whether Envoy's Deployment is made from what the pools asked for before: the gateway is planned by itself, and
-    may not have got to it yet. The picker's is not compared: its inputs cost as much as the gateway has pools, and each
-    pool's status would pay for them."""
-    found = find(world.gateway.children, "Deployment", names.edge(shared.name))
-    there = annotation(found.object, names.INPUTS) if found is not None else ""
-    context = GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")
-    return there not in ("", edge.inputs(context))
+def _former_settings(world: PoolWorld, shared: SharedGateway) -> str:
+    """The Deployment that is still made from what the pools asked for before; empty where there is none. The gateway is
+    planned by itself, and may not have got to it yet.
+
+    The picker's is compared while the pool's own spec is news: what it is made from costs as much as the gateway has
+    pools, and each pool's status would pay for that.
+    """
+    pool, context = world.pool, GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")
+    reported = condition_of({"status": pool.status}, ConditionType.GATEWAY_READY)
+    is_news = pool.status.get("observedGeneration") != pool.metadata.generation or reported.get("status") != "True"
+    wanted = {names.edge(shared.name): edge.inputs} if shared.mode == "standalone" else {}
+    wanted |= {names.epp(shared.name): epp.inputs} if is_news else {}
+    for name, inputs in wanted.items():
+        found = find(world.gateway.children, "Deployment", name)
+        there = annotation(found.object, names.INPUTS) if found is not None else ""
+        if there not in ("", inputs(context)):
+            return name
+    return ""
 
 
 def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:

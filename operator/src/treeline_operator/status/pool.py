@@ -20,7 +20,6 @@ from treeline_operator.plan.engines import engine_of, overridden, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.keys import has_keys
-from treeline_operator.plan.security import exceptions
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import autoscaling, gateway_status
@@ -96,8 +95,9 @@ def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
 def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
     """What somebody should know of a pool beforehand, whatever comes of its pods."""
     view = _PoolView(world, {}, None)
-    told = [judged[1:] for judged in (_warnings(view), _security(view)) if judged is not None]
-    return [*told, *([found] if (found := gateway_status.caution(view.shared)) else [])]
+    judged = _warnings(view)
+    found = [judged[1:] if judged is not None else None, gateway_status.caution(view.shared)]
+    return [one for one in found if one is not None]
 
 
 def seen(now: datetime) -> PoolStatus:
@@ -255,7 +255,6 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
         ConditionType.READY: _ready(view, needed),
         ConditionType.PROGRESSING: _progressing(view, picker),
         ConditionType.SCALING_ACTIVE: autoscaling.scaling(world),
-        ConditionType.SECURITY_EXCEPTIONS: _security(view),
         ConditionType.WARNINGS: _warnings(view),
     }
     return needed | _told(others)
@@ -395,25 +394,6 @@ def _draining(view: _PoolView) -> str:
     latest = max((end for end in ends if end is not None), default=None)
     until = f", until {timestamp(latest)} at the latest" if latest is not None else ""
     return f"finishing their requests: {_pods(len(view.draining))}{left}{until}"
-
-
-def _security(view: _PoolView) -> Judgement | None:
-    """Where the pods go beyond what the operator would make by itself; None where they do not."""
-    if view.target.existing is None:
-        return None
-    pod = view.target.existing.object["spec"]["template"]["spec"]
-    found = [*exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)]
-    shared, children = view.shared, view.world.gateway.children
-    for name, fragment in (
-        (names.epp(shared.name), shared.picker.template),
-        (names.edge(shared.name), shared.edge.template),
-    ):
-        if fragment and (there := find(children, "Deployment", name)) is not None:
-            spec = there.object["spec"]["template"]["spec"]
-            found += [f"of {name}, {one}" for one in exceptions(spec, token=name == names.epp(shared.name))]
-    if not found:
-        return None
-    return "True", Reason.POD_SECURITY_EXCEPTION, f"templates make pods less confined: {few(found)}"
 
 
 def _warnings(view: _PoolView) -> Judgement | None:
