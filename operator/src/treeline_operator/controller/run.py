@@ -93,7 +93,9 @@ class Operator:
             clock=_clock,
             wake=self._wake,
         )
-        self.queue = Queue(reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,))
+        self.queue = Queue(
+            reconciler.reconcile, finished=metrics.finished, concurrency=options.workers, fatal=(LostLease,)
+        )
         self.store.listeners += [self.observer.forget, self._changed, self._scaler.on_change]
         metrics.depth, metrics.oldest = self.queue.depth, self.queue.oldest
         metrics.objects = self.store.__len__
