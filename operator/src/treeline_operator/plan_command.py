@@ -18,9 +18,8 @@ from treeline_wire.settings import add_flags, values
 
 from treeline_operator.actions import Apply, CreateKeys, Plan
 from treeline_operator.api.conditions import Reason
-from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import API_VERSION, GROUP, Resource
+from treeline_operator.api.parts import API_VERSION, GROUP, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.observe import Observer

@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from treeline_kube.yaml_depth import MOST_DEPTH, is_too_deep
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import API_VERSION, Resource
+from treeline_operator.api.parts import API_VERSION, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.store import MODEL, POOL, Change, Store
 from treeline_operator.plan.presets import PresetProblem, resolved

@@ -29,8 +29,7 @@ from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
 from treeline_operator.controller.queue import Queue
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
-from treeline_operator.controller.scaler import Scaler
-from treeline_operator.controller.signals import HttpSource
+from treeline_operator.controller.scaler import HttpSource, Scaler
 from treeline_operator.controller.store import POOL, Change, Store
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
 from treeline_operator.settings import Settings

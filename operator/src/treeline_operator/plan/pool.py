@@ -14,13 +14,13 @@ from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import claims, commits, facts
+from treeline_operator.plan import download, facts, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of, shared
-from treeline_operator.plan.keys import (
+from treeline_operator.plan.gateway_common import (
     STUCK_S,
     admin_key,
     hands_admin_key,
@@ -273,15 +273,15 @@ class _Planner:
             yield from self._apply(policy, "a pod has yet to download the model")
 
     def _claims(self) -> Iterator[Action]:
-        for asked in claims.wanted(self.pool):
+        for asked in provision.wanted(self.pool):
             there = find(self.world.children, "PersistentVolumeClaim", asked.name)
-            trouble = claims.unshareable(self.pool, asked, there)
-            self.notes.extend([*([trouble] if trouble else []), *claims.kept(asked, there)])
-            yield from self._apply(claims.claim(asked, there, self._meta(asked.name)), f"keeps {asked.keeps}")
+            trouble = provision.unshareable(self.pool, asked, there)
+            self.notes.extend([*([trouble] if trouble else []), *provision.kept(asked, there)])
+            yield from self._apply(provision.claim(asked, there, self._meta(asked.name)), f"keeps {asked.keeps}")
 
     def _commits(self) -> Iterator[Action]:
-        if found := commits.recorded(self.world):
-            record = commits.record(found, self._meta(names.commits(self.pool.name)))
+        if found := download.recorded(self.world):
+            record = download.record(found, self._meta(names.commits(self.pool.name)))
             yield from self._apply(record, "the commits that all pods download")
 
     def _services(self) -> Iterator[Action]:

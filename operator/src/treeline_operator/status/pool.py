@@ -13,13 +13,13 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, PresetStatus, RoutingStatus
-from treeline_operator.plan import claims, commits, facts, runtime
+from treeline_operator.plan import download, facts, provision, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines import engine_of, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
-from treeline_operator.plan.keys import has_keys
+from treeline_operator.plan.gateway_common import has_keys
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import autoscaling, gateway_status
@@ -76,10 +76,10 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
             adapters=[adapter.name for adapter in pool.spec.engine.adapters],
             policy=pool.spec.endpoint_picker.chosen,
         )
-    if commit := commits.recorded(world).get(pool.spec.model.uri):
+    if commit := download.recorded(world).get(pool.spec.model.uri):
         status["modelCommit"] = commit
-    if (download := _download(view)) is not None:
-        status["download"] = download
+    if (fetched := _download(view)) is not None:
+        status["download"] = fetched
     if scaled := autoscaling.last_scaled(world):
         status["autoscaling"] = scaled
     if (told := view.routing) is not None:
@@ -345,8 +345,8 @@ def _model(view: _PoolView) -> Judgement:
     if cause is None:
         return "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}"
     detail = cause.detail
-    if cause.reason is Reason.WEIGHTS_DOWNLOADING and (download := _download(view)) is not None:
-        detail = f"{download['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
+    if cause.reason is Reason.WEIGHTS_DOWNLOADING and (done := _download(view)) is not None:
+        detail = f"{done['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
     return "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
 
 
@@ -400,11 +400,11 @@ def _warnings(view: _PoolView) -> Judgement | None:
     """What the spec asks for in vain, the first with its reason; None where there is nothing."""
     pool = view.world.pool
     found: list[tuple[Reason, str]] = []
-    for asked in claims.wanted(pool):
+    for asked in provision.wanted(pool):
         there = find(view.world.children, "PersistentVolumeClaim", asked.name)
-        if trouble := claims.unshareable(pool, asked, there):
+        if trouble := provision.unshareable(pool, asked, there):
             found.append((Reason.CLAIM_NOT_SHAREABLE, trouble))
-    if other := commits.differing(view.world):
+    if other := download.differing(view.world):
         found.append((Reason.VERSIONS_DIFFER, other))
     if (unused := pool.spec.unused_devices) > 0:
         text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
