@@ -124,8 +124,6 @@ class Following:
             await asyncio.sleep(min(cap, base * 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0))
 
 
-log = logging.getLogger(__name__)
-
 _LOOK_S: Final = 2.0
 _OWNERS_S: Final = 10.0
 _AUTOSCALERS: Final = "autoscaling/v2"

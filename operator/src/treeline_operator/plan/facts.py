@@ -1,5 +1,6 @@
 """What an object that is there says of itself: labels, annotations, conditions, how far its controller is; of a pod
-whether it serves, is on its way out, has no place, fails, or still downloads."""
+whether it serves, is on its way out, has no place, fails, or still downloads; and whether a pod without a node would
+fit in the place of another."""
 
 from __future__ import annotations
 
