@@ -16,6 +16,8 @@ ELSEWHERE = {
     Reason.PRESET_MISSING,
     Reason.PRESET_CONFLICT,
     Reason.VERSIONS_DIFFER,
+    Reason.NODES_TOO_SMALL,
+    Reason.DEVICES_MISSING,
     Reason.ACCEPTED,
     Reason.POOL_NOT_FOUND,
     Reason.MODEL_NAME_IN_USE,

@@ -130,12 +130,26 @@ class Reason(StrEnum):
     PODS_STARTING = _passes("PodsStarting", "Pods start.", "Wait; `kubectl describe pod` shows how far they are.")
     INSUFFICIENT_CAPACITY = _needs_you(
         "InsufficientCapacity",
-        "No node has room for a pod, or offers its devices. A pod is on one node.",
-        "Add nodes, install the vendor's device plugin, lower replicas, engine.resources or engine.tensorParallel, "
-        "or correct accelerator.class, count and tolerations. "
+        "No node has room for a pod.",
+        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations. "
         "A rollout that finds no room replaces pods one by one after rollout.surgeTimeoutSeconds where the "
         "new ones fit in the place of the old; rollout.maxUnavailable 1 or more, or strategy Replace, makes "
         "room at once; the former spec ends the rollout.",
+        patience_s=60,
+    )
+    NODES_TOO_SMALL = _needs_you(
+        "NodesTooSmall",
+        "No node that a pod may run on is as large as the pod, even when it is empty. A pod is on one node: tensor "
+        "parallelism over more devices than a node has is not served.",
+        "Lower accelerator.count and engine.tensorParallel to what a node has, or engine.resources; or add larger "
+        "nodes, or correct accelerator.class, nodeSelector and tolerations. Wait where an autoscaler adds such nodes.",
+        patience_s=60,
+    )
+    DEVICES_MISSING = _needs_you(
+        "DevicesMissing",
+        "No node that a pod may run on offers the device that it asks for.",
+        "Install the vendor's device plugin or GPU operator, or correct accelerator.type, resourceName, class and "
+        "tolerations. Wait where an autoscaler adds such nodes.",
         patience_s=60,
     )
     IMAGE_PULL_FAILING = _needs_you(

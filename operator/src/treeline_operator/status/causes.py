@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from treeline_operator.api.conditions import Reason
+from treeline_operator.plan import facts
 from treeline_operator.plan.facts import (
     CONFIG_REASONS,
     DOWNLOAD,
@@ -36,6 +37,8 @@ _RANK: Final = (
     Reason.POD_REJECTED,
     Reason.QUOTA_EXCEEDED,
     Reason.VOLUME_NOT_READY,
+    Reason.DEVICES_MISSING,
+    Reason.NODES_TOO_SMALL,
     Reason.INSUFFICIENT_CAPACITY,
     Reason.PROBE_FAILING,
     Reason.WEIGHTS_DOWNLOADING,
@@ -51,6 +54,8 @@ _MOUNT_EVENTS: Final = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _BACK_OFF: Final = re.compile(r'^Back-off pulling image "[^"]*"(: )?')
 _PULL_PREFIX: Final = re.compile(r"^(ErrImagePull|ImagePullBackOff): ")
 _PREEMPTION: Final = re.compile(r"\s*preemption: .*$", re.DOTALL)
+_NODES: Final = re.compile(r"^0/(\d+) nodes are available")
+_HOPELESS: Final = re.compile(r"preemption: .*\b(\d+) Preemption is not helpful")
 _REFUSED_POD: Final = re.compile(r'^(error creating: )?pods? "[^"]*" is (forbidden: )?', re.IGNORECASE)
 """Names of pods that cannot be made differ at every try."""
 _ABSENT: Final = re.compile(r'(secret|configmap) "([^"]+)" not found')
@@ -175,7 +180,26 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
     elif "persistentvolumeclaim" in text.lower() or "volume node affinity" in text:
         yield Reason.VOLUME_NOT_READY, text
     else:
-        yield Reason.INSUFFICIENT_CAPACITY, text
+        yield _lack(pod, placed.get("message") or "", text)
+
+
+def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
+    """What a pod without a node lacks: room on nodes that are full, nodes of its size, or devices.
+
+    For the scheduler preemption does not help on a node that would not do even if it were empty; nor does it on nodes
+    that are away for a while: where the message shows such ones, nothing is known of the sizes.
+    """
+    lacking = facts.lacking_of(said)
+    passing = "node.kubernetes.io/" in said or "were unschedulable" in said
+    nodes, hopeless = _NODES.search(said), _HOPELESS.search(said)
+    if not lacking or passing or not nodes or not hopeless or nodes[1] != hopeless[1]:
+        return Reason.INSUFFICIENT_CAPACITY, text
+    asked = facts.requests(pod.get("spec") or {})
+    for name in sorted(lacking):
+        if "/" in name and asked.get(name) == 1:
+            return Reason.DEVICES_MISSING, f"no node that the pod may run on offers {name}: {text}"
+    wants = " and ".join(f"{asked.get(name, 'more')} of {name}" for name in sorted(lacking))
+    return Reason.NODES_TOO_SMALL, f"the pod asks for {wants}, and no node that it may run on has as much: {text}"
 
 
 def _has_begun(pod: Json) -> bool:
