@@ -306,4 +306,32 @@ POOL_STATES = {
         Reason.ARGS_UNTOLD,
         "engine.args says by --chat-template (model.chatTemplateRef is told to both), --api-key (",
     ),
+    "arguments that say what a field says": (
+        world(
+            pool(
+                model={"uri": "hf://o/tiny"},
+                engine={"type": "vllm", "contextLength": 512, "args": ["--max_model_len=9", "--data-parallel-size=1"]},
+            )
+        ),
+        T.WARNINGS,
+        "True",
+        Reason.ARGS_OVERRIDE,
+        "engine.args say --max-model-len (engine.contextLength): the fields have no effect",
+    ),
+    "a template that says what it cannot change": (
+        world(
+            pool(
+                template={
+                    "spec": {
+                        "terminationGracePeriodSeconds": 1,
+                        "containers": [{"name": "runtime", "ports": [{"name": "http", "containerPort": 9000}]}],
+                    }
+                }
+            )
+        ),
+        T.WARNINGS,
+        "True",
+        Reason.TEMPLATE_OVERRULED,
+        "keeps its own for spec.terminationGracePeriodSeconds, spec.containers[runtime].ports[9000,TCP]",
+    ),
 }

@@ -397,6 +397,17 @@ class Reason(StrEnum):
         "or it cannot be asked.",
         "Remove them from engine.args and use the fields that the message names.",
     )
+    ARGS_OVERRIDE = _needs_you(
+        "ArgsOverride",
+        "A setting stands in a field of the engine and in engine.args; what the arguments say holds.",
+        "Remove the flags that the message names from engine.args, or the fields.",
+    )
+    TEMPLATE_OVERRULED = _needs_you(
+        "TemplateOverruled",
+        "spec.template says something of the pods that it cannot change: labels and ports by which they are found, or "
+        "less time than they need to drain.",
+        "Remove the fields that the message names from spec.template; drain.timeoutSeconds and engine.port set theirs.",
+    )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")
     POOL_NOT_FOUND = _needs_you(

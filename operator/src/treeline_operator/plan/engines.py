@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pydantic.alias_generators import to_camel
 from treeline_wire import labels
 from treeline_wire import ports as wire
 
 from treeline_operator.api.engine import FLAGS, EngineType
+from treeline_operator.api.engine import Engine as EngineSpec
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.download import Files
@@ -119,6 +121,18 @@ def tells_hits(pool: InferencePool) -> bool:
     gateway = pool.spec.gateway
     strangers = gateway.has_clients and not gateway.kept_apart and not gateway.edge.expose_routing
     return not strangers
+
+
+def overridden(pool: InferencePool) -> str:
+    """The settings that `engine.args` say again: they come last, and hold. Empty if there are none."""
+    engine = pool.spec.engine
+    given = {arg.partition("=")[0].replace("_", "-") for arg in engine.args}
+    found = [
+        f"{flag} (engine.{to_camel(setting)})"
+        for setting, flag in _flags(engine.type)
+        if flag in given and getattr(engine, setting) != EngineSpec.model_fields[setting].default
+    ]
+    return f"engine.args say {', '.join(found)}: the fields have no effect" if found else ""
 
 
 def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from treeline_operator.plan.diff import merge_key
+from treeline_operator.plan.diff import differences, merge_key
 from treeline_operator.plan.objects import Object
 
 _DEEP: Final = frozenset({"containers", "initContainers"})
@@ -29,6 +29,12 @@ def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Obje
     """The pod template `ours` with the users' fragments laid over it, one after the other, but for what they cannot
     change of the `container` that is ours and of its pods. Raises TemplateInvalid."""
     return _kept(ours, _over(ours, fragments), container)
+
+
+def overruled(ours: Object, fragments: Iterable[Object], container: str) -> tuple[str, ...]:
+    """The paths of what users say in vain, since the operator keeps its own. Raises TemplateInvalid."""
+    asked = _over(ours, fragments)
+    return differences(asked, _kept(ours, asked, container))
 
 
 def _over(ours: Object, fragments: Iterable[Object]) -> Object:

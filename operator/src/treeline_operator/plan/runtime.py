@@ -14,7 +14,7 @@ from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines import KEYS_DIR, TEMPLATE_DIR, Launch, engine_of, start_seconds
 from treeline_operator.plan.facts import CONTAINER, DOWNLOAD
-from treeline_operator.plan.merge import TemplateInvalid, laid_over, merged
+from treeline_operator.plan.merge import TemplateInvalid, laid_over, merged, overruled
 from treeline_operator.plan.objects import (
     Object,
     container_port,
@@ -72,6 +72,13 @@ def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta:
 def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
     return laid_over(_own_template(pool, revision, images), _fragments(pool), CONTAINER)
+
+
+def template_overruled(pool: InferencePool) -> tuple[str, ...]:
+    """The paths of the user's fragment that have no effect."""
+    if not pool.spec.template or template_problem(pool):
+        return ()
+    return overruled(_own_template(pool, "", Images()), _fragments(pool), CONTAINER)
 
 
 def _fragments(pool: InferencePool) -> tuple[Object, ...]:

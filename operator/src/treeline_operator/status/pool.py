@@ -16,7 +16,7 @@ from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatu
 from treeline_operator.plan import download, facts, provision, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
-from treeline_operator.plan.engines import engine_of, untold
+from treeline_operator.plan.engines import engine_of, overridden, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.gateway_common import has_keys
@@ -413,6 +413,10 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
     if what := untold(engine_of(pool).untold, pool.spec.engine.args):
         found.append((Reason.ARGS_UNTOLD, what))
+    if what := overridden(pool):
+        found.append((Reason.ARGS_OVERRIDE, what))
+    if paths := runtime.template_overruled(pool):
+        found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
     if other := not_held(pool, view.shared):
         found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
