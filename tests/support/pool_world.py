@@ -12,6 +12,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.runtime import pod_template
+from treeline_operator.simulation import marked
 from treeline_operator.world import (
     GatewayWorld,
     Images,
@@ -267,14 +268,6 @@ class SimCluster:
         meta["resourceVersion"] = str(self._serial)
         meta["generation"] = meta.get("generation", 0) + 1
         meta["managedFields"] = [{"manager": "somebody"}]
-
-
-def marked(pod: dict[str, Any], mark: Mark) -> dict[str, Any]:
-    """What server-side apply makes of a pod that is marked: our annotations are replaced as a whole."""
-    meta, ours = pod["metadata"], (names.DRAINING_SINCE, names.DELETION_COST)
-    kept = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in ours}
-    marks = {"labels": {**meta["labels"], **mark.labels}, "annotations": {**kept, **mark.annotations}}
-    return {**pod, "metadata": {**meta, **marks}}
 
 
 def _anchor(pool: InferencePool) -> Observed:

@@ -1,11 +1,13 @@
-"""`treeline operate plan`: what the operator would make of files, as YAML with the reasons; no cluster is asked."""
+"""`treeline operate plan`: what the operator would do with files, as a diff, and why; no cluster is asked."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -16,35 +18,37 @@ from treeline_kube.yaml_depth import check_depth
 from treeline_wire.command_line import Parser
 from treeline_wire.settings import add_flags, values
 
-from treeline_operator.actions import Apply, CreateKeys, Plan
+from treeline_operator.actions import Apply
 from treeline_operator.api.conditions import Reason
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION, GROUP, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
-from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.store import MODEL, POOL, Store
-from treeline_operator.plan.gateway import plan_gateway
+from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.gateway import template_problem as gateway_problem
-from treeline_operator.plan.pool import plan_pool
 from treeline_operator.plan.presets import PresetProblem, resolved
 from treeline_operator.plan.runtime import template_problem
+from treeline_operator.pod_check import problems
+from treeline_operator.simulation import SimulatedStep, Simulation
 from treeline_operator.status.conditions import with_fix
 from treeline_operator.status.models import model_statuses
 from treeline_operator.status.pool import cautions
-from treeline_operator.world import Images, Key, Platform, Ref
+from treeline_operator.world import Images, Platform, Ref
 
 Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
-_ROUNDS: Final = 20
-_MADE_UP: Final = "uid-of-"
+_NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
+_COLOURS: Final = {"+": "32", "-": "31", "@": "36", "#": "1"}
+"""ANSI's: green, red, cyan, bold."""
 _EXAMPLES: Final = """\
 examples:
   treeline operate plan -f pool.yaml                      everything that a new pool leads to
-  treeline operate plan -f pool.yaml | kubectl diff -f -  what an edited pool would change
+  kubectl get tlpool,tlmodel,deploy,svc,cm,sa,role,rolebinding,pdb,netpol,pvc,pod -o yaml > now/all.yaml
+  treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
+  treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
 
-The status is 0 if the files are sound, 2 if they are not.
+Secrets are not looked at. The status is 0 if the files are sound, 2 if they are not.
 """
 
 
@@ -56,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags of the subcommand."""
     p = Parser(
         prog="treeline operate plan",
-        description="Show what the operator would make of InferencePools and InferenceModels, and warnings.",
+        description="Show what the operator would create, change and delete for InferencePools and InferenceModels.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -69,6 +73,14 @@ def parser() -> argparse.ArgumentParser:
         help="YAML or JSON with InferencePools and InferenceModels (others are passed over); - is standard input; may "
         "be repeated",
     )
+    p.add_argument(
+        "--observed",
+        type=Path,
+        metavar="DIR",
+        help="what is in the cluster: files of `kubectl get … -o yaml`",
+    )
+    p.add_argument("-o", "--output", choices=("diff", "yaml"), default="diff", help="default: %(default)s")
+    p.add_argument("--explain", action="store_true", help="also say why, what waits or is left alone, and warnings")
     p.add_argument("--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)")
     p.add_argument(
         "--api",
@@ -85,105 +97,50 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = None) -> int:
     """Run the subcommand; the exit status."""
     given = parser().parse_args(argv)
+    out = out or sys.stdout
     images = Images(**values(Images, given))
     platform = Platform(images=images, apis=frozenset(given.api), **values(Platform, given))
     try:
-        planning = Planning(platform, now or datetime.now(UTC))
-        planning.load(given.filename, given.namespace)
-        planning.run()
+        simulation = Simulation(platform, now or datetime.now(UTC))
+        load(simulation, given.filename, given.observed, given.namespace)
+        ended = simulation.run()
+        check_pods(simulation)
     except BadInput as exc:
         print(f"treeline operate plan: {exc}", file=sys.stderr)  # noqa: T201
         return 2
-    for line in planning.text():
-        print(line, file=out or sys.stdout)
+    if not ended:
+        print("treeline operate plan: the plan does not come to an end; this is a defect", file=sys.stderr)  # noqa: T201
+        return 1
+    match given.output:
+        case "diff":
+            _print(out, _diffs(simulation, given.explain))
+        case "yaml":
+            _print(out, _documents_of(simulation, given.explain))
     return 0
 
 
-@dataclass(slots=True)
-class Planning:
-    """A cluster in memory that has nothing but what is in the files, and takes what is planned for them."""
+# ---- in -----------------------------------------------------------------------------------------------------------
 
-    platform: Platform
-    now: datetime
-    made: dict[Ref, Apply | CreateKeys] = field(default_factory=dict)
-    notes: dict[Key, tuple[str, ...]] = field(default_factory=dict)
-    _store: Store = field(default_factory=Store)
-    _version: int = 0
 
-    @property
-    def observer(self) -> Observer:
-        """What is there now."""
-        return Observer(self._store, self.platform)
-
-    def load(self, files: Sequence[str], namespace: str) -> None:
-        """Take in what the files have of ours. Raises `BadInput`."""
-        asked = 0
-        for name in files:
-            for where, obj in _documents(name, _read(name)):
-                if str(obj.get("apiVersion")).startswith(f"{GROUP}/"):
-                    self._put(_checked(where, obj, namespace, self.platform))
-                    asked += 1
-                else:
-                    about = f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours and passed over"
-                    print(about, file=sys.stderr)  # noqa: T201
-        if not asked:
-            raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
-
-    def run(self) -> None:
-        """Plan and do until there is nothing to do. Raises `BadInput` for templates of pods that make no sense."""
-        keys = sorted(self.observer.all_keys(), key=lambda key: (key.namespace, key.kind, key.name))
-        for _ in range(_ROUNDS):
-            plans = [(key, self._plan(key)) for key in keys if key.kind != "models"]
-            self.notes = {key: plan.notes for key, plan in plans}
-            for action in (action for _, plan in plans for action in plan.actions):
-                assert isinstance(action, Apply | CreateKeys), "nothing is there to be taken away"
-                self.made.setdefault(action.ref, action)
-                if isinstance(action, Apply):
-                    self._put(action.object)
-            if not any(plan.actions for _, plan in plans):
-                break
-        for pool in self._pools():
-            world = self.observer.pool_world(pool, self.now)
-            if problem := gateway_problem(world.gateway) or template_problem(pool):
-                raise BadInput(f"{Reason.TEMPLATE_INVALID}: {problem}")
-        if any(plan.actions for _, plan in plans):
-            raise RuntimeError("the plan does not come to an end; this is a defect")
-
-    def text(self) -> Iterator[str]:
-        """What would be made, each with the reason, and what somebody should know."""
-        for ref, action in self.made.items():
-            yield f"# {ref.kind} {ref.namespace}/{ref.name}: {action.why}"
-            yield from ("---", yaml.safe_dump(_unowned(action.object), sort_keys=False).rstrip())
-        told = {f"{key.kind} {key.namespace}/{key.name}": list(notes) for key, notes in self.notes.items()}
-        for pool in self._pools():
-            for reason, text in cautions(self.observer.pool_world(pool, self.now)):
-                told[f"pool {pool.namespace}/{pool.name}"].append(f"warning {reason}: {with_fix(reason, text)}")
-        yield from (f"# {about}: {note}" for about, notes in sorted(told.items()) for note in notes)
-        observer = self.observer
-        for namespace in sorted(self._store.namespaces_of(MODEL)):
-            statuses = model_statuses(observer.models(namespace), observer.pools(namespace), self.now)
-            for name, status in sorted(statuses.items()):
-                said = status["conditions"][0]
-                yield f"# model {namespace}/{name}: {said['reason']}: {said['message']}"
-
-    def _pools(self) -> Iterator[InferencePool]:
-        for ref, _ in sorted(self._store.pools()):
-            if isinstance(pool := self.observer.pool(ref.namespace, ref.name), InferencePool):
-                yield pool
-
-    def _plan(self, key: Key) -> Plan:
-        observer = self.observer
-        if key.kind == "gateway":
-            return plan_gateway(observer.gateway_world(key.namespace, key.name, self.now))
-        pool = observer.pool(key.namespace, key.name)
-        assert isinstance(pool, InferencePool), "it was checked when it was read"
-        return plan_pool(observer.pool_world(pool, self.now))
-
-    def _put(self, obj: Object) -> None:
-        """As it would be in the cluster, with a uid that is made up where it has none."""
-        self._version += 1
-        made_up = {"uid": f"{_MADE_UP}{obj['kind']}-{obj['metadata']['name']}".lower(), "generation": 1}
-        self._store.put({**obj, "metadata": {**made_up, **obj["metadata"], "resourceVersion": str(self._version)}})
+def load(simulation: Simulation, files: Sequence[str], observed: Path | None, namespace: str) -> None:
+    """Fill the simulation: what is there, and on top of it what is asked for. Raises `BadInput`."""
+    if observed is not None:
+        if not observed.is_dir():
+            raise BadInput(f"--observed {observed} is no directory")
+        for path in sorted(path for path in observed.rglob("*") if path.suffix in (".yaml", ".yml", ".json")):
+            for where, obj in _documents(str(path), _read(str(path))):
+                _take_observed(simulation, where, obj)
+        simulation.recall()
+    asked = 0
+    for name in files:
+        for where, obj in _documents(name, _read(name)):
+            if str(obj.get("apiVersion")).startswith(f"{GROUP}/"):
+                _take_asked(simulation, where, obj, namespace)
+                asked += 1
+            else:
+                print(f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours and passed over", file=sys.stderr)  # noqa: T201
+    if not asked:
+        raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
 
 
 def _read(name: str) -> str:
@@ -220,8 +177,15 @@ def _kind(where: str, document: Any) -> str:
     return str(document["kind"])
 
 
-def _checked(where: str, obj: Object, namespace: str, platform: Platform) -> Object:
-    """One of our objects, with a namespace, if the API server and the operator would take it."""
+def _take_observed(simulation: Simulation, where: str, obj: Object) -> None:
+    try:
+        if obj["kind"] != "Secret":
+            simulation.put(obj)
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise BadInput(f"{where}: no object of a cluster ({exc!r})") from exc
+
+
+def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str) -> None:
     kind, version = obj.get("kind", ""), obj.get("apiVersion")
     if kind not in _OURS or version != API_VERSION:
         ours = " and ".join(_OURS)
@@ -239,14 +203,138 @@ def _checked(where: str, obj: Object, namespace: str, platform: Platform) -> Obj
         raise BadInput(f"{where}: {'; '.join(broken)}")
     try:
         if isinstance(typed, InferencePool):
-            resolved(typed, platform.presets or {})
+            resolved(typed, simulation.platform.presets or {})
     except PresetProblem as exc:
         raise BadInput(f"{where}: {exc.reason}: {exc}") from exc
-    return obj
+    known = simulation.get(typed.ref)
+    if known is not None:
+        there = {name: known["metadata"][name] for name in _NOISE if name in known["metadata"]}
+        if known.get("spec") != obj["spec"]:
+            there["generation"] = known["metadata"].get("generation", 1) + 1
+        obj = {**obj, "metadata": {**obj["metadata"], **there}, "status": known.get("status", {})}
+    simulation.put(obj)
+
+
+def check_pods(simulation: Simulation) -> None:
+    """Raises `BadInput` for pods that no API server would take."""
+    for world in simulation.worlds():
+        if problem := gateway_problem(world.gateway) or template_problem(world.pool):
+            raise BadInput(f"{Reason.TEMPLATE_INVALID}: {problem}")
+    for step in _final(simulation):
+        if step.after is not None and step.action.ref.kind == "Deployment":
+            of = f"the pods of Deployment {step.action.ref.namespace}/{step.action.ref.name}"
+            if found := "; ".join(problems(_template(step.after))):
+                raise BadInput(f"{Reason.TEMPLATE_INVALID}: {of} are invalid: {found}")
+
+
+# ---- out ----------------------------------------------------------------------------------------------------------
+
+
+def _final(simulation: Simulation) -> list[SimulatedStep]:
+    """One step an object: from what it was first to what it is in the end."""
+    by_ref: dict[Ref, SimulatedStep] = {}
+    for step in simulation.steps:
+        first = by_ref.get(step.action.ref)
+        by_ref[step.action.ref] = step if first is None else replace(step, before=first.before)
+    return list(by_ref.values())
+
+
+def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
+    steps = _final(simulation)
+    for step in steps:
+        yield from _diff(step, explaining)
+    if not steps:
+        yield "# nothing to do: the cluster is as the files ask"
+    if explaining:
+        yield from _notes(simulation)
+    if steps:
+        counts = {verb: sum(step.verb == verb for step in steps) for verb in ("create", "change", "scale", "delete")}
+        yield "# " + ", ".join(f"{count} to {verb}" for verb, count in counts.items() if count)
+
+
+def _diff(step: SimulatedStep, explaining: bool) -> Iterator[str]:
+    yield from _why(step, explaining)
+    ref = step.action.ref
+    yield from _lines(_clean(step.before), _clean(step.after), f"{ref.kind} {ref.namespace}/{ref.name}")
+
+
+def _why(step: SimulatedStep, explaining: bool) -> Iterator[str]:
+    ref = step.action.ref
+    yield f"# {step.verb} {ref.kind} {ref.namespace}/{ref.name}: {step.action.why}"
+    if explaining and isinstance(step.action, Apply) and step.action.drift:
+        yield f"#   changed by somebody else: {', '.join(step.action.drift)}"
+
+
+def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:
+    """What would be there, as YAML; what explains it stands in comments."""
+    for step in _final(simulation):
+        if explaining:
+            yield from _why(step, explaining)
+        if step.after is not None:
+            yield from ("---", yaml.safe_dump(_unowned(step.after), sort_keys=False).rstrip())
+    if explaining:
+        yield from _notes(simulation)
+
+
+def _template(deployment: Object | None) -> Object:
+    return {} if deployment is None else deployment["spec"].get("template", {})
+
+
+def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[str]:
+    old, new = (yaml.safe_dump(obj, width=110).splitlines() if obj else [] for obj in (before, after))
+    heads = (name if before else "/dev/null", name if after else "/dev/null")
+    yield from difflib.unified_diff(old, new, *heads, lineterm="")
+
+
+def _notes(simulation: Simulation) -> Iterator[str]:
+    """What led to no action, what somebody should know, and how the models fare."""
+    yield from (f"# {about}: {note}" for about, notes in sorted(_told(simulation).items()) for note in notes)
+    yield from _model_notes(simulation)
+
+
+def _told(simulation: Simulation) -> dict[str, list[str]]:
+    told = {f"{key.kind} {key.namespace}/{key.name}": list(notes) for key, notes in simulation.notes.items() if notes}
+    for world in simulation.worlds():
+        warnings = [f"warning {reason}: {with_fix(reason, text)}" for reason, text in cautions(world)]
+        if warnings:
+            told.setdefault(f"pool {world.pool.namespace}/{world.pool.name}", []).extend(warnings)
+    return told
+
+
+def _model_notes(simulation: Simulation) -> Iterator[str]:
+    pools = [world.pool for world in simulation.worlds()]
+    for namespace in sorted({pool.namespace for pool in pools}):
+        found = simulation.objects(API_VERSION, MODEL, namespace)
+        models = [InferenceModel.from_object(observed.object) for observed in found]
+        own = [pool for pool in pools if pool.namespace == namespace]
+        for name, status in sorted(model_statuses(models, own, simulation.now).items()):
+            said = status["conditions"][0]
+            yield f"# model {namespace}/{name}: {said['reason']}: {said['message']}"
+
+
+def _clean(obj: Object | None) -> Object | None:
+    """Without what the API server adds, and without what was made up for the simulation."""
+    if obj is None:
+        return None
+    meta = {name: value for name, value in obj["metadata"].items() if name not in _NOISE}
+    if "ownerReferences" in meta:
+        meta["ownerReferences"] = [
+            {k: v for k, v in owner.items() if k != "uid" or not str(v).startswith("uid-of-")}
+            for owner in meta["ownerReferences"]
+        ]
+    return {name: value for name, value in {**obj, "metadata": meta}.items() if name != "status"}
 
 
 def _unowned(obj: Object) -> Object:
-    """The object for a cluster, in which an owner that is not there would be refused."""
-    meta = {**obj["metadata"]}
-    owners = [owner for owner in meta.pop("ownerReferences", ()) if not owner["uid"].startswith(_MADE_UP)]
-    return {**obj, "metadata": meta | ({"ownerReferences": owners} if owners else {})}
+    """The object for a cluster, in which an owner without a uid would be refused."""
+    cleaned = _clean(obj) or {}
+    meta = {**cleaned["metadata"]}
+    owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]
+    return {**cleaned, "metadata": meta | ({"ownerReferences": owners} if owners else {})}
+
+
+def _print(out: TextIO, lines: Iterator[str]) -> None:
+    colours = _COLOURS if out.isatty() and not os.environ.get("NO_COLOR") else {}
+    for line in lines:
+        colour = colours.get(line[:1])
+        out.write(f"{line}\n" if colour is None else f"\x1b[{colour}m{line}\x1b[0m\n")

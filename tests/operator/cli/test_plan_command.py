@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from treeline_operator.plan_command import main
+from treeline_operator.simulation import merged
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
@@ -38,18 +39,153 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
+def as_cluster(folder: Path, pool: str) -> Path:
+    """The plan's own outcome as a cluster would have it, with uids and times, and the pool itself."""
+    observed = folder / "observed"
+    observed.mkdir()
+    file = write(folder / "first.yaml", pool)
+    objects = list(yaml.safe_load_all(plan("-f", file, "-o", "yaml")))
+    objects = [o for o in objects if o["kind"] != "Secret"]
+    parent = yaml.safe_load(pool)
+    parent["metadata"] |= {"namespace": "default", "uid": "uid-of-inferencepool-a", "generation": 1}
+    owners = {"pool": parent["metadata"]["uid"], "anchor": "uid-of-configmap-treeline-gateway"}
+    for obj in objects:
+        obj["metadata"]["uid"] = f"uid-of-{obj['kind']}-{obj['metadata']['name']}".lower()
+        anchored = "treeline.dev/pool" not in obj["metadata"]["labels"]
+        if obj["metadata"]["name"] != "treeline-gateway" or obj["kind"] != "ConfigMap":
+            owner = owners["anchor" if anchored else "pool"]
+            kind = {"apiVersion": "v1", "kind": "ConfigMap", "name": "treeline-gateway"}
+            if not anchored:
+                kind = {"apiVersion": parent["apiVersion"], "kind": "InferencePool", "name": "a"}
+            obj["metadata"]["ownerReferences"] = [
+                {**kind, "uid": owner, "controller": True, "blockOwnerDeletion": True}
+            ]
+        else:
+            obj["metadata"]["ownerReferences"] = [
+                {
+                    "apiVersion": parent["apiVersion"],
+                    "kind": "InferencePool",
+                    "name": "a",
+                    "uid": owners["pool"],
+                }
+            ]
+    (observed / "all.yaml").write_text(
+        yaml.safe_dump({"apiVersion": "v1", "kind": "List", "items": [*objects, parent]})
+    )
+    return observed
+
+
 def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
-    text = plan("-f", write(tmp_path / "p.yaml", POOL), "-f", write(tmp_path / "m.yaml", MODEL))
-    assert "# Deployment default/a-" in text
-    assert "# ConfigMap default/treeline-gateway: pools of gateway treeline" in text
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "-f", write(tmp_path / "m.yaml", MODEL), "--explain")
+    assert "# create Deployment default/a-" in text
+    assert "# create ConfigMap default/treeline-gateway: pools of gateway treeline" in text
+    assert "+++ Service default/treeline-gateway" in text
     assert "# model default/chat: Accepted" in text
+    assert text.rstrip().splitlines()[-1].startswith("# 2")
     assert "uid-of-" not in text
-    assert {"Service", "Secret", "Deployment"} < {obj["kind"] for obj in yaml.safe_load_all(text)}
+    assert "\x1b" not in text, "no colours but on a terminal"
+
+
+def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
+    # Keys are never read, so whether they exist is not known; the picker's Deployment says that they do.
+    assert text == "# nothing to do: the cluster is as the files ask\n"
+
+
+def test_an_edit_is_shown_as_a_change_of_few_lines(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    edited = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 3')
+    text = plan("-f", write(tmp_path / "p.yaml", edited), "--observed", str(observed))
+    changes = [line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert changes == ["-  replicas: 1", "+  replicas: 3"]
+    assert "# scale Deployment default/a-" in text
+    assert "3 replicas wanted" in text
+
+
+SECURED = """
+  gateway:
+    standalone:
+      serviceType: LoadBalancer
+      apiKeysSecretRef: {name: clients}
+      tls: {secretRef: {name: certificate}}
+      pickerTls: {secretRef: {name: of-the-picker}}
+      annotations: {cloud.example/type: nlb}
+  tracing: {endpoint: "http://collector:4317"}
+  endpointPicker: {replicas: 2, failureMode: FailClose}
+  engine: {port: 9000}
+"""
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        pytest.param("tls: {secretRef: {name: certificate}}", marks=pytest.mark.deep),
+        pytest.param("apiKeysSecretRef: {name: clients}", marks=pytest.mark.deep),
+        "",
+    ],
+)
+def test_what_is_taken_out_of_a_pool_is_gone_from_what_would_be(off: str, tmp_path: Path) -> None:
+    """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
+    whole = AFTER + SECURED
+    less = whole.replace(f"{off}\n", "\n") if off else AFTER
+    assert less != whole
+    observed = as_cluster(tmp_path, whole)
+    file = write(tmp_path / "p.yaml", less)
+    fresh = {(o["kind"], o["metadata"]["name"]): o for o in yaml.safe_load_all(plan("-f", file, "-o", "yaml"))}
+    changed = list(yaml.safe_load_all(plan("-f", file, "--observed", str(observed), "-o", "yaml")))
+    assert changed
+    for obj in changed:
+        alone = fresh[obj["kind"], obj["metadata"]["name"]]
+        for part in obj.keys() - {"metadata"}:
+            assert obj[part] == alone[part], (obj["kind"], obj["metadata"]["name"])
+        assert obj["metadata"].get("annotations") == alone["metadata"].get("annotations")
+
+
+def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
+    two = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 2')
+    observed = as_cluster(tmp_path, two)
+    (made,) = (
+        o
+        for o in yaml.safe_load((observed / "all.yaml").read_text())["items"]
+        if o["kind"] == "Deployment" and "treeline.dev/pool" in o["metadata"]["labels"]
+    )
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**made["spec"]["template"]["metadata"], "name": f"a-{n}", "namespace": "default"},
+            "spec": {"nodeName": "n"},
+            "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+        }
+        for n in (1, 2)
+    ]
+    (observed / "pods.yaml").write_text(yaml.safe_dump_all(pods))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed), "--explain")
+    assert "# change Pod default/a-1: 1 replicas wanted" in text
+    assert "+    treeline.dev/serving: 'false'" in text
+    assert "# scale" not in text
+    assert "# pool default/a: pod a-1 is to go: its requests are not known yet" in text
+
+
+def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    everything = yaml.safe_load((observed / "all.yaml").read_text())
+    for obj in everything["items"]:
+        if obj["kind"] == "Service" and obj["metadata"]["name"] == "treeline-gateway":
+            obj["spec"]["ports"][0]["targetPort"] = 9
+    (observed / "all.yaml").write_text(yaml.safe_dump(everything))
+    file = write(tmp_path / "p.yaml", POOL)
+    assert "#   changed by somebody else: spec.ports" in plan("-f", file, "--observed", str(observed), "--explain")
+    shown = plan("-f", file, "--observed", str(observed))
+    assert [line for line in shown.splitlines() if line.startswith("# change")] == [
+        "# change Service default/treeline-gateway: the URL: somebody changed it"
+    ]
 
 
 def test_pickers_may_reach_an_api_server_on_other_ports(tmp_path: Path) -> None:
     pool = write(tmp_path / "pool.yaml", POOL)
-    shown = plan("-f", pool, "--api-server-port", "443", "--api-server-port=16443")
+    shown = plan("-f", pool, "--output", "yaml", "--api-server-port", "443", "--api-server-port=16443")
     (egress,) = [
         obj["spec"]["egress"]
         for obj in yaml.safe_load_all(shown)
@@ -93,7 +229,27 @@ def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
         (AFTER + TEMPLATE + "{metadata: []}", "TemplateInvalid: spec.template: metadata must be a map"),
         (AFTER + RUNTIME + "ports: [{name: x}]}]}}", "every item of ports needs a containerPort"),
         (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
+        (
+            AFTER + TEMPLATE + "{spec: {nodeSelectr: {a: b}}}",
+            "spec.nodeSelectr: there is no such field; did you mean nodeSelector?",
+        ),
+        (
+            AFTER + "  endpointPicker: {template: {spec: {nodeSelectr: {}}}}",
+            "TemplateInvalid: the pods of Deployment default/treeline-epp are invalid: spec.nodeS",
+        ),
         (AFTER + "  endpointPicker: {template: {spec: {securityContext: []}}}", "securityContext must be a map"),
+        (AFTER + RUNTIME + "envs: []}]}}", "spec.containers[0].envs: there is no such field; did you mean env?"),
+        (AFTER + TEMPLATE + "{spec: {node_selector: {a: b}}}", "spec.node_selector: there is no such field"),
+        (AFTER + TEMPLATE + "{spec: {priority: high}}", "spec.priority: Input should be a valid integer"),
+        (AFTER + TEMPLATE + "{spec: {restartPolicy: Never}}", "spec.restartPolicy: a Deployment's pods have Always"),
+        (AFTER + RUNTIME + "livenessProbe: {periodSecs: 3}}]}}", "livenessProbe.periodSecs: there is no such field"),
+        (
+            AFTER + RUNTIME + "resources: {limits: {memory: 1Mi}}}]}}",
+            "512Mi of memory are requested and limited to 1Mi",
+        ),
+        (AFTER + RUNTIME + "resources: {limits: {memory: 1GB}}}]}}", "'1GB' is no quantity"),
+        (AFTER + RUNTIME + "volumeMounts: [{name: x, mountPath: /x}]}]}}", "there is no volume x"),
+        (AFTER + TEMPLATE + "{spec: {containers: [{name: runtme}]}}", "spec.containers[runtme]: image is required"),
         (
             POOL.replace("spec: {", "spec: {engine: {tensorParallel: 2}, "),
             "p.yaml: spec.engine.tensorParallel: ",
@@ -111,7 +267,7 @@ def test_bad_input_is_refused_with_file_document_and_field(
 
 def test_a_pool_is_planned_with_the_preset_that_the_values_of_the_chart_have(tmp_path: Path) -> None:
     values = write(tmp_path / "values.yaml", "presets: {big: {engine: {contextLength: 77}}}")
-    shown = plan("-f", write(tmp_path / "p.yaml", AFTER + "  preset: big"), "--presets", values)
+    shown = plan("-f", write(tmp_path / "p.yaml", AFTER + "  preset: big"), "--presets", values, "-o", "yaml")
     assert "--context-length=77" in shown
     assert "--context-length=78" in plan(
         "-f", write(tmp_path / "p.yaml", AFTER + "  preset: big\n  engine: {contextLength: 78}"), "--presets", values
@@ -123,27 +279,82 @@ def test_a_sample_can_be_planned(sample: Path, capsys: pytest.CaptureFixture[str
     objects = list(yaml.safe_load_all(sample.read_text()))
     pools = [obj for obj in objects if obj["kind"] == "InferencePool"]
     shown = plan("-f", str(sample), "--presets", str(MANIFESTS / "presets.yaml"))
-    assert all(f"# Deployment default/{pool['metadata']['name']}-" in shown for pool in pools)
+    assert all(f"# create Deployment default/{pool['metadata']['name']}-" in shown for pool in pools)
     passed_over = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
     foreign = [obj for obj in objects if not obj["kind"].startswith("Inference")]
     assert passed_over == [f"{obj['apiVersion']} {obj['kind']} is not ours and passed over" for obj in foreign]
 
 
-def test_warnings_stand_in_the_yaml_as_comments(tmp_path: Path) -> None:
-    loud = AFTER + "  gateway: {standalone: {serviceType: LoadBalancer}}\n"
-    text = plan("-f", write(tmp_path / "p.yaml", loud))
+def test_what_explains_a_plan_stands_in_the_yaml_as_comments_with_warnings(tmp_path: Path) -> None:
+    loud = (
+        AFTER
+        + "  gateway: {standalone: {serviceType: LoadBalancer}}\n"
+        + RUNTIME
+        + "resources: {limits: {cpu: 0.5}}}]}}\n"
+    )
+    file = write(tmp_path / "p.yaml", loud)
+    text = plan("-f", file, "--explain", "-o", "yaml")
+    assert list(yaml.safe_load_all(text)) == list(yaml.safe_load_all(plan("-f", file, "-o", "yaml")))
+    assert "# create Deployment default/a-" in text
     warning = "pool default/a: warning GatewayOpen: gateway treeline is ready; its load balancer has no"
     assert f"# {warning}" in text
+    assert f"# {warning}" in plan("-f", file, "--explain")
 
 
 def test_files_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-f", str(tmp_path / "none.yaml")], io.StringIO(), NOW) == 2
     assert "none.yaml" in capsys.readouterr().err
-    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe")
-    assert main(["-f", str(tmp_path / "a.yaml")], io.StringIO(), NOW) == 2
+    file = write(tmp_path / "p.yaml", POOL)
+    assert main(["-f", file, "--observed", str(tmp_path / "none")], io.StringIO(), NOW) == 2
+    assert "is no directory" in capsys.readouterr().err
+    (tmp_path / "o").mkdir()
+    write(tmp_path / "o" / "x.yaml", "apiVersion: v1\nkind: Service\n")
+    assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2
+    assert "x.yaml: no object of a cluster" in capsys.readouterr().err
+    (tmp_path / "o" / "a.yaml").write_bytes(b"\xff\xfe")
+    assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2
     assert "a.yaml: no text" in capsys.readouterr().err
     assert main(["-f", str(tmp_path)], io.StringIO(), NOW) == 2
     assert "Is a directory" in capsys.readouterr().err
+
+
+def test_secrets_are_not_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "data": {"k": "aHVzaA=="}}
+    write(tmp_path / "o" / "s.yaml", yaml.safe_dump(secret))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(tmp_path / "o"), "--explain")
+    assert "aHVzaA" not in text
+
+
+def test_lists_are_merged_by_the_keys_of_kubernetes() -> None:
+    there = {
+        "a": 1,
+        "labels": {"ours": "1", "theirs": "2"},
+        "containers": [{"name": "x", "image": "1", "tty": True}, {"name": "mesh"}, {"name": "gone"}],
+        "ports": [{"name": "old", "containerPort": 1, "protocol": "TCP"}, {"containerPort": 2}],
+        "tolerations": [{"key": "a"}],
+        "args": [1, 2],
+    }
+    before = {
+        "labels": {"ours": "1"},
+        "containers": [{"name": "x"}, {"name": "gone"}],
+        "args": [1, 2],
+        "tolerations": [],
+    }
+    ours = {
+        "b": 2,
+        "containers": [{"name": "x", "image": "3"}],
+        "ports": [{"name": "new", "containerPort": 1}],
+        "tolerations": [{"key": "b"}],
+    }
+    assert merged(there, before, ours) == {
+        "a": 1,
+        "b": 2,
+        "labels": {"theirs": "2"},
+        "containers": [{"name": "x", "image": "3", "tty": True}, {"name": "mesh"}],
+        "ports": [{"name": "new", "containerPort": 1, "protocol": "TCP"}, {"containerPort": 2}],
+        "tolerations": [{"key": "b"}],
+    }
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "a: " + "{a: " * 2000, "{" * 5000, "a: 2001-99-99"])
