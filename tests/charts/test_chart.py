@@ -111,12 +111,12 @@ def test_a_namespaced_install_has_nothing_that_the_whole_cluster_sees_but_what_d
 
 
 def test_only_the_features_that_are_asked_for_get_rights():
-    off = ("--set", "rbac.gatewayApi=false,rbac.keda=false,rbac.prometheus=false")
+    off = ("--set", "rbac.gatewayApi=false,rbac.prometheus=false")
     (role,) = [
         item for item in of_kind(helm.render(*off), "ClusterRole") if item["metadata"]["name"].endswith("-operator")
     ]
     written = {g for rule in role["rules"] if "create" in rule["verbs"] for g in rule["apiGroups"]}
-    assert not {g for g in written if g.startswith(("gateway.", "inference.", "keda.", "monitoring."))}
+    assert not {g for g in written if g.startswith(("gateway.", "inference.", "monitoring."))}
 
 
 def test_pickers_follow_no_objectives_without_the_right_to():
@@ -269,7 +269,6 @@ def test_notes_say_what_is_missing_and_what_comes_next():
         return done.stdout.partition("NOTES:")[2]
 
     told = notes()
-    assert "[none] KEDA" in told
     assert "[none] Gateway API:" in told
     assert "kubectl -n ai rollout status deployment/treeline-operator" in told
     sample = yaml.safe_load(told.partition("<<'EOF'\n")[2].partition("EOF\n")[0])

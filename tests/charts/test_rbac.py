@@ -49,7 +49,7 @@ def test_no_right_lets_the_operator_grant_more_than_it_has():
     assert rules == rbac.granted(f for f in rbac.WATCHED if f.value == "gatewayRules")
 
 
-@pytest.mark.parametrize("watched", [*KINDS, *OPTIONAL], ids=lambda watched: watched.api)
+@pytest.mark.parametrize("watched", [*KINDS, *OPTIONAL], ids=lambda watched: watched.resource.api)
 def test_every_watched_kind_may_be_listed_and_watched(watched):
     resource = watched.resource
     assert {(resource.group, resource.plural, verb) for verb in ("list", "watch")} <= ALL

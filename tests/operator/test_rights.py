@@ -37,7 +37,6 @@ UNASKED: dict[Right, str] = {
 
 OPTIONAL = (
     crd("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
-    crd("keda.sh", "v1alpha1", "ScaledObject", "scaledobjects"),
     crd("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
     crd("gateway.networking.k8s.io", "v1", "Gateway", "gateways"),
     crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
@@ -45,10 +44,7 @@ OPTIONAL = (
     crd(RULES_GROUPS[0], "v1alpha2", "InferenceModelRewrite", "inferencemodelrewrites"),
 )
 ALWAYS = tuple(feature for feature in rbac.WATCHED if not feature.value)
-CPU = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
-HPA = {"type": "HPA", "maxReplicas": 3, "hpa": {"metrics": [{"type": "Resource", "resource": CPU}]}}
 PICKER = {"type": "Picker", "minReplicas": 1, "maxReplicas": 2}
-KEDA = {"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cron", "metadata": {}}]}}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +128,7 @@ async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declar
         await witness.uses_all_of("resources", "picker-role")
         await of_a_picker(room)
 
-        await witness.has_only_read("hpa", "model-cache")
+        await witness.has_only_read("model-cache")
         # Old revisions go, all but one; a Gateway instead of our Envoy takes away what Envoy had.
         for seconds in (10, 20, 30):
             await change(room, "a", drain={"timeoutSeconds": seconds})
@@ -150,13 +146,6 @@ async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declar
 
         await change(room, "a", autoscaling=PICKER)
         await witness.uses_all_of("picker-scaling")
-        await change(room, "a", autoscaling=HPA)
-        await room.until(
-            lambda: names_of(room, "/apis/autoscaling/v2/namespaces/{}/horizontalpodautoscalers", "a"),
-            "the autoscaler",
-        )
-        await change(room, "a", autoscaling=None)
-        await witness.uses_all_of("hpa")
     witness.conclude(UNASKED)
 
 
@@ -216,13 +205,6 @@ async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> N
         await said(room, "a")
         monitors = "/apis/monitoring.coreos.com/v1/namespaces/{}/podmonitors"
         await room.until(lambda: names_of(room, monitors, "treeline-edge"), "the monitor of Envoy")
-
-        await witness.has_only_read("keda", "gateway-api")
-        await change(room, "a", autoscaling=KEDA)
-        scaled = "/apis/keda.sh/v1alpha1/namespaces/{}/scaledobjects"
-        await room.until(lambda: names_of(room, scaled, "a"), "the ScaledObject")
-        await change(room, "a", autoscaling=None)
-        await witness.uses_all_of("keda")
 
         await witness.has_only_read("gateway-api")
         await change(room, "a", gateway={"parentRefs": [{"name": "front"}]})

@@ -181,12 +181,10 @@ class Chance:
     def _autoscaling(self) -> dict[str, Any]:
         return self._some(
             {
-                "type": lambda: self._one("None", "Picker", "HPA", "KEDA"),
+                "type": lambda: self._one("None", "Picker"),
                 "minReplicas": lambda: self._one(0, 1, 5),
                 "maxReplicas": lambda: self._one(2, 9),
                 "picker": lambda: {"scaleDownSeconds": self._one(0, 60)},
-                "hpa": lambda: {"metrics": [{"type": "Resource"}]},
-                "keda": lambda: {"triggers": [{"type": "prometheus"}], "cooldownPeriod": 60},
             }
         )
 

@@ -9,16 +9,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 from treeline_kube.connection import Answer, Call
-from treeline_kube.errors import Gone, Timeout
+from treeline_kube.errors import Forbidden, Gone, Timeout
+from treeline_kube.resources import Collection, Resource
 from treeline_operator.controller.handlers import Deliver
 from treeline_operator.controller.informer import Informer, Timing
-from treeline_operator.controller.kinds import EVERY, KINDS, OWN, Watched
+from treeline_operator.controller.kinds import EVERY, KINDS, OWN
 from treeline_operator.controller.store import Store
 
 from support.virtual_loop import run
 
-DEPLOYMENTS = next(watched for watched in KINDS if watched.resource.kind == "Deployment")
-PODS = next(watched for watched in KINDS if watched.resource.kind == "Pod")
+DEPLOYMENTS = next(kind for kind in KINDS if kind.resource.kind == "Deployment")
+PODS = next(kind for kind in KINDS if kind.resource.kind == "Pod")
 
 
 class World:
@@ -32,8 +33,8 @@ class World:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.log: list[tuple[int, str, str, dict[str, Any]]] = []
         self.failing: dict[str, Exception] = {}
-        self.deaf: set[str] = set()
         self.dead: set[str] = set()
+        self.unwatched: set[str] = set()
         self.ends: list[Exception] = []
         self.runs: list[list[str]] = []
         self.listed: dict[str, int] = {}
@@ -48,12 +49,8 @@ class World:
         self.listed[call.path] = self.listed.get(call.path, 0) + 1
         query = dict(call.query)
         assert query.get("labelSelector", "") == watched.selector
-        whole = watched not in OWN
-        assert call.accept == "application/json" if whole else "PartialObjectMetadataList" in call.accept
         items = [
-            obj if whole else {"metadata": obj["metadata"]}
-            for (api, ns, _), obj in self.objects.items()
-            if api == watched.api and namespace in ("", ns)
+            obj for (api, ns, _), obj in self.objects.items() if api == watched.resource.api and namespace in ("", ns)
         ]
         first = int(query.get("continue", "0"))
         page, more = items[first : first + 2], str(first + 2) if first + 2 < len(items) else ""
@@ -64,11 +61,13 @@ class World:
     async def watch(self, call: Call, silence_s: float) -> AsyncIterator[AsyncIterator[bytes]]:
         watched, namespace = self._asked(call)
         assert watched not in OWN, "kopf watches these"
-        self.watched[watched.api] = self.watched.get(watched.api, 0) + 1
+        if watched.resource.plural in self.unwatched:
+            raise Forbidden("403: may not be watched", code=403)
+        self.watched[watched.resource.api] = self.watched.get(watched.resource.api, 0) + 1
         yield self._events(watched, namespace, dict(call.query), silence_s)
 
     async def _events(
-        self, watched: Watched, namespace: str, query: dict[str, str], silence_s: float
+        self, watched: Collection, namespace: str, query: dict[str, str], silence_s: float
     ) -> AsyncIterator[bytes]:
         since, now = int(query["resourceVersion"]), asyncio.get_running_loop().time
         ends = now() + int(query["timeoutSeconds"])
@@ -82,7 +81,7 @@ class World:
             found = [
                 {"type": type_, "object": obj}
                 for version, type_, api, obj in self.log
-                if version > since and api == watched.api and namespace in ("", obj["metadata"]["namespace"])
+                if version > since and api == watched.resource.api and namespace in ("", obj["metadata"]["namespace"])
             ]
             since = self.version
             found.append({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": str(since)}}})
@@ -91,48 +90,47 @@ class World:
                 async with asyncio.timeout_at(ends):
                     await self.changed.wait()
 
-    async def kopf(self, kinds: Sequence[Watched], namespaces: Sequence[str], _: Any, deliver: Deliver) -> None:
-        self.runs.append([watched.resource.plural for watched in kinds])
+    async def kopf(self, kinds: Sequence[Resource], namespaces: Sequence[str], _: Any, deliver: Deliver) -> None:
+        self.runs.append([resource.plural for resource in kinds])
         self.namespaces = list(namespaces)
         self.deliver = deliver
         await asyncio.sleep(0.1)
-        for watched in kinds:
-            if watched.resource.plural not in self.deaf:
-                for (api, namespace, _), obj in list(self.objects.items()):
-                    if api == watched.api and {"", namespace} & set(namespaces):
-                        deliver(watched, None, json.loads(json.dumps(obj)))
+        for resource in kinds:
+            for (api, namespace, _), obj in list(self.objects.items()):
+                if api == resource.api and {"", namespace} & set(namespaces):
+                    deliver(resource, None, json.loads(json.dumps(obj)))
         if self.ends:
             raise self.ends.pop(0)
         await asyncio.Event().wait()
 
-    def put(self, watched: Watched, name: str, *, heard: bool = True) -> None:
+    def put(self, watched: Collection, name: str, *, heard: bool = True) -> None:
         self.version += 1
-        known = self.objects.get((watched.api, "n", name), {"metadata": {"uid": f"u-{name}-{self.version}"}})
+        known = self.objects.get((watched.resource.api, "n", name), {"metadata": {"uid": f"u-{name}-{self.version}"}})
         meta = {"namespace": "n", "name": name, "resourceVersion": str(self.version)}
         meta["uid"] = known["metadata"]["uid"]
-        self.objects[watched.api, "n", name] = {"metadata": meta}
+        self.objects[watched.resource.api, "n", name] = {"metadata": meta}
         self._tell(watched, "MODIFIED", {"metadata": dict(meta)}, heard)
 
-    def delete(self, watched: Watched, name: str, *, heard: bool = True) -> None:
+    def delete(self, watched: Collection, name: str, *, heard: bool = True) -> None:
         self.version += 1
-        meta = self.objects.pop((watched.api, "n", name))["metadata"]
+        meta = self.objects.pop((watched.resource.api, "n", name))["metadata"]
         self._tell(watched, "DELETED", {"metadata": {**meta, "resourceVersion": str(self.version)}}, heard)
 
     def compact(self) -> None:
         self.floor = self.version
         self.log.clear()
 
-    def _tell(self, watched: Watched, type_: str, obj: dict[str, Any], heard: bool) -> None:
-        self.log.append((self.version, type_, watched.api, obj))
+    def _tell(self, watched: Collection, type_: str, obj: dict[str, Any], heard: bool) -> None:
+        self.log.append((self.version, type_, watched.resource.api, obj))
         self.stir()
         if watched in OWN and heard and self.deliver is not None:
-            self.deliver(watched, type_, json.loads(json.dumps(obj)))
+            self.deliver(watched.resource, type_, json.loads(json.dumps(obj)))
 
     def stir(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def _asked(self, call: Call) -> tuple[Watched, str]:
+    def _asked(self, call: Call) -> tuple[Collection, str]:
         self._refuse(call.path)
         resources = {w.resource.path(ns): (w, ns) for w in EVERY for ns in ("", "n", "m")}
         return resources[call.path]
@@ -150,9 +148,14 @@ class Scene:
     def __init__(self, world: World, store: Store, informer: Informer) -> None:
         self.world, self.store, self.informer = world, store, informer
         self.offered: list[frozenset[str]] = [frozenset()]
-        informer.offered = self.offered.append
+        self.forbidden: list[frozenset[str]] = [frozenset()]
+        informer.offered = self._offered
 
-    def names(self, watched: Watched = DEPLOYMENTS) -> list[str]:
+    def _offered(self, apis: frozenset[str], forbidden: frozenset[str]) -> None:
+        self.offered.append(apis)
+        self.forbidden.append(forbidden)
+
+    def names(self, watched: Collection = DEPLOYMENTS) -> list[str]:
         return [o.ref.name for o in self.store.of_kind(watched.resource.api_version, watched.resource.kind, "n")]
 
     def versions(self, name: str) -> set[str]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from treeline_operator.api.conditions import ConditionType, Reason
-from treeline_operator.world import Platform, PoolRouting, Scaling
+from treeline_operator.world import PoolRouting, Scaling
 
-from support.operator_status import LATER, observed, pod, pool, ready, revision, view, world
+from support.operator_status import LATER, pod, pool, ready, revision, view, world
 from support.operator_trouble import POD, RUNNING, init
 
 T = ConditionType
 
 TWO = {"replicas": 2}
-HPA = {"type": "HPA", "maxReplicas": 4, "hpa": {"metrics": [{"type": "Resource"}]}}
-KEDA = {"type": "KEDA", "minReplicas": 0, "maxReplicas": 4, "keda": {"triggers": [{"type": "cron"}]}}
 PICKER = {"type": "Picker", "minReplicas": 0, "maxReplicas": 4}
-WITH_KEDA = Platform(apis=frozenset(("keda.sh/v1alpha1/ScaledObject",)))
 
 
 def pods_of(mine, count, **last):
@@ -32,14 +29,6 @@ def old(mine, count=1, **more):
 def scaled(autoscaling, *children, **changes):
     mine = pool(autoscaling=autoscaling)
     return world(mine, children=(revision(mine, 1, 1), *children), **changes)
-
-
-def hpa(*told):
-    return observed("HorizontalPodAutoscaler", "tiny", "autoscaling/v2", status={"conditions": list(told)})
-
-
-def keda(*told):
-    return observed("ScaledObject", "tiny", "keda.sh/v1alpha1", status={"conditions": list(told)})
 
 
 def said(kind, status, reason="X", message=""):
@@ -80,7 +69,6 @@ def routed(mine, way, reason="", message="it is away"):
 
 
 OVERDUE = [said("Progressing", "False", "ProgressDeadlineExceeded")]
-ROOT = pool(template={"spec": {"hostNetwork": True}})
 BROKEN = pool(template={"containers": []})
 ZERO = pool(replicas=0)
 PROGRESS = {POD: (3 << 30, 4 << 30)}
@@ -222,13 +210,6 @@ POOL_STATES = {
         Reason.TEMPLATE_INVALID,
         "containers is not part of a pod template",
     ),
-    "less confined": (
-        world(ROOT),
-        T.SECURITY_EXCEPTIONS,
-        "True",
-        Reason.POD_SECURITY_EXCEPTION,
-        "hostNetwork is on",
-    ),
     "other model": (
         world(picker=view(pool(), "tiny-1", models=("gpt2",))),
         T.MODEL_READY,
@@ -242,52 +223,6 @@ POOL_STATES = {
         "False",
         Reason.WEIGHTS_DOWNLOADING,
         "75 % of builtin://tiny are there, downloaded by 1 pod",
-    ),
-    "no autoscaler yet": (
-        scaled(HPA),
-        T.SCALING_ACTIVE,
-        "Unknown",
-        Reason.PENDING,
-        "HorizontalPodAutoscaler",
-    ),
-    "autoscaler unseen": (scaled(HPA, hpa()), T.SCALING_ACTIVE, "Unknown", Reason.PENDING, "its controller"),
-    "autoscaler works": (
-        scaled(HPA, hpa(said("AbleToScale", "True"), said("ScalingActive", "True"))),
-        T.SCALING_ACTIVE,
-        "True",
-        Reason.AUTOSCALER_ACTIVE,
-        "HorizontalPodAutoscaler tiny sets replicas between 1 and 4",
-    ),
-    "autoscaler fails": (
-        scaled(HPA, hpa(said("ScalingActive", "False", "InvalidMetricSourceType", "no such metric"))),
-        T.SCALING_ACTIVE,
-        "False",
-        Reason.AUTOSCALER_NOT_READY,
-        "InvalidMetricSourceType: no such metric",
-    ),
-    "autoscaler rests": (
-        scaled(HPA, hpa(said("AbleToScale", "True"), said("ScalingActive", "False", "ScalingDisabled"))),
-        T.SCALING_ACTIVE,
-        "False",
-        Reason.SCALED_TO_ZERO,
-        "rests while replicas is 0",
-    ),
-    "no metrics": (
-        scaled(
-            HPA,
-            hpa(
-                said(
-                    "ScalingActive",
-                    "False",
-                    "FailedGetResourceMetric",
-                    "unable to fetch metrics: the server could not find the requested resource",
-                )
-            ),
-        ),
-        T.SCALING_ACTIVE,
-        "False",
-        Reason.METRICS_API_MISSING,
-        "FailedGetResourceMetric",
     ),
     "pickers unasked": (scaled(PICKER), T.SCALING_ACTIVE, "Unknown", Reason.PENDING, "not been asked"),
     "scaled by its pickers": (
@@ -319,7 +254,7 @@ POOL_STATES = {
         "claim tiny-cache is ReadWriteOnce: all 2 pods must be on one node",
     ),
     "claim for one node, autoscaled": (
-        world(pool(engine={"cache": {"size": "10Gi"}}, autoscaling=HPA)),
+        world(pool(engine={"cache": {"size": "10Gi"}}, autoscaling=PICKER)),
         T.WARNINGS,
         "True",
         Reason.CLAIM_NOT_SHAREABLE,
@@ -398,13 +333,5 @@ POOL_STATES = {
         "True",
         Reason.TEMPLATE_OVERRULED,
         "keeps its own for spec.terminationGracePeriodSeconds, spec.containers[runtime].ports[9000,TCP]",
-    ),
-    "no KEDA": (scaled(KEDA), T.SCALING_ACTIVE, "False", Reason.KEDA_MISSING, "keda.sh/v1alpha1"),
-    "KEDA works": (
-        scaled(KEDA, keda(said("Ready", "True"), said("Active", "False")), platform=WITH_KEDA),
-        T.SCALING_ACTIVE,
-        "True",
-        Reason.AUTOSCALER_ACTIVE,
-        "between 0 and 4",
     ),
 }

@@ -19,7 +19,7 @@ from treeline_operator.world import Platform
 from support.control_plane import ControlPlane
 from support.kube_proxy import KubeProxy
 
-QUICK = Timing(audit_s=3.0, grace_s=2.0, absent_s=1.0, backoff_s=(0.05, 0.5))
+QUICK = Timing(list_s=3.0, absent_s=1.0, backoff_s=(0.05, 0.5))
 SHORT = LeaseTiming(2.0, 1.4, 0.25)
 
 POOLS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencepools"

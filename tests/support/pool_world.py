@@ -31,7 +31,6 @@ EVERY_API = frozenset(
         "gateway.networking.k8s.io/v1/HTTPRoute",
         "inference.networking.k8s.io/v1/InferencePool",
         "monitoring.coreos.com/v1/PodMonitor",
-        "keda.sh/v1alpha1/ScaledObject",
     }
 )
 HF: dict[str, Any] = {"model": {"uri": "hf://org/name"}}

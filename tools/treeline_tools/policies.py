@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from treeline_operator.api.gateway import EndpointPicker, Standalone
 from treeline_operator.api.parts import API_VERSION, GROUP, VERSION
-from treeline_operator.plan.security import CONFINED_SELINUX, SAFE_SYSCTLS
 
 from treeline_tools import GENERATED
 from treeline_tools.crds import as_yaml
@@ -15,6 +14,15 @@ from treeline_tools.crds import as_yaml
 ALLOW_PRIVILEGED: Final = f"{GROUP}/allow-privileged"
 """Label of a namespace whose pools may go beyond Pod Security level baseline, with the value "true"."""
 
+CONFINED_SELINUX: Final = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+SAFE_SYSCTLS: Final = (
+    "kernel.shm_rmid_forced",
+    *(f"net.ipv4.ip_{name}" for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")),
+    "net.ipv4.ping_group_range",
+    *(f"net.ipv4.tcp_{name}" for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")),
+    *(f"net.ipv4.tcp_{name}" for name in ("rmem", "syncookies", "wmem")),
+)
+"""What Pod Security level baseline lets pods choose."""
 _HARMLESS_CAPABILITIES: Final = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE"),
     *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),

@@ -133,10 +133,11 @@ WATCHED: Final = (
     ),
     Feature(
         "picker-scaling",
-        (Need("treeline.dev", ("inferencepools/scale",), ("patch",), "autoscaling.type Picker"),),
+        (
+            Need("treeline.dev", ("inferencepools/scale",), ("patch",), "autoscaling.type Picker"),
+            Need("autoscaling", ("horizontalpodautoscalers",), ("list",), "whether one of yours scales the pool"),
+        ),
     ),
-    Feature("hpa", (Need("autoscaling", ("horizontalpodautoscalers",), CHILD, "autoscaling.type HPA"),)),
-    Feature("keda", (Need("keda.sh", ("scaledobjects",), CHILD, "autoscaling.type KEDA"),), value="keda"),
     Feature(
         "gateway-api",
         (

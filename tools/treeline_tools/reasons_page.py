@@ -20,7 +20,7 @@ which matters most: what needs somebody comes before what passes by itself, also
 names, numbers, and the line of the table below under "what to do". `observedGeneration` says which version of the
 spec was judged; `lastTransitionTime` moves only when the condition turns over. Conditions without a meaning for the
 pool are absent: `RouteAccepted` without `gateway.parentRefs`, `ScalingActive` without `autoscaling`,
-`SecurityExceptions` and `Warnings` without any.
+`Warnings` without any.
 
 **Kinds.** *Well*: nothing to do. *Passes*: wait, or a state that somebody asked for. *Needs you*: it stays so until
 somebody acts; the Event is a Warning. What a normal start may show for a moment too has its time beside it, and the
@@ -35,7 +35,6 @@ _SECTIONS: Final = (
     (Reason.PICKER_SYNCED, "The picker"),
     (Reason.GATEWAY_SERVING, "The gateway"),
     (Reason.AUTOSCALER_ACTIVE, "Scaling"),
-    (Reason.POD_SECURITY_EXCEPTION, "Security"),
     (Reason.CLAIM_NOT_SHAREABLE, "What the spec asks for in vain"),
     (Reason.ACCEPTED, "InferenceModels"),
     (Reason.CREATED, "What the operator did (Events only)"),

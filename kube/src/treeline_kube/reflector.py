@@ -37,7 +37,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from treeline_kube.connection import JSON, ONCE, Call, Retry
+from treeline_kube.connection import ONCE, Call, Retry
 from treeline_kube.errors import Forbidden, Gone, KubeError, Malformed, NotFound, Unauthorized, error_of
 from treeline_kube.resources import Collection
 from treeline_kube.yaml_depth import deep_json
@@ -162,7 +162,6 @@ class Reflector:
         timing: Timing | None = None,
         optional: bool = False,
         page: int = 100,
-        accept: str = JSON,
         advice: Mapping[str, str] | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -180,7 +179,6 @@ class Reflector:
         self.unavailable = False
         """The server said that it is not there, or that we may not read it, and has listed nothing since."""
         self._advice = advice or {}
-        self._accept = accept
         self._page = page
         self._rng = rng or random.Random()
         self._heard_at: float | None = None
@@ -218,14 +216,14 @@ class Reflector:
         if self.state is State.LISTING:
             query += [("limit", str(self._page))] if self._in_pages else []
             query += [("continue", self._continue)] if self._continue else []
-            return Call("list", plural, path, query, accept=self._accept, retry=_LIST)
+            return Call("list", plural, path, query, retry=_LIST)
         query += [
             ("watch", "true"),
             ("allowWatchBookmarks", "true"),
             ("resourceVersion", self._version),
             ("timeoutSeconds", str(int(self.timing.watch_s * self._rng.uniform(0.9, 1.1)))),
         ]
-        return Call("watch", plural, path, query, accept=self._accept)
+        return Call("watch", plural, path, query)
 
     # --- being answered -----------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ class Plan:
     """The actions of one unit, in the order in which they are to be done.
 
     `recheck_s` asks for another look after so many seconds, where time itself is a reason (a grace period).
-    `notes` explain decisions that led to no action, for `operate plan --explain`.
+    `notes` explain decisions that led to no action, for `operate plan --explain` and the log.
     """
 
     actions: tuple[Action, ...] = ()

@@ -20,9 +20,8 @@ from treeline_wire.settings import add_flags, values
 
 from treeline_operator.actions import Apply
 from treeline_operator.api.conditions import Reason
-from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import API_VERSION, GROUP, Resource
+from treeline_operator.api.parts import API_VERSION, GROUP, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.store import MODEL, POOL
@@ -45,7 +44,7 @@ _COLOURS: Final = {"+": "32", "-": "31", "@": "36", "#": "1"}
 _EXAMPLES: Final = """\
 examples:
   treeline operate plan -f pool.yaml                      everything that a new pool leads to
-  kubectl get tlpool,tlmodel,deploy,svc,cm,sa,role,rolebinding,pdb,netpol,pvc,hpa,pod -o yaml > now/all.yaml
+  kubectl get tlpool,tlmodel,deploy,svc,cm,sa,role,rolebinding,pdb,netpol,pvc,pod -o yaml > now/all.yaml
   treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
   treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
 

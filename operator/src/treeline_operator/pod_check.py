@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from treeline_operator.api.misfits import misfit
+from treeline_operator.api.parts import misfit
 from treeline_operator.plan.canonical import is_quantity
 from treeline_operator.plan.diff import differences
 from treeline_operator.quantity import quantity

@@ -180,12 +180,13 @@ class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
 
     `apis` are the optional kinds that the cluster has and that may be read, each `group/version/Kind` (see
-    `controller/kinds.py`).
+    `controller/kinds.py`); `forbidden` are those that it has and that may not be.
     `operator_namespace` and `operator_labels` let NetworkPolicies admit the operator to the picker's admin page.
     """
 
     images: Images = Images()
     apis: frozenset[str] = frozenset()
+    forbidden: frozenset[str] = frozenset()
     operator_namespace: str = setting(
         "treeline-system",
         flag="--lease-namespace",
@@ -251,6 +252,13 @@ class Platform:
         f"missing from the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
     )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
+
+    def lacking(self, api: str) -> str:
+        """Why an optional kind cannot be used, in words; empty where it can."""
+        if api in self.apis:
+            return ""
+        absent = f"the cluster does not have {api}"
+        return f"the operator may not list and watch {api}: see its role" if api in self.forbidden else absent
 
 
 class PickerEndpoint(msgspec.Struct, frozen=True):

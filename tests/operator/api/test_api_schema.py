@@ -84,9 +84,6 @@ def test_unknown_fields_are_kept_in_foreign_fragments_only():
             for pods in ("", "endpointPicker.", "gateway.standalone.")
             for name in inner
         ),
-        ".spec.autoscaling.hpa.metrics[]",
-        ".spec.autoscaling.hpa.behavior",
-        ".spec.autoscaling.keda.triggers[]",
     ]
 
 

@@ -16,11 +16,13 @@ from support.control_plane import ControlPlane
 from support.kube_proxy import KubeProxy, collection, is_watch, status
 from support.operator_run import MODELS, Room
 from treeline_kube.client import Client
+from treeline_kube.resources import Resource
 from treeline_operator.controller.handlers import follow
-from treeline_operator.controller.kinds import OWN, Watched
+from treeline_operator.controller.kinds import OWN as FOLLOWED
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
+OWN = [kind.resource for kind in FOLLOWED]
 KIND = OWN[1]
 
 
@@ -29,8 +31,8 @@ class Heard:
         self.events: list[tuple[str | None, str]] = []
         self.threads: set[int] = set()
 
-    def __call__(self, watched: Watched, type_: str | None, obj: dict[str, Any]) -> None:
-        assert watched == KIND
+    def __call__(self, kind: Resource, type_: str | None, obj: dict[str, Any]) -> None:
+        assert kind == KIND
         self.threads.add(threading.get_ident())
         self.events.append((type_, obj["metadata"]["name"]))
 
@@ -165,9 +167,7 @@ async def test_credentials_are_asked_for_again_when_they_are_refused(room: Room)
     assert tokens == []
 
 
-@pytest.mark.parametrize(
-    "refused", [{"inferencemodels"}, {watched.resource.plural for watched in OWN}], ids=["one", "both"]
-)
+@pytest.mark.parametrize("refused", [{"inferencemodels"}, {kind.plural for kind in OWN}], ids=["one", "both"])
 async def test_a_watch_that_is_refused_for_good_ends_it_with_the_reason_and_the_other_watch(
     room: Room, tmp_path: Path, refused: set[str]
 ) -> None:

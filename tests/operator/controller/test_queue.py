@@ -155,7 +155,7 @@ def test_a_hundred_adds_during_a_run_make_one_more_run() -> None:
             await gate.wait()
             return Outcome()
 
-        queue = Queue(reconcile, gauges=tally)
+        queue = Queue(reconcile, finished=tally.finished)
         task = asyncio.create_task(queue.run())
         for _ in range(100):
             queue.add(X)
@@ -186,7 +186,7 @@ def test_a_key_never_runs_twice_at_once_and_no_more_than_the_limit_run() -> None
             running[key] -= 1
             return Outcome(after_s=0.1)
 
-        queue = Queue(reconcile, gauges=Tally(), concurrency=3)
+        queue = Queue(reconcile, finished=Tally().finished, concurrency=3)
         task = asyncio.create_task(queue.run())
         for n in range(200):
             queue.add(Key("pool", "a", str(n % 7)))
@@ -209,7 +209,7 @@ def test_failures_back_off_and_success_resets(caplog: pytest.LogCaptureFixture) 
                 raise ValueError("a defect")
             return Outcome("error", retry=True) if len(at) in (1, 3, 5) else Outcome()
 
-        queue = Queue(reconcile, gauges=tally, backoff=Backoff(1.0, 60.0), chance=lambda: 0.0)
+        queue = Queue(reconcile, finished=tally.finished, backoff=Backoff(1.0, 60.0), chance=lambda: 0.0)
         task = asyncio.create_task(queue.run())
         queue.add(X)
         await asyncio.sleep(100)
@@ -238,7 +238,7 @@ def test_a_fatal_error_ends_the_run_and_stop_lets_the_others_finish() -> None:
             await asyncio.sleep(2)
             return Outcome()
 
-        queue = Queue(reconcile, gauges=tally, fatal=(LostLease,))
+        queue = Queue(reconcile, finished=tally.finished, fatal=(LostLease,))
         queue.add(Y)
         queue.add(X)
         with pytest.raises(LostLease):
@@ -255,7 +255,7 @@ def test_stop_cancels_what_outlasts_its_grace() -> None:
             await asyncio.sleep(1000)
             return Outcome()
 
-        queue = Queue(reconcile, gauges=Tally())
+        queue = Queue(reconcile, finished=Tally().finished)
         queue.add(X)
         task = asyncio.create_task(queue.run())
         await asyncio.sleep(1)
@@ -275,7 +275,7 @@ def test_a_recheck_comes_when_it_was_asked_for() -> None:
             at.append(round(asyncio.get_running_loop().time(), 3))
             return Outcome(after_s=5.0) if len(at) < 3 else Outcome()
 
-        queue = Queue(reconcile, gauges=Tally())
+        queue = Queue(reconcile, finished=Tally().finished)
         task = asyncio.create_task(queue.run())
         queue.add_after(X, 2.0)
         await asyncio.sleep(60)

@@ -14,8 +14,7 @@ from support.virtual_loop import run
 from treeline_kube.errors import KubeError
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.scaler import Scaler
-from treeline_operator.controller.signals import Following, HttpSource
+from treeline_operator.controller.scaler import Following, HttpSource, Scaler
 from treeline_operator.controller.store import Store
 from treeline_operator.world import Key, Platform, Scaling
 from treeline_wire.signals import Asked, PoolSignals, Signals, Waiting, encode
@@ -249,8 +248,8 @@ LINE = encode(Signals(True, {"p": HELD}))
 async def test_whatever_a_picker_answers_is_bounded(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, lines: int, trouble: str
 ) -> None:
-    monkeypatch.setattr("treeline_operator.controller.signals.SILENT_S", 0.2)
-    monkeypatch.setattr("treeline_operator.controller.signals.MOST_LINE_BYTES", 200_000)
+    monkeypatch.setattr("treeline_operator.controller.scaler.SILENT_S", 0.2)
+    monkeypatch.setattr("treeline_operator.controller.scaler.MOST_LINE_BYTES", 200_000)
     silent = trouble == "nothing more is said"
 
     served = asyncio.Event()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.operator_status import deployment, gateway_children, pod, pool, world
 from treeline_kube.errors import Forbidden, KubeError
-from treeline_operator.controller.warnings import Warnings, is_stuck
+from treeline_operator.controller.warnings import Warnings, again_s, is_stuck
 from treeline_operator.world import Event, Key, Observed
 
 KEY, OTHER = Key("pool", "shop", "tiny"), Key("pool", "shop", "large")
@@ -83,28 +83,17 @@ async def test_what_replica_sets_met_is_known_by_their_deployment(clock: Clock) 
     assert event.reason == "FailedCreate"
 
 
-async def test_a_pool_that_stays_as_it_is_is_looked_at_less_and_less_often(clock: Clock) -> None:
-    warnings = Warnings(Lists(), clock)
-    waits = []
-    for _ in range(8):
-        await warnings.look(KEY)
-        # However often its pods change meanwhile, only a list that told nothing new makes the next one later.
-        waits.append({warnings.again_s(KEY, "PodsStarting") for _ in range(5)})
-        clock.now += max(waits[-1])
-    assert waits == [{10}, {20}, {40}, {80}, {160}, {300}, {300}, {300}]
-    assert warnings.again_s(KEY, "VolumeNotReady") == 10
+def test_a_pool_that_stays_as_it_is_is_looked_at_less_and_less_often() -> None:
+    assert [again_s(waited_s) for waited_s in (0.0, 9.0, 20.0, 100.0, 90_000.0)] == [10.0, 10.0, 20.0, 100.0, 120.0]
 
 
-async def test_nothing_is_kept_when_nobody_waits(clock: Clock) -> None:
-    lists = Lists(told("tiny-1"))
-    warnings = Warnings(lists, clock)
+async def test_nothing_is_kept_of_a_namespace_where_nobody_waits(clock: Clock) -> None:
+    warnings = Warnings(Lists(told("tiny-1")), clock)
     seen = world(POOL, pods=(pod(POOL, "tiny-1"),))
     await warnings.look(KEY)
-    for key in (KEY, OTHER):
-        warnings.again_s(key, "PodsStarting")
-    warnings.forget(KEY)
+    clock.now += 1000.0
     assert warnings.about(seen)
-    warnings.forget(OTHER)
+    await warnings.look(Key("pool", "elsewhere", "x"))
     assert warnings.about(seen) == ()
 
 

@@ -10,7 +10,7 @@ from support.gateway_cluster import ATTACHED, Cluster, container, converged, poo
 from treeline_operator.actions import Apply, Delete, Scale
 from treeline_operator.plan import edge, epp, gateway_common
 from treeline_operator.plan.gateway import plan_gateway
-from treeline_operator.plan.protections import FIELDS
+from treeline_operator.plan.shared_gateway import FIELDS
 from treeline_operator.world import Images, Observed, Platform
 
 

@@ -11,8 +11,7 @@ from support.gateway_cluster import container, converged, pool
 from treeline_epp.kube.pools import own_pool
 from treeline_epp.options import options_of
 from treeline_epp.picking.policies import ALIASES, POLICIES, choice_of
-from treeline_operator.api.gateway import EndpointPicker
-from treeline_operator.api.picker_policy import HEEDING, PARAMETERS, Policy, PolicyParameters
+from treeline_operator.api.gateway import HEEDING, PARAMETERS, EndpointPicker, Policy, PolicyParameters
 
 VALUES: dict[str, Any] = {
     "cacheThreshold": 0.25,

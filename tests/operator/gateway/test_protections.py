@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.gateway_cluster import Cluster, container, pool
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.gateway import plan_gateway, shared
-from treeline_operator.plan.protections import FIELDS, Protection, in_force, read, stated, written
-from treeline_operator.plan.shared_gateway import SharedGateway
+from treeline_operator.plan.shared_gateway import FIELDS, Protection, SharedGateway, in_force, read, stated, written
 
 KEYS = {"apiKeysSecretRef": {"name": "clients"}}
 TLS = {"tls": {"secretRef": {"name": "certificate"}}}

@@ -11,7 +11,7 @@ from support.pool_world import HF, SimCluster, a_pool, kinds, template
 from treeline_operator.actions import Apply, Plan
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan.commits import moving
+from treeline_operator.plan.download import moving
 from treeline_operator.plan.pool import plan_pool
 from treeline_operator.status.pool import pool_status
 from treeline_runtime.fetch.__main__ import COMMITS

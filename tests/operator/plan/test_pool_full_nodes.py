@@ -13,7 +13,7 @@ from support.pool_world import NOW, SimCluster, a_pool
 from treeline_operator import names
 from treeline_operator.actions import Mark
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import capacity
+from treeline_operator.plan import facts
 from treeline_wire.labels import SERVING
 
 SURGE_S = 120
@@ -248,12 +248,12 @@ GPUS = "0/9 nodes are available: 3 Insufficient nvidia.com/gpu, 6 node(s) had un
 def test_a_pod_fits_where_the_same_nodes_lack_no_more_than_the_old_one_has(
     message: str, new: dict[str, Any], old: dict[str, Any], fits: bool
 ) -> None:
-    assert capacity.fits_in_place([homeless(message)], new, old) is fits
+    assert facts.fits_in_place([homeless(message)], new, old) is fits
 
 
 def test_the_longest_wait_counts() -> None:
     at = (NOW - timedelta(seconds=30)).isoformat()
     pods = [homeless(GPUS) | {"metadata": {"creationTimestamp": at}}, homeless(GPUS)]
-    assert capacity.waited_s(pods, None, NOW) == 30
-    assert capacity.waited_s(pods, (NOW - timedelta(seconds=50)).isoformat(), NOW) == 50
-    assert capacity.waited_s([], None, NOW) == 0
+    assert facts.waited_s(pods, None, NOW) == 30
+    assert facts.waited_s(pods, (NOW - timedelta(seconds=50)).isoformat(), NOW) == 50
+    assert facts.waited_s([], None, NOW) == 0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 from support import golden
+from support.pod_security import exceptions
 from support.pool_world import EVERY_API, SimCluster, a_pool
 from treeline_operator import names
 from treeline_operator.actions import Apply, CreateKeys
-from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Platform
 
 FOLDER = Path(__file__).parent / "golden" / "pool"
@@ -50,20 +50,9 @@ SAMPLES: dict[str, dict[str, Any]] = {
             "args": ["--enforce-eager"],
         },
         "autoscaling": {
-            "type": "HPA",
+            "type": "Picker",
             "minReplicas": 2,
             "maxReplicas": 6,
-            "hpa": {
-                "metrics": [
-                    {
-                        "type": "Pods",
-                        "pods": {
-                            "metric": {"name": "vllm:num_requests_waiting"},
-                            "target": {"type": "AverageValue", "averageValue": "5"},
-                        },
-                    }
-                ]
-            },
         },
     },
     "sglang": {
@@ -78,12 +67,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
             "kvCacheDtype": "fp8_e5m2",
         },
         "drain": {"timeoutSeconds": 600},
-        "autoscaling": {
-            "type": "KEDA",
-            "minReplicas": 0,
-            "maxReplicas": 4,
-            "keda": {"triggers": [{"type": "prometheus", "metadata": {"query": "x", "threshold": "1"}}]},
-        },
     },
     "gateway-api": {
         "gateway": {

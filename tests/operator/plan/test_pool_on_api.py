@@ -33,10 +33,6 @@ USERS: dict[str, Any] = {
         "volumes": [{"name": "more", "emptyDir": {"sizeLimit": "2048Mi"}}],
     },
 }
-METRIC = {
-    "type": "Resource",
-    "resource": {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 50}},
-}
 SPECS: dict[str, dict[str, Any]] = {
     "plain": {"replicas": 0},
     "cached": {
@@ -48,7 +44,6 @@ SPECS: dict[str, dict[str, Any]] = {
         },
         "accelerator": {"type": "nvidia", "class": "L40S"},
         "engine": {"resources": {"requests": {"cpu": "1000m", "memory": "0.5Gi"}}},
-        "autoscaling": {"type": "HPA", "maxReplicas": 3, "hpa": {"metrics": [METRIC]}},
     },
     "vllm": {
         "model": {"uri": "hf://org/name", "chatTemplateRef": {"name": "of-ours"}},

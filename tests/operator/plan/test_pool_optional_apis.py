@@ -1,4 +1,4 @@
-"""What a pool's plan makes of APIs that a cluster may have: routes, the upstream pool, monitors, autoscalers."""
+"""What a pool's plan makes of APIs that a cluster may have: routes, the upstream pool, monitors."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from treeline_wire.paths import INFERENCE
 
 
 def test_absent_apis_are_told_and_used_when_they_appear() -> None:
-    pool = a_pool(
-        gateway={"parentRefs": [{"name": "front"}]},
-        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
-    )
+    pool = a_pool(gateway={"parentRefs": [{"name": "front"}]})
     cluster = SimCluster()
     plan = cluster.plan(pool)
-    assert any("no Gateway API" in note for note in plan.notes)
-    assert any("Inference Extension" in note for note in plan.notes)
-    assert any("install KEDA" in note for note in plan.notes)
+    assert any("does not have gateway.networking.k8s.io/v1/HTTPRoute" in note for note in plan.notes)
+    assert any("does not have inference.networking.k8s.io/v1/InferencePool" in note for note in plan.notes)
     cluster.do(plan)
     cluster.platform = Platform(apis=EVERY_API)
     assert {action.ref.kind for action in cluster.plan(pool).actions} == {
         "PodMonitor",
         "InferencePool",
         "HTTPRoute",
-        "ScaledObject",
     }
 
 
+def test_a_kind_that_may_not_be_read_is_not_said_to_be_absent() -> None:
+    cluster = SimCluster(Platform(apis=EVERY_API - {"gateway.networking.k8s.io/v1/HTTPRoute"}, forbidden=EVERY_API))
+    notes = cluster.plan(a_pool(gateway={"parentRefs": [{"name": "front"}]})).notes
+    assert "the operator may not list and watch gateway.networking.k8s.io/v1/HTTPRoute: see its role" in notes
+
+
 def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
-    pool = a_pool(
-        gateway={"parentRefs": [{"name": "front"}]},
-        autoscaling={"type": "KEDA", "maxReplicas": 3, "keda": {"triggers": [{"type": "cpu"}]}},
-    )
+    pool = a_pool(gateway={"parentRefs": [{"name": "front"}]})
     cluster = SimCluster(Platform(apis=EVERY_API))
     cluster.converge(pool)
     for missed in EVERY_API:
@@ -41,7 +39,7 @@ def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
         assert cluster.plan(pool).actions == (), missed
     cluster.platform = Platform()
     gone = {action.ref.kind for action in cluster.plan(a_pool()).actions if isinstance(action, Delete)}
-    assert gone == {"HTTPRoute", "InferencePool", "ScaledObject"}, "what is not asked for any more goes"
+    assert gone == {"HTTPRoute", "InferencePool"}, "what is not asked for any more goes"
 
 
 def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:

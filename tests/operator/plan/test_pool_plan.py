@@ -356,14 +356,10 @@ def test_a_pool_that_is_being_deleted_is_left_to_the_garbage_collector() -> None
 
 
 def test_what_is_wanted_no_more_is_deleted_but_downloads_are_kept() -> None:
-    scaled = {
-        "type": "HPA",
-        "maxReplicas": 3,
-        "hpa": {"metrics": [{"type": "Resource", "resource": {"name": "cpu", "target": {"type": "Utilization"}}}]},
-    }
+    parents = {"parentRefs": [{"name": "front"}]}
     cached = {"uri": "hf://org/name", "cache": {"size": "5Gi"}}
-    cluster = settled(a_pool(autoscaling=scaled, model=cached))
+    cluster = settled(a_pool(gateway=parents, model=cached), platform=Platform(apis=EVERY_API))
     plan = cluster.plan(a_pool(model={"uri": "hf://org/name"}))
-    assert [k for k in kinds(plan) if "Delete" in k] == ["Delete HorizontalPodAutoscaler tiny"]
+    assert [k for k in kinds(plan) if "Delete" in k] == ["Delete HTTPRoute tiny", "Delete InferencePool tiny-gie"]
     cluster.converge(a_pool())
     assert cluster.get("PersistentVolumeClaim", "tiny-models")

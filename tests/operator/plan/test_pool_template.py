@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic.alias_generators import to_snake
 from support.api_specs import document
+from support.pod_security import exceptions
 from support.pool_world import SimCluster, a_pool, runtime, template
 from treeline_operator.api.engine import WORDS
 from treeline_operator.api.pool import InferencePool
@@ -21,7 +22,6 @@ from treeline_operator.plan.engines import ENGINES
 from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.revision import inputs
 from treeline_operator.plan.runtime import pod_template, template_problem
-from treeline_operator.plan.security import exceptions
 from treeline_operator.world import Images
 from treeline_runtime.args import parse_args
 from treeline_runtime.config import EngineConfig

@@ -95,9 +95,9 @@ def test_a_preset_that_is_not_there_is_named_with_those_that_are() -> None:
         ({"engine": "vllm"}, {}, "engine: Input should be"),
         ({"engine": {"args": {}}}, {"engine": {"args": ["-x"]}}, "args must be a map"),
         (
-            {"autoscaling": {"type": "KEDA", "maxReplicas": 2, "keda": {"triggers": [{"type": "cpu"}]}}},
-            {"autoscaling": {"type": "HPA", "maxReplicas": 2, "hpa": {"metrics": [{"type": "Resource"}]}}},
-            "with preset p: spec.autoscaling.keda: keda is for type KEDA only",
+            {"autoscaling": {"picker": {"queuedTokens": 5}}},
+            {"replicas": 2},
+            "with preset p: spec.autoscaling.picker: picker is for type Picker only",
         ),
         ({"engine": {"type": "vllm"}}, {"model": {"uri": "builtin://tiny"}}, "spec.model.uri: builtin:// models are"),
     ],

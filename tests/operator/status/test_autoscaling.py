@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from support.operator_pool_states import HPA, PICKER, scaled
+from support.operator_pool_states import PICKER, scaled
 from support.operator_status import NOW
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Scaled, Scaling
@@ -35,7 +35,7 @@ def test_the_figures_are_told_by_which_it_was_decided() -> None:
 
 
 def test_what_an_operator_before_this_one_did_stays_while_the_pool_is_scaled_so() -> None:
-    for auto, kept in ((PICKER, FIGURES), (HPA, None)):
+    for auto, kept in ((PICKER, FIGURES), ({"type": "None"}, None)):
         world = scaled(auto, scaling=Scaling(True))
         world.pool.status["autoscaling"] = FIGURES  # type: ignore[typeddict-item]
         assert pool_status(world).get("autoscaling") == kept

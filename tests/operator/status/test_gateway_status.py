@@ -215,6 +215,10 @@ def test_a_gateway_whose_envoys_are_made_from_former_settings_is_not_ready_yet()
     found = conditions_of(world(pool(**drains, **keys), gateway_parts=parts))[T.GATEWAY_READY]
     assert (found["status"], found["reason"]) == ("False", Reason.PENDING)
     assert "treeline-edge gets new settings" in found["message"]
+    policy = {"endpointPicker": {"policy": "round_robin"}}
+    found = conditions_of(world(pool(**drains, **policy), gateway_parts=parts))[T.GATEWAY_READY]
+    assert (found["status"], found["reason"]) == ("False", Reason.PENDING)
+    assert "treeline-epp gets new settings" in found["message"]
     seen = world(pool(**drains, **keys), gateway_parts=parts)
     after = dataclasses.replace(seen.gateway, pools=())  # the store may be ahead: its last pool has just gone
     left = dataclasses.replace(seen, gateway=after)

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.operator_pool_states import HPA, PROGRESS, rolling, routed, said, scaled, troubled
+from support.operator_pool_states import PICKER, PROGRESS, rolling, routed, said, scaled, troubled
 from support.operator_status import (
     LATER,
     check_whole,
@@ -217,9 +217,8 @@ def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditi
 
 
 def test_conditions_that_have_no_meaning_any_more_are_gone():
-    before = pool_status(scaled(HPA))
+    before = pool_status(scaled(PICKER))
     assert T.SCALING_ACTIVE in conditions(before)
     after = conditions_of(with_status(world(), before))
     assert T.SCALING_ACTIVE not in after
-    assert T.SECURITY_EXCEPTIONS not in after
     assert T.ROUTE_ACCEPTED not in after

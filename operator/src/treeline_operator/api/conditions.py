@@ -35,8 +35,7 @@ class ConditionType(StrEnum):
         "The gateway is ready; with Gateway API its parents know the route.",
     )
     ROUTE_ACCEPTED = "RouteAccepted", "True", "Every parent accepts the route. Only with gateway.parentRefs."
-    SCALING_ACTIVE = "ScalingActive", "True", "An autoscaler sets the replicas."
-    SECURITY_EXCEPTIONS = "SecurityExceptions", "False", "The pods go beyond Pod Security level restricted."
+    SCALING_ACTIVE = "ScalingActive", "True", "The operator sets the replicas by what the pickers tell."
     WARNINGS = "Warnings", "False", "Something that the spec asks for will not be had so."
     ACCEPTED = "Accepted", "True", "The InferenceModel's name is served."
 
@@ -313,14 +312,16 @@ class Reason(StrEnum):
     )
     GATEWAY_API_MISSING = _needs_you(
         "GatewayApiMissing",
-        "The cluster has no Gateway API.",
-        "Install the Gateway API CRDs and a controller, or remove gateway.parentRefs.",
+        "The cluster has no Gateway API, or the operator may not read it.",
+        "Install the Gateway API CRDs and a controller, give the operator the rights of its chart, or remove "
+        "gateway.parentRefs.",
         patience_s=60,
     )
     INFERENCE_EXTENSION_MISSING = _needs_you(
         "InferenceExtensionMissing",
-        "The cluster has no Gateway API Inference Extension.",
-        "Install the InferencePool CRD of inference.networking.k8s.io/v1, or remove gateway.parentRefs.",
+        "The cluster has no Gateway API Inference Extension, or the operator may not read it.",
+        "Install the InferencePool CRD of inference.networking.k8s.io/v1, give the operator the rights of its "
+        "chart, or remove gateway.parentRefs.",
         patience_s=60,
     )
     ADDRESS_PENDING = _passes(
@@ -353,13 +354,7 @@ class Reason(StrEnum):
         patience_s=120,
     )
     # Scaling
-    AUTOSCALER_ACTIVE = _well("AutoscalerActive", "The autoscaler sets spec.replicas.")
-    AUTOSCALER_NOT_READY = _needs_you(
-        "AutoscalerNotReady",
-        "The autoscaler cannot compute the replicas; the message quotes it.",
-        "Correct the metric or trigger that the message names.",
-        patience_s=120,
-    )
+    AUTOSCALER_ACTIVE = _well("AutoscalerActive", "The operator sets spec.replicas by what the pickers tell.")
     SCALED_BY_ANOTHER = _needs_you(
         "ScaledByAnother",
         "An autoscaler of somebody else sets spec.replicas, and so the operator does not.",
@@ -370,24 +365,6 @@ class Reason(StrEnum):
         "SignalsMissing",
         "No picker of the pool tells of the demand; the replicas stay as they are.",
         "See EndpointPickerReady.",
-    )
-    KEDA_MISSING = _needs_you(
-        "KedaMissing",
-        "The cluster has no KEDA.",
-        "Install KEDA, or set autoscaling.type to HPA or None.",
-        patience_s=60,
-    )
-    METRICS_API_MISSING = _needs_you(
-        "MetricsApiMissing",
-        "The API that the autoscaler's metrics come from is missing.",
-        "Install metrics-server (resource metrics) or an adapter (custom and external metrics).",
-        patience_s=120,
-    )
-    # Security
-    POD_SECURITY_EXCEPTION = _passes(
-        "PodSecurityException",
-        "spec.template asks for what Pod Security level restricted forbids.",
-        "Remove the named fields from spec.template if they are not needed.",
     )
     # What the spec asks for in vain
     CLAIM_NOT_SHAREABLE = _needs_you(

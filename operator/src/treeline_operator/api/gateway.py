@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StringConstraints, WithJsonSchema
 from treeline_wire import tracing_env
+from treeline_wire.headers import CREDENTIALS
 
 from treeline_operator.api.engine import Image, Text
-from treeline_operator.api.flow_control import FlowControl
 from treeline_operator.api.parts import (
     DNS_NAME_PATTERN,
     NO_QUALIFIED_NAME,
@@ -22,11 +23,180 @@ from treeline_operator.api.parts import (
     Part,
     Port,
     Resources,
+    template_rules,
+    template_schema,
 )
-from treeline_operator.api.picker_policy import HEEDING, Policy, PolicyParameters, parameter_rules
 from treeline_operator.api.rules import Rule, forbidden
-from treeline_operator.api.template import template_rules, template_schema
 from treeline_operator.names import MAX_NAME
+
+Policy = Literal[
+    "treeline",
+    "predicted_ttft",
+    "cache_aware",
+    "round_robin",
+    "random",
+    "power_of_two",
+    "least_load",
+    "prefix_hash",
+    "consistent_hashing",
+    "bucket",
+    "lora_affinity",
+]
+
+PARAMETERS: Final[Mapping[str, tuple[Policy, ...]]] = {
+    "cacheThreshold": ("cache_aware",),
+    "balanceAbsThreshold": ("cache_aware", "bucket"),
+    "balanceRelThreshold": ("cache_aware", "bucket"),
+    "prefixTokenCount": ("prefix_hash",),
+    "loadFactor": ("prefix_hash", "consistent_hashing"),
+    "bucketAdjustIntervalSecs": ("bucket",),
+    "loadS": ("lora_affinity",),
+    "rememberS": ("lora_affinity",),
+}
+"""Parameter → the policies that have it. For the others it is refused, as the picker would."""
+
+HEEDING: Final = frozenset({"treeline", "predicted_ttft", "cache_aware", "lora_affinity"})
+"""Policies that look at what the pods hold of a prompt. `prefix_hash` reads prompts, too, and needs no tokenizer."""
+
+Number = Annotated[StrictFloat, Field(ge=0, le=1_000_000)]
+Factor = Annotated[StrictFloat, Field(ge=1, le=1000)]
+
+
+def parameter_rules() -> tuple[Rule, ...]:
+    """A rule for each parameter: only with a policy that has it."""
+    return tuple(_rule(name, policies) for name, policies in PARAMETERS.items())
+
+
+def _rule(name: str, policies: tuple[Policy, ...]) -> Rule:
+    return forbidden(
+        f"!has(self.policyParameters) || !has(self.policyParameters.{name}) || self.policy in {list(policies)}",
+        f"{name} is a parameter of {' and '.join(policies)}: remove it, or choose that policy",
+        field=f".policyParameters.{name}",
+    )
+
+
+class PolicyParameters(Part):
+    """Parameters of the policy; one that the policy does not have is refused. docs/routing.md has their meaning."""
+
+    cache_threshold: Annotated[StrictFloat, Field(ge=0, le=1)] | None = None
+    """cache_aware: the share of a prompt that must be cached for its pod to be chosen. Absent means 0.3."""
+    balance_abs_threshold: Number | None = None
+    """cache_aware (64 requests) and bucket (32 characters): loads that differ by no more are even."""
+    balance_rel_threshold: Factor | None = None
+    """cache_aware (1.5) and bucket (1.0001): nor are they uneven up to this factor."""
+    prefix_token_count: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
+    """prefix_hash: tokens of the prompt that count. Absent means 256."""
+    load_factor: Factor | None = None
+    """prefix_hash and consistent_hashing: no pod has more than so many times the average load. Absent means 1.25."""
+    bucket_adjust_interval_secs: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
+    """bucket: how often the ranges of lengths are set anew. Absent means 5."""
+    load_s: Number | None = None
+    """lora_affinity: seconds that loading an adapter costs. Absent means 1."""
+    remember_s: Number | None = None
+    """lora_affinity: how long a pod to which a request was sent is taken to have its adapter. Absent means 60."""
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Those that are set, by the picker's names."""
+        found = self.model_dump(exclude_none=True)
+        return {name: f"{value:.12g}" if isinstance(value, float) else str(value) for name, value in found.items()}
+
+
+Seconds = Annotated[StrictFloat, Field(gt=0, le=3600)]
+"""As long as our own Envoy lets a request wait."""
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)]
+
+
+def _only_enabled(field: str, what: str) -> Rule:
+    return forbidden(
+        f"!has(self.{field}) || self.enabled",
+        f"{field} says {what}, and none does: set enabled, or remove {field}",
+        field=f".{field}",
+    )
+
+
+def _only_where_something_waits(field: str) -> Rule:
+    return forbidden(
+        f"!has(self.{field}) || self.enabled || has(self.holdEmptyPoolSeconds)",
+        f"{field} bounds what waits, and nothing does: set enabled or holdEmptyPoolSeconds, or remove {field}",
+        field=f".{field}",
+    )
+
+
+class QuotaFileRef(Part):
+    """A ConfigMap or Secret of the same namespace with the quotas, in the format of docs/flow-control.md."""
+
+    name: DnsName
+    """Name of the object, in the namespace of this one."""
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = "quotas.yaml"
+    """Key within it."""
+
+
+class Quotas(Part):
+    """Where the quotas of clients are. A change is followed without a restart; what cannot be read changes nothing."""
+
+    RULES = (
+        Rule(
+            "has(self.configMapRef) != has(self.secretRef)",
+            "quotas are in one file: set configMapRef or secretRef, and not both",
+        ),
+    )
+
+    config_map_ref: QuotaFileRef | None = None
+    """In a ConfigMap."""
+    secret_ref: QuotaFileRef | None = None
+    """In a Secret. The operator never reads it; the picker mounts it."""
+
+
+class FlowControl(Part):
+    """Which requests wait in the picker, how long, and how much each client may have: docs/flow-control.md."""
+
+    RULES = (
+        forbidden(
+            "!has(self.waitSeconds) || !has(self.endpointRequests)",
+            "a pod is full by its predicted work or by its requests: remove waitSeconds or endpointRequests",
+            field=".endpointRequests",
+        ),
+        _only_enabled("waitSeconds", "when a request waits"),
+        _only_enabled("endpointRequests", "when a request waits"),
+        _only_enabled("ttlSeconds", "how long a request waits for room"),
+        _only_where_something_waits("maxRequests"),
+        _only_where_something_waits("maxBytes"),
+        forbidden(
+            "!has(self.fairnessHeader) || self.enabled || has(self.quotas)",
+            "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
+            field=".fairnessHeader",
+        ),
+        forbidden(
+            f"!has(self.fairnessHeader) || !(self.fairnessHeader in {list(CREDENTIALS)})",
+            "this header carries a secret, and a client's name is told in messages and traces: name another",
+            field=".fairnessHeader",
+        ),
+    )
+
+    enabled: StrictBool = False
+    """Requests wait in the picker while every pod that may serve them is full: by priority, and within a priority each
+    client gets as many tokens as the others that wait. Off: they wait in the pods, in the order in which they came."""
+    wait_seconds: Seconds | None = None
+    """A pod is full with more than so much work before a request, as the picker predicts. Absent means 1."""
+    endpoint_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
+    """A pod is full with so many requests, whatever work they are: instead of waitSeconds."""
+    max_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
+    """Requests that may wait for one pool at one priority; more are answered 429. Absent means 5000."""
+    max_bytes: Annotated[StrictInt, Field(ge=1, le=1 << 29)] | None = None
+    """Bytes of their bodies, counted alike. Absent means 256 MiB."""
+    ttl_seconds: Seconds | None = None
+    """How long a request waits for room before it is answered 429. Absent means 60."""
+    hold_empty_pool_seconds: Seconds | None = None
+    """How long a request waits for a pool without a ready pod, as one that was scaled to zero, before it is answered
+    503; not only where enabled. Absent: it is answered at once."""
+    fairness_header: HeaderName | None = None
+    """Request header that says whose a request is, for fairness and quotas. Whoever can send it chooses: have your
+    Gateway set it. Not with API keys, by whose names clients are told apart. Absent: trustRequestHeaders decides
+    whether x-gateway-inference-fairness-id is believed."""
+    quotas: Quotas | None = None
+    """Tokens and requests that each client may have; more is answered 429. Clients are told apart as for fairness. Our
+    own Envoy then shows responses to the picker, piece by piece: it counts what outputs took."""
 
 
 class PickerParameters(Part):

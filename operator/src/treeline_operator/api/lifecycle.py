@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictInt, WithJsonSchema
+from pydantic import Field, StrictBool, StrictInt
 
-from treeline_operator.api.parts import FOREIGN, CountOrPercent, Part
+from treeline_operator.api.parts import CountOrPercent, Part
 from treeline_operator.api.rules import Rule, forbidden
-
-Foreign = Annotated[dict[str, Any], WithJsonSchema({"type": "object", **FOREIGN})]
-"""An object of another API, kept as it is."""
-
-
-class Hpa(Part):
-    """A HorizontalPodAutoscaler (autoscaling/v2) that owns the replicas."""
-
-    metrics: Annotated[tuple[Foreign, ...], Field(min_length=1, max_length=16)]
-    """Metrics, each an autoscaling/v2 MetricSpec."""
-    behavior: Foreign | None = None
-    """How fast it scales: an autoscaling/v2 HorizontalPodAutoscalerBehavior."""
-
-
-class Keda(Part):
-    """A KEDA ScaledObject that owns the replicas."""
-
-    triggers: Annotated[tuple[Foreign, ...], Field(min_length=1, max_length=16)]
-    """Triggers, each a trigger of a keda.sh/v1alpha1 ScaledObject."""
-    polling_interval: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Seconds between looks at the triggers."""
-    cooldown_period: Annotated[StrictInt, Field(ge=0)] | None = None
-    """Seconds after the last active trigger until the pool goes to zero."""
 
 
 class PickerScaling(Part):
@@ -54,34 +31,12 @@ class Autoscaling(Part):
     RULES = (
         forbidden(
             "self.type != 'None' || (!has(self.minReplicas) && !has(self.maxReplicas))",
-            "type None follows spec.replicas: remove minReplicas and maxReplicas, or set type to Picker, HPA or KEDA",
+            "type None follows spec.replicas: remove minReplicas and maxReplicas, or set type to Picker",
         ),
         forbidden(
             "self.type == 'Picker' || !has(self.picker)",
             "picker is for type Picker only: remove it, or set type to Picker",
             field=".picker",
-        ),
-        forbidden(
-            "self.type == 'HPA' || !has(self.hpa)",
-            "hpa is for type HPA only: remove it, or set type to HPA",
-            field=".hpa",
-        ),
-        forbidden(
-            "self.type == 'KEDA' || !has(self.keda)",
-            "keda is for type KEDA only: remove it, or set type to KEDA",
-            field=".keda",
-        ),
-        Rule(
-            "self.type != 'HPA' || has(self.hpa)",
-            "type HPA needs to know by what to scale: set hpa.metrics",
-            field=".hpa",
-            reason="FieldValueRequired",
-        ),
-        Rule(
-            "self.type != 'KEDA' || has(self.keda)",
-            "type KEDA needs to know by what to scale: set keda.triggers",
-            field=".keda",
-            reason="FieldValueRequired",
         ),
         Rule(
             "self.type == 'None' || has(self.maxReplicas)",
@@ -94,26 +49,18 @@ class Autoscaling(Part):
             "minReplicas is more than maxReplicas: lower the one or raise the other",
             field=".minReplicas",
         ),
-        Rule(
-            "self.type != 'HPA' || !has(self.minReplicas) || self.minReplicas > 0",
-            "a HorizontalPodAutoscaler cannot wake a pool from zero: set minReplicas to 1 or more, or use type Picker",
-            field=".minReplicas",
-        ),
     )
 
-    type: Literal["None", "Picker", "HPA", "KEDA"] = "None"
-    """None: you, by spec.replicas. Picker: the operator, by what the pool's pickers see; a request wakes a pool from
-    zero. HPA and KEDA: an object that the operator makes and that sets spec.replicas."""
+    type: Literal["None", "Picker"] = "None"
+    """None: you by spec.replicas, or an autoscaler of yours, which takes the pool for its target: a
+    HorizontalPodAutoscaler, a ScaledObject of KEDA. Picker: the operator, by what the pool's pickers see; a request
+    wakes a pool from zero."""
     min_replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
-    """Fewest replicas; absent means 1. Zero needs Picker or KEDA."""
+    """Fewest replicas; absent means 1."""
     max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Most replicas."""
     picker: PickerScaling | None = None
     """Settings of type Picker."""
-    hpa: Hpa | None = None
-    """Settings of type HPA."""
-    keda: Keda | None = None
-    """Settings of type KEDA."""
 
 
 class Drain(Part):

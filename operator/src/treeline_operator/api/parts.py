@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
     StringConstraints,
+    ValidationError,
     WithJsonSchema,
     with_config,
 )
@@ -20,6 +24,7 @@ from treeline_kube.resources import Ref
 from typing_extensions import TypedDict
 
 from treeline_operator.api.rules import Rule, Ruled, forbidden
+from treeline_operator.names import DELETION_COST
 
 GROUP: Final = "treeline.dev"
 VERSION: Final = "v1alpha1"
@@ -267,3 +272,111 @@ class Condition(TypedDict):
     """When the status changed last."""
     observedGeneration: int
     """The generation that was judged."""
+
+
+def explain(exc: ValidationError, kind: type[BaseModel]) -> str:
+    """What is wrong with an object of `kind`, field by field, in one line."""
+    errors = exc.errors(include_url=False)
+    return "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {misfit(e, kind)}" for e in errors)
+
+
+def misfit(error: Any, kind: type[BaseModel]) -> str:
+    """What is wrong with one field, an item of `ValidationError.errors()`."""
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"])
+    *before, name = error["loc"]
+    near = difflib.get_close_matches(str(name), _names(kind, before), n=1)
+    return f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
+
+
+def _names(kind: Any, path: Sequence[int | str]) -> list[str]:
+    """The names of the fields at a path."""
+    for part in path:
+        if isinstance(part, str):
+            kind = next((field.annotation for name, field in _fields(kind) if name == part), None)
+    return [name for name, _ in _fields(kind)]
+
+
+def _fields(annotation: Any) -> Iterator[tuple[str, Any]]:
+    """Names and fields of the models that an annotation is made of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield from ((field.serialization_alias or name, field) for name, field in annotation.model_fields.items())
+    else:
+        for inner in get_args(annotation):
+            yield from _fields(inner)
+
+
+_NAMED: Final[dict[str, Any]] = {
+    "type": "array",
+    "maxItems": 64,
+    **LIST_MAP,
+    "items": {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string", "description": "Its name, by which it is merged.", "maxLength": 63}},
+        **FOREIGN,
+    },
+}
+_STRINGS: Final = {"type": "object", "maxProperties": 64, "additionalProperties": {"type": "string"}}
+
+
+def template_schema(container: str, annotations: str = "") -> dict[str, Any]:
+    """The schema of a fragment for pods whose `container` is ours. `annotations` are those of treeline.dev that a user
+    may set, in words."""
+    return {
+        "type": "object",
+        "properties": {
+            "metadata": {
+                "type": "object",
+                "description": "Labels and annotations of the pods.",
+                "properties": {
+                    "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
+                    "annotations": {
+                        **_STRINGS,
+                        "description": f"Annotations; those of treeline.dev are the operator's{annotations}.",
+                    },
+                },
+            },
+            "spec": {
+                "type": "object",
+                "description": "Fragment of a PodSpec.",
+                "properties": {
+                    "containers": {**_NAMED, "description": f"Containers; {container}, others are added."},
+                    "initContainers": {**_NAMED, "description": "Containers that run first."},
+                    "volumes": {**_NAMED, "description": "Volumes."},
+                },
+                **FOREIGN,
+            },
+        },
+    }
+
+
+def template_rules(allowed: str = "false") -> tuple[Rule, ...]:
+    """Rules of an object with a field `template`. `allowed` is CEL: which annotation `k` of treeline.dev may be set."""
+    return (
+        forbidden(
+            "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.labels)"
+            " || self.template.metadata.labels.all(k, !k.startsWith('treeline.dev/'))",
+            "labels of treeline.dev on pods are the operator's: remove them from template.metadata.labels",
+            field=".template.metadata.labels",
+        ),
+        forbidden(
+            "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
+            " || self.template.metadata.annotations.all(k, k != "
+            f"'{DELETION_COST}' && (!k.startsWith('treeline.dev/') || ({allowed})))",
+            f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
+            " remove them from template.metadata.annotations",
+            field=".template.metadata.annotations",
+        ),
+        _keys_rule("labels"),
+        _keys_rule("annotations"),
+    )
+
+
+def _keys_rule(which: Literal["labels", "annotations"]) -> Rule:
+    return Rule(
+        f"!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.{which})"
+        f" || self.template.metadata.{which}.all(k, k.matches('{QUALIFIED_NAME_PATTERN}'))",
+        NO_QUALIFIED_NAME,
+        field=f".template.metadata.{which}",
+    )

@@ -21,10 +21,11 @@ from treeline_operator.api.parts import (
     ObjectMeta,
     Part,
     Resource,
+    template_rules,
+    template_schema,
 )
 from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.api.source import ModelSource, is_downloaded
-from treeline_operator.api.template import template_rules, template_schema
 from treeline_operator.names import MAX_NAME
 
 KIND: Final = "InferencePool"

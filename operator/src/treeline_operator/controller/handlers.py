@@ -5,8 +5,9 @@ its root tasks in our hands. Settings come from a startup handler, credentials f
 handlers pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and
 instead of peering there is our lease: the process that runs this holds it.
 
-What kopf does not tell its handlers, the informer finds out: what was deleted while no watch ran, whether a quiet watch
-still lives, and whether a kind is there at all.
+kopf does not tell its handlers what was deleted while no watch ran, and it ends when one kind may not be read: so it is
+not told of children, and the informer lists our own kinds as well. The thread is not for speed: in the main one kopf
+takes the signals of the process, and its tasks could not be told from ours when it is to end.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import kopf
-
-from treeline_operator.controller.kinds import Watched
+from treeline_kube.resources import Resource
 
 if TYPE_CHECKING:
     from kubernetes.aio.client.configuration import Configuration
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[Watched, str | None, dict[str, Any]], None]
+Deliver = Callable[[Resource, str | None, dict[str, Any]], None]
 """Kind, type of the event (None for what a list names), object."""
 
 _TOKEN: Final = "BearerToken"
@@ -36,7 +36,7 @@ _PATIENCE_S: Final = 0.5
 
 
 async def follow(
-    kinds: Sequence[Watched], namespaces: Sequence[str], configuration: Configuration, deliver: Deliver
+    kinds: Sequence[Resource], namespaces: Sequence[str], configuration: Configuration, deliver: Deliver
 ) -> None:
     """Run kopf for `kinds` until cancelled; `deliver` is called in the loop of the caller, in order per object.
 
@@ -122,7 +122,7 @@ def _end(ended: asyncio.Future[None], reason: Exception) -> None:
     ended.exception()  # the canceller does not ask for it
 
 
-def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: Deliver) -> kopf.OperatorRegistry:
+def registry(kinds: Sequence[Resource], configuration: Configuration, deliver: Deliver) -> kopf.OperatorRegistry:
     """Our handlers: settings, credentials, and the events of `kinds`."""
     found = kopf.OperatorRegistry()
 
@@ -144,9 +144,11 @@ def registry(kinds: Sequence[Watched], configuration: Configuration, deliver: De
     async def log_in(**_: Any) -> kopf.ConnectionInfo:
         return await _connection(configuration)
 
-    for watched in kinds:
-        group, version, plural = watched.resource.group, watched.resource.version, watched.resource.plural
-        kopf.on.event(group, version, plural, registry=found, param=watched, id=f"see-{plural}")(_pass_on(deliver))
+    for kind in kinds:
+        watching = kopf.on.event(
+            kind.group, kind.version, kind.plural, registry=found, param=kind, id=f"see-{kind.plural}"
+        )
+        watching(_pass_on(deliver))
     return found
 
 
@@ -164,7 +166,7 @@ class _NoDiffs(kopf.DiffBaseStorage):
 
 
 def _pass_on(deliver: Deliver) -> Any:
-    async def see(event: Any, param: Watched, **_: Any) -> None:
+    async def see(event: Any, param: Resource, **_: Any) -> None:
         deliver(param, event["type"], dict(event["object"]))
 
     return see

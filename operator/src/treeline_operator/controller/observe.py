@@ -12,9 +12,8 @@ from pydantic import ValidationError
 from treeline_kube.yaml_depth import MOST_DEPTH, is_too_deep
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.api.misfits import explain
 from treeline_operator.api.model import InferenceModel
-from treeline_operator.api.parts import API_VERSION, Resource
+from treeline_operator.api.parts import API_VERSION, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.store import MODEL, POOL, Change, Store
 from treeline_operator.plan.presets import PresetProblem, resolved
@@ -39,8 +38,6 @@ class Observer:
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
     """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | Cause]] = field(default_factory=dict)
-    _without_status: dict[Ref, InferencePool] = field(default_factory=dict)
-    """Pools as they were when somebody last asked for something else: the same objects through changes of status."""
     _kept: dict[tuple[str, str], tuple[int, tuple[InferencePool, ...], tuple[Observed, ...]]] = field(
         default_factory=dict
     )
@@ -129,21 +126,10 @@ class Observer:
         """Drop the typed object of one that is gone."""
         if change.after is None:
             self._typed.pop(change.ref, None)
-            self._without_status.pop(change.ref, None)
 
     def _pools(self, observed: Iterable[Observed]) -> tuple[InferencePool, ...]:
-        found = (self._spec_only(o) for o in observed)
-        return tuple(sorted((p for p in found if p is not None), key=_age))
-
-    def _spec_only(self, observed: Observed) -> InferencePool | None:
-        """The pool as the others of its gateway see it: with a status that may be older than the observed one."""
-        typed = self._parse(observed)
-        if not isinstance(typed, InferencePool):
-            return None
-        known = self._without_status.get(observed.ref)
-        if known is None or (known is not typed and _spec_of(known) != _spec_of(typed)):
-            self._without_status[observed.ref] = known = typed
-        return known
+        found = (self._parse(o) for o in observed)
+        return tuple(sorted((p for p in found if isinstance(p, InferencePool)), key=_age))
 
     def _parse(self, observed: Observed) -> Resource | Cause:
         version, typed = self._typed.get(observed.ref, ("", None))
@@ -212,10 +198,6 @@ def _split_pods(found: list[Observed]) -> tuple[tuple[Observed, ...], tuple[Obse
     """Children, and pods."""
     pods = tuple(o for o in found if o.ref.kind == "Pod")
     return tuple(o for o in found if o.ref.kind != "Pod"), pods
-
-
-def _spec_of(pool: InferencePool) -> object:
-    return pool.metadata.uid, pool.metadata.generation, pool.deleting, pool.spec
 
 
 def _age(resource: Resource) -> tuple[datetime, str]:

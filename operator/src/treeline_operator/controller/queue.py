@@ -9,7 +9,6 @@ import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from treeline_operator.world import Key
 
@@ -192,32 +191,25 @@ class Schedule:
             self._ready.put(key, due)
 
 
-class Gauges(Protocol):
-    """Who counts what the queue does."""
-
-    def finished(self, key: Key, outcome: Outcome, waited_s: float, ran_s: float) -> None:
-        """A reconciliation ended after waiting and running for so long."""
-
-
 class Queue:
     """Runs `reconcile` for the keys that are added, some at once, one at a time for each key.
 
-    Times are those of the event loop. An exception out of `reconcile` is logged and retried; one of the types in
-    `fatal` ends `run`.
+    `finished` is told how each reconciliation ended, and for how long it had waited and run. Times are those of the
+    event loop. An exception out of `reconcile` is logged and retried; one of the types in `fatal` ends `run`.
     """
 
     def __init__(
         self,
         reconcile: Callable[[Key], Awaitable[Outcome]],
         *,
-        gauges: Gauges | None = None,
+        finished: Callable[[Key, Outcome, float, float], None] = lambda *_: None,
         concurrency: int = 8,
         backoff: Backoff | None = None,
         chance: Callable[[], float] = random.random,
         fatal: tuple[type[BaseException], ...] = (),
     ) -> None:
         self._reconcile = reconcile
-        self._gauges = gauges
+        self._finished = finished
         self._concurrency = concurrency
         self._fatal = fatal
         self._schedule = Schedule(backoff or Backoff(), chance)
@@ -298,8 +290,7 @@ class Queue:
         finally:
             now = _now()
             total = self._schedule.done(key, outcome, now)
-            if self._gauges is not None:
-                self._gauges.finished(key, outcome, total - (now - started), now - started)
+            self._finished(key, outcome, total - (now - started), now - started)
 
 
 def _now() -> float:

@@ -26,7 +26,8 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Warnings, is_stuck
-from treeline_operator.plan.facts import condition_of, is_draining
+from treeline_operator.controller.warnings import again_s as look_again_s
+from treeline_operator.plan.facts import condition_of, is_draining, since
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.gateway import shared as shared_by
 from treeline_operator.plan.model_names import lost_names, names_of
@@ -99,7 +100,6 @@ class Reconciler:
         if pool is None:
             self.probe.forget(key.namespace, key.name)
             self._refused.pop(key, None)
-            self._warnings.forget(key)
             self._alarms.forget(Ref(API_VERSION, POOL, key.namespace, key.name))
             self.downloads.see(key, ())
             return Outcome("gone")
@@ -153,17 +153,14 @@ class Reconciler:
         status = pool_status(world, self.downloads.progress(key), refused)
         if world.picker is None and _holds(status, ConditionType.ENDPOINT_PICKER_READY):
             again_s = _sooner(again_s, UNHEARD_S)
-        if _is_whole(status) or world.pool.deleting:
-            self._warnings.forget(key)
-            return status, again_s
-        if not is_stuck(world):
+        if _is_whole(status) or world.pool.deleting or not is_stuck(world):
             return status, again_s
         if await self._warnings.look(key):
             world = replace(world, events=self._warnings.about(world))
             status = pool_status(world, self.downloads.progress(key), refused)
         lacking = next(kind for kind in _WHOLE if not _holds(status, kind))
-        why = condition_of({"status": status}, lacking)["reason"]
-        return status, _sooner(again_s, self._warnings.again_s(key, why))
+        begun = since({"status": status}, lacking) or world.now
+        return status, _sooner(again_s, look_again_s((world.now - begun).total_seconds()))
 
     async def _with_gateways(self, world: PoolWorld) -> tuple[PoolWorld, float | None]:
         """The world with the Gateways that it hangs on, and when they are to be read again."""

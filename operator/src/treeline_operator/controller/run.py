@@ -29,8 +29,7 @@ from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
 from treeline_operator.controller.queue import Queue
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
-from treeline_operator.controller.scaler import Scaler
-from treeline_operator.controller.signals import HttpSource
+from treeline_operator.controller.scaler import HttpSource, Scaler
 from treeline_operator.controller.store import POOL, Change, Store
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
 from treeline_operator.settings import Settings
@@ -93,7 +92,9 @@ class Operator:
             clock=_clock,
             wake=self._wake,
         )
-        self.queue = Queue(reconciler.reconcile, gauges=metrics, concurrency=options.workers, fatal=(LostLease,))
+        self.queue = Queue(
+            reconciler.reconcile, finished=metrics.finished, concurrency=options.workers, fatal=(LostLease,)
+        )
         self.store.listeners += [self.observer.forget, self._changed, self._scaler.on_change]
         metrics.depth, metrics.oldest = self.queue.depth, self.queue.oldest
         metrics.objects = self.store.__len__
@@ -167,10 +168,9 @@ class Operator:
                 self.queue.add_after(key, random.uniform(0.5, 1.0) * period)
             await asyncio.sleep(period)
 
-    def _offered(self, apis: frozenset[str]) -> None:
-        platform = self.observer.platform
-        self.observer.platform = replace(platform, apis=apis)
-        log.info("optional APIs: +%s -%s", sorted(apis - platform.apis), sorted(platform.apis - apis))
+    def _offered(self, apis: frozenset[str], forbidden: frozenset[str]) -> None:
+        self.observer.platform = replace(self.observer.platform, apis=apis, forbidden=forbidden)
+        log.info("optional APIs: %s, forbidden: %s", sorted(apis), sorted(forbidden))
         for key in list(self.observer.all_keys()):
             self.enqueue(key)
 

@@ -154,11 +154,6 @@ class Store:
         obj["metadata"].setdefault("deletionTimestamp", stamp)
         self._objects[ref] = Observed.of(obj)
 
-    def has_seen(self, ref: Ref, uid: str, version: str) -> bool:
-        """Whether this version of the object, a later one or its end is known."""
-        known = self._objects.get(ref)
-        return uid in self._tombstones if known is None else not _after(version, known.resource_version)
-
     def retain(self, api_version: str, kind: str, namespace: str, uids: set[str], version: str) -> int:
         """A list at `version` has ended and had just these `uids`: drop what else is known of the kind.
 

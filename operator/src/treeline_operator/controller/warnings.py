@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from treeline_kube.client import Client
 from treeline_kube.clock import now
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 10.0
 _REFUSED_S: Final = 300.0
-_LONGEST_S: Final = 300.0
+_LONGEST_S: Final = 120.0
+_KEPT_S: Final = 600.0
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 2000
 _KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
@@ -34,26 +35,16 @@ class _Listed:
     """The Events of a namespace, by the name of what it is about; of ReplicaSets, by that of their Deployment."""
 
     next_s: float
-    times: int = 0
     events: dict[str, list[Event]] = field(default_factory=dict)
-
-
-class _Wait(NamedTuple):
-    """A pool that lacks pods: why, when its namespace was listed (as a count), and how often nothing had changed."""
-
-    reason: str
-    listed: int
-    idle: int
 
 
 @dataclass(slots=True)
 class Warnings:
-    """What was listed last of each namespace, and when a pool that lacks pods is to be looked at again."""
+    """What was listed last of each namespace in which somebody waits."""
 
     source: Client
     clock: Callable[[], float] = now
     _spaces: dict[str, _Listed] = field(default_factory=dict)
-    _waiting: dict[Key, _Wait] = field(default_factory=dict)
 
     def about(self, world: PoolWorld) -> tuple[Event, ...]:
         """The known Events about the pods and Deployments of a pool and its gateway."""
@@ -69,7 +60,8 @@ class Warnings:
         known = self._spaces.setdefault(key.namespace, _Listed(0.0))
         if self.clock() < known.next_s:
             return False
-        known.next_s, known.times = self.clock() + _EVERY_S, known.times + 1
+        known.next_s = self.clock() + _EVERY_S
+        self._spaces = {k: v for k, v in self._spaces.items() if v.next_s > self.clock() - _KEPT_S}
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 found = await self._list(key.namespace)
@@ -83,23 +75,6 @@ class Warnings:
         changed = found != known.events
         known.events = found
         return changed
-
-    def again_s(self, key: Key, reason: str) -> float:
-        """When a pool that lacks pods for this reason is to be looked at again: less and less often."""
-        space = self._spaces.get(key.namespace)
-        listed = space.times if space is not None else 0
-        wait = self._waiting.get(key)
-        if wait is None or wait.reason != reason:
-            wait = _Wait(reason, listed, 0)
-        elif wait.listed != listed:
-            wait = _Wait(reason, listed, wait.idle + 1)
-        self._waiting[key] = wait
-        return min(_LONGEST_S, _EVERY_S * 2.0 ** min(wait.idle, 30))
-
-    def forget(self, key: Key) -> None:
-        """The pool has all its pods, or is gone."""
-        if self._waiting.pop(key, None) and not any(k.namespace == key.namespace for k in self._waiting):
-            self._spaces.pop(key.namespace, None)
 
     async def _list(self, namespace: str) -> dict[str, list[Event]]:
         found: dict[str, list[Event]] = {}
@@ -115,6 +90,11 @@ class Warnings:
                 log.info("more than %d Warning Events in %s; the rest is not looked at", _MOST, namespace)
                 break
         return found
+
+
+def again_s(waited_s: float) -> float:
+    """When a pool that has lacked pods for so long is to be looked at again: less and less often."""
+    return min(_LONGEST_S, max(_EVERY_S, waited_s))
 
 
 def is_stuck(world: PoolWorld) -> bool:

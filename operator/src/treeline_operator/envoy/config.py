@@ -71,20 +71,6 @@ class Limits:
     client_requests_per_s: int | None = None
     heap_bytes: int = 768 * 1024 * 1024
 
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("headers_timeout_s", 0.1),
-            ("body_timeout_s", 0.1),
-            ("idle_timeout_s", 0.1),
-            ("connections", 1),
-            ("streams_per_connection", 1),
-            ("client_requests_per_s", 1),
-            ("heap_bytes", 32 * 1024 * 1024),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"limits: {name} must be at least {least}, not {value}")
-
 
 @dataclass(frozen=True)
 class Tracing:

@@ -18,17 +18,21 @@ from treeline_operator.envoy.config import (
 from treeline_operator.envoy.messages import (
     Message,
     address,
+    anything_else,
+    expression,
     extension,
     from_file,
     grpc_service,
+    header,
     http_filter,
     http_manager,
     previous_hosts,
+    reply,
     router,
     seconds,
+    status,
     typed,
 )
-from treeline_operator.envoy.replies import anything_else, expression, header, reply, status
 from treeline_operator.envoy.tls import to_clients
 
 _TOKENS: Final = "treeline.tokens"

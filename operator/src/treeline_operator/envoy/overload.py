@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from treeline_operator.envoy import keys, replies
+from treeline_operator.envoy import keys
 from treeline_operator.envoy.config import LISTENER, EnvoyConfig
-from treeline_operator.envoy.messages import Message, extension, http_filter, seconds, typed
+from treeline_operator.envoy.messages import Message, expression, extension, http_filter, reply, seconds, typed
 
 BUFFER_BYTES: Final = 32 * 1024
 """Of a connection in each direction, beyond which its other side is not read. Bodies for the picker have their own
@@ -123,15 +123,15 @@ def client_rate(config: EnvoyConfig) -> list[Message]:
 def mappers() -> list[Message]:
     """What clients are answered where a bound was reached."""
     return [
-        *replies.reply(
-            replies.expression('response.code_details == "local_rate_limited"'),
+        *reply(
+            expression('response.code_details == "local_rate_limited"'),
             "Too many requests from this client.",
             "rate_limit_error",
             "rate_limit_exceeded",
             retry_after="1",
         ),
-        *replies.reply(
-            replies.expression('response.code_details == "overload"'),
+        *reply(
+            expression('response.code_details == "overload"'),
             "The gateway is out of memory; try again.",
             "service_unavailable",
             "gateway_overloaded",
@@ -139,8 +139,8 @@ def mappers() -> list[Message]:
             # Envoy itself says 500 where the request was still arriving.
             as_status=503,
         ),
-        *replies.reply(
-            replies.expression('response.code_details in ["request_overall_timeout", "request_header_timeout"]'),
+        *reply(
+            expression('response.code_details in ["request_overall_timeout", "request_header_timeout"]'),
             "The request did not arrive in time.",
             "invalid_request_error",
             "request_timeout",

@@ -14,8 +14,7 @@ from typing import Final
 from treeline_wire import headers
 from treeline_wire.paths import BELOW, PathRule, inference_paths
 
-from treeline_operator.envoy import replies
-from treeline_operator.envoy.messages import Message, typed
+from treeline_operator.envoy.messages import Message, expression, reply, typed
 
 EXT_PROC_FILTER: Final = "envoy.filters.http.ext_proc"
 PICKED_FILTER: Final = "envoy.filters.http.rbac"
@@ -42,8 +41,8 @@ def routes(engines: Iterable[str], to_pods: Message, *, picked_only: bool) -> li
 
 def not_found() -> list[Message]:
     """The answer to what is not in the list. (A 404 of the picker says which model is unknown, and stays as it is.)"""
-    return replies.reply(
-        replies.expression('response.code_details in ["direct_response", "route_not_found"]'),
+    return reply(
+        expression('response.code_details in ["direct_response", "route_not_found"]'),
         "There is nothing to be asked by this method and path.",
         "invalid_request_error",
         "not_found",

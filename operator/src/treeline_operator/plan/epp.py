@@ -7,8 +7,7 @@ from typing import Final
 from treeline_wire import ports
 
 from treeline_operator import names, rbac
-from treeline_operator.api.flow_control import FlowControl, Quotas
-from treeline_operator.api.gateway import ClientLimits
+from treeline_operator.api.gateway import ClientLimits, FlowControl, Quotas
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.engines import HUNG_GRACE_S
 from treeline_operator.plan.gateway_common import (

@@ -13,17 +13,20 @@ from treeline_operator.plan.diff import applying, prune
 from treeline_operator.plan.facts import annotation, find, is_observed, label
 from treeline_operator.plan.gateway_common import (
     IMAGE,
+    STUCK_S,
     Component,
     GatewayContext,
     disruption_budget,
+    has_keys,
+    keys,
+    keys_again,
+    longest_wait,
     service_account,
 )
-from treeline_operator.plan.keys import STUCK_S, has_keys, keys, keys_again, longest_wait
 from treeline_operator.plan.merge import TemplateInvalid
 from treeline_operator.plan.network import gateway_policies
 from treeline_operator.plan.objects import POD_MONITOR, manifest, pod_monitor
-from treeline_operator.plan.protections import written
-from treeline_operator.plan.shared_gateway import SharedGateway, share
+from treeline_operator.plan.shared_gateway import SharedGateway, share, written
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0

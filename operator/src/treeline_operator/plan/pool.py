@@ -14,13 +14,13 @@ from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import claims, commits, facts
+from treeline_operator.plan import download, facts, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
 from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
 from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of, shared
-from treeline_operator.plan.keys import (
+from treeline_operator.plan.gateway_common import (
     STUCK_S,
     admin_key,
     hands_admin_key,
@@ -41,7 +41,7 @@ from treeline_operator.plan.revision import (
     target_revision,
 )
 from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep, next_step
-from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, missing_apis, upstream_pool
+from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, upstream_pool
 from treeline_operator.plan.runtime import (
     deployment,
     images_of,
@@ -50,7 +50,6 @@ from treeline_operator.plan.runtime import (
     selector,
     template_problem,
 )
-from treeline_operator.plan.scaling import KEDA, autoscaler
 from treeline_operator.world import Observed, PoolWorld, Ref
 
 _REPLICAS: Final = "spec.replicas"
@@ -89,9 +88,8 @@ class _Planner:
             *self._commits(),
         ]
         pods = [*self._services(), *self._revisions(there, target, step)]
-        rest = [*self._routes(), *self._scaling()]
         return Plan(
-            (*first, *pods, *rest, *self._deletes(there, target)),
+            (*first, *pods, *self._routes(), *self._deletes(there, target)),
             recheck_s=self.recheck_s,
             notes=tuple(self.notes),
         )
@@ -275,15 +273,15 @@ class _Planner:
             yield from self._apply(policy, "a pod has yet to download the model")
 
     def _claims(self) -> Iterator[Action]:
-        for asked in claims.wanted(self.pool):
+        for asked in provision.wanted(self.pool):
             there = find(self.world.children, "PersistentVolumeClaim", asked.name)
-            trouble = claims.unshareable(self.pool, asked, there)
-            self.notes.extend([*([trouble] if trouble else []), *claims.kept(asked, there)])
-            yield from self._apply(claims.claim(asked, there, self._meta(asked.name)), f"keeps {asked.keeps}")
+            trouble = provision.unshareable(self.pool, asked, there)
+            self.notes.extend([*([trouble] if trouble else []), *provision.kept(asked, there)])
+            yield from self._apply(provision.claim(asked, there, self._meta(asked.name)), f"keeps {asked.keeps}")
 
     def _commits(self) -> Iterator[Action]:
-        if found := commits.recorded(self.world):
-            record = commits.record(found, self._meta(names.commits(self.pool.name)))
+        if found := download.recorded(self.world):
+            record = download.record(found, self._meta(names.commits(self.pool.name)))
             yield from self._apply(record, "the commits that all pods download")
 
     def _services(self) -> Iterator[Action]:
@@ -307,8 +305,7 @@ class _Planner:
         parents, owner = self._parents(), self._owner()
         if not parents:
             return
-        missing = missing_apis(self.world.platform)
-        if missing:
+        if missing := [text for api in (ROUTE, UPSTREAM) if (text := self.world.platform.lacking(api))]:
             self.notes.extend(missing)
             self._leave(ROUTE, UPSTREAM)
             return
@@ -337,14 +334,6 @@ class _Planner:
         attached = {(ref.namespace, ref.name) for ref in other.spec.gateway.parent_refs or gateway.parent_refs}
         meets = not hosts or not hostnames or any(fnmatch(a, b) or fnmatch(b, a) for a in hosts for b in hostnames)
         return other.name if meets and attached & {(ref.namespace, ref.name) for ref in parents} else ""
-
-    def _scaling(self) -> Iterator[Action]:
-        desired, missing = autoscaler(self.pool, self.world.platform, self._meta(self.pool.name))
-        if missing:
-            self.notes.append(missing)
-            self._leave(KEDA)
-        if desired is not None:
-            yield from self._apply(desired, "owns the pool's replicas")
 
     def _deletes(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Delete]:
         gone = {one.observed.ref for one in outdated(there, target.name)}

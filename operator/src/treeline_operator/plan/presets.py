@@ -8,7 +8,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.api.misfits import explain
+from treeline_operator.api.parts import explain
 from treeline_operator.api.pool import InferencePool, PoolSpec
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.merge import TemplateInvalid, merged

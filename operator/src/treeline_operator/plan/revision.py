@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import capacity, facts
+from treeline_operator.plan import facts
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.diff import is_ours
 from treeline_operator.plan.engines import hides_hits
@@ -102,7 +102,7 @@ class ExistingRevision:
             ready=len(ready),
             unschedulable=refused + len(homeless),
             failing=sum(facts.is_failing(pod) for pod in self.pods),
-            waited_s=capacity.waited_s(homeless, since, now),
+            waited_s=facts.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
         )
 
@@ -114,7 +114,7 @@ class ExistingRevision:
             return False
         ours = self.object["spec"]["template"]["spec"]
         theirs = [old.object["spec"]["template"]["spec"] for old in olds if old.replicas]
-        return bool(theirs) and all(capacity.fits_in_place(homeless, ours, old) for old in theirs)
+        return bool(theirs) and all(facts.fits_in_place(homeless, ours, old) for old in theirs)
 
     @property
     def _refusal(self) -> Mapping[str, Any]:

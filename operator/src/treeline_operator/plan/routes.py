@@ -13,7 +13,6 @@ from treeline_operator import names
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.objects import manifest
-from treeline_operator.world import Platform
 
 ROUTE: Final = "gateway.networking.k8s.io/v1/HTTPRoute"
 UPSTREAM: Final = "inference.networking.k8s.io/v1/InferencePool"
@@ -28,16 +27,6 @@ _NO_CLIENT: Final[dict[str, Any]] = {
     "requestHeaderModifier": {"remove": [headers.CLIENT, headers.ISOLATION, headers.EDGE]},
 }
 """Only our own Envoy may set what it says of clients: runtimes believe it."""
-
-
-def missing_apis(platform: Platform) -> tuple[str, ...]:
-    """What the cluster lacks for a pool with parentRefs, each with what to do."""
-    fixes = {
-        ROUTE: "the cluster has no Gateway API (gateway.networking.k8s.io/v1 HTTPRoute): install its CRDs",
-        UPSTREAM: "the cluster has no Gateway API Inference Extension (inference.networking.k8s.io/v1 InferencePool): "
-        "install its CRDs",
-    }
-    return tuple(fix for api, fix in fixes.items() if api not in platform.apis)
 
 
 def upstream_pool(pool: InferencePool, failure_mode: str, meta: dict[str, Any]) -> dict[str, Any]:

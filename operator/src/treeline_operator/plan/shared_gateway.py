@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -13,9 +13,78 @@ import msgspec
 from treeline_operator.api.gateway import EndpointPicker, PickerTls, Standalone, Tls, Tracing
 from treeline_operator.api.parts import NamedRef
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import protections as protecting
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.protections import FIELDS, Protections
+
+FIELDS: Final = {
+    "ApiKeys": "gateway.standalone.apiKeysSecretRef.name",
+    "Tls": "gateway.standalone.tls.secretRef.name",
+    "PickerTls": "gateway.standalone.pickerTls.secretRef.name",
+    "Isolation": "gateway.isolation",
+    "FailClose": "endpointPicker.failureMode",
+}
+"""Each protection, and the field of a pool that states it."""
+
+
+class Protection(msgspec.Struct, frozen=True):
+    """One that is in force: the Secret that it uses, if any, and the uids of the pools that stated it."""
+
+    secret: str
+    pools: tuple[str, ...]
+
+
+Protections = Mapping[str, Protection]
+
+_decode = msgspec.json.Decoder(dict[str, Protection]).decode
+
+
+def read(record: str) -> Protections:
+    """What an anchor records. Nothing where somebody has put something else there."""
+    try:
+        return _decode(record) if record else {}
+    except msgspec.DecodeError:
+        return {}
+
+
+def written(protections: Protections) -> str:
+    """The record for the anchor."""
+    return msgspec.json.encode(protections, order="sorted").decode()
+
+
+def stated(pool: InferencePool) -> dict[str, str]:
+    """The protections that a pool states, each with the name of its Secret, or with nothing."""
+    gateway, edge = pool.spec.gateway, pool.spec.gateway.edge
+    secrets = {
+        "ApiKeys": edge.api_keys_secret_ref,
+        "Tls": None if edge.tls is None else edge.tls.secret_ref,
+        "PickerTls": None if edge.picker_tls is None else edge.picker_tls.secret_ref,
+    }
+    found = {name: ref.name for name, ref in secrets.items() if ref is not None}
+    holds = {"Isolation": gateway.kept_apart, "FailClose": pool.spec.endpoint_picker.failure_mode == "FailClose"}
+    return found | {name: "" for name, held in holds.items() if held}
+
+
+def in_force(members: Collection[InferencePool], before: Protections) -> dict[str, Protection]:
+    """The protections of a gateway, by the pools that share it, the oldest first, and by what was in force before.
+
+    Of several Secrets that of the oldest pool holds. A pool that takes its own statement back while it is there drops
+    the protection; one that is deleted or goes to another gateway does not.
+    """
+    found: dict[str, Protection] = {}
+    for pool in members:
+        for name, secret in stated(pool).items():
+            known = found.get(name, Protection(secret, ()))
+            found[name] = Protection(known.secret, (*known.pools, pool.metadata.uid))
+    there = {pool.metadata.uid for pool in members}
+    off = {name for pool in members for name in pool.spec.gateway.unprotected}
+    kept = {name: one for name, one in before.items() if name in FIELDS and not there.issuperset(one.pools)}
+    return {**{name: one for name, one in kept.items() if name not in off}, **found}
+
+
+def retained(protections: Protections, members: Collection[InferencePool]) -> list[str]:
+    """Those that no pool states any more."""
+    there = {name for pool in members for name in stated(pool)}
+    return [name for name in FIELDS if name in protections and name not in there]
+
 
 _UNSET: Final = object()
 _OF_EACH: Final = "endpointPicker.policy"
@@ -72,7 +141,7 @@ class SharedGateway:
     @property
     def retained(self) -> list[str]:
         """The protections that no pool states any more, and that are in force all the same."""
-        return protecting.retained(self.protections, self.members)
+        return retained(self.protections, self.members)
 
     @property
     def failure_mode(self) -> Literal["FailOpen", "FailClose"]:
@@ -144,12 +213,12 @@ def share(pools: Iterable[InferencePool], record: str = "") -> Mapping[str, Shar
     """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
     matter. `record` is what the gateway's anchor says of its protections; then all pools are of one gateway.
     """
-    before = protecting.read(record)
+    before = read(record)
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
     return {
-        name: SharedGateway(name, tuple(members), protecting.in_force(members, before))
+        name: SharedGateway(name, tuple(members), in_force(members, before))
         for name, members in sorted(by_gateway.items())
     }
 

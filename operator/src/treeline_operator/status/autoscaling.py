@@ -11,14 +11,16 @@ from treeline_operator.world import PoolWorld, Scaled
 _MESSAGE = 512
 
 
-def by_pickers(world: PoolWorld) -> Judgement:
-    """Whether the operator sets the replicas."""
-    scaling, target = world.scaling, Target.of(world.pool.spec.autoscaling)
-    if scaling is None:
+def scaling(world: PoolWorld) -> Judgement | None:
+    """Whether the operator sets the replicas; None where it is not to."""
+    if world.pool.spec.autoscaling.type == "None":
+        return None
+    state, target = world.scaling, Target.of(world.pool.spec.autoscaling)
+    if state is None:
         return "Unknown", Reason.PENDING, "the pickers have not been asked yet"
-    if scaling.owner:
-        return "False", Reason.SCALED_BY_ANOTHER, f"{scaling.owner} scales the pool"
-    if not scaling.heard:
+    if state.owner:
+        return "False", Reason.SCALED_BY_ANOTHER, f"{state.owner} scales the pool"
+    if not state.heard:
         return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} tells of the demand"
     text = f"the demand that the pickers see sets replicas between {target.least} and {target.most}"
     return "True", Reason.AUTOSCALER_ACTIVE, text

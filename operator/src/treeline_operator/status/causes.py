@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from treeline_operator.api.conditions import Reason
-from treeline_operator.plan import capacity
+from treeline_operator.plan import facts
 from treeline_operator.plan.facts import (
     CONFIG_REASONS,
     DOWNLOAD,
@@ -189,12 +189,12 @@ def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
     For the scheduler preemption does not help on a node that would not do even if it were empty; nor does it on nodes
     that are away for a while: where the message shows such ones, nothing is known of the sizes.
     """
-    lacking = capacity.lacking_of(said)
+    lacking = facts.lacking_of(said)
     passing = "node.kubernetes.io/" in said or "were unschedulable" in said
     nodes, hopeless = _NODES.search(said), _HOPELESS.search(said)
     if not lacking or passing or not nodes or not hopeless or nodes[1] != hopeless[1]:
         return Reason.INSUFFICIENT_CAPACITY, text
-    asked = capacity.requests(pod.get("spec") or {})
+    asked = facts.requests(pod.get("spec") or {})
     for name in sorted(lacking):
         if "/" in name and asked.get(name) == 1:
             return Reason.DEVICES_MISSING, f"no node that the pod may run on offers {name}: {text}"

@@ -17,7 +17,6 @@ _WORTH_TELLING: Final = frozenset(
         Reason.ROLLING_OUT,
         Reason.PAUSED,
         Reason.WEIGHTS_DOWNLOADING,
-        Reason.POD_SECURITY_EXCEPTION,
         Reason.FAIL_CLOSE_FORCED,
     )
 )

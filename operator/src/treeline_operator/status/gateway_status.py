@@ -1,4 +1,4 @@
-"""What is true of a pool's way in: its picker, its gateway, its route; and of the autoscaler beside it."""
+"""What is true of a pool's way in: its picker, its gateway, its route."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any, Final
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.gateway import ParentRef
-from treeline_operator.plan import edge
+from treeline_operator.plan import edge, epp
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.facts import annotation, condition_of, find, is_available, is_overdue, label, since
 from treeline_operator.plan.gateway import gateway_url
 from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.model_names import lost_names, names_of
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
-from treeline_operator.plan.scaling import KEDA
 from treeline_operator.plan.shared_gateway import SharedGateway
-from treeline_operator.status.autoscaling import by_pickers
 from treeline_operator.status.causes import diagnose
 from treeline_operator.status.conditions import Judgement, few
 from treeline_operator.world import Observed, PickerView, PoolWorld, Ref
@@ -33,7 +31,6 @@ an answer was lost."""
 GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
 _SERVICE_NAME: Final = "kubernetes.io/service-name"
 _PROGRAMMED: Final = "Programmed"
-_ABSENT_METRICS: Final = ("could not find the requested resource", "metrics API", "metrics.k8s.io")
 _UNSUPPORTED: Final = frozenset(("NotSupportedByParent", "NotSupportedByGateway", "UnsupportedValue", "InvalidKind"))
 
 
@@ -77,8 +74,8 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
     if trouble is not None:
         return trouble
-    if shared.mode == "standalone" and _has_former_settings(world, shared):
-        text = f"Deployment {names.edge(shared.name)} gets new settings; pods with former settings serve meanwhile"
+    if former := _former_settings(world, shared):
+        text = f"Deployment {former} gets new settings; pods with former settings serve meanwhile"
         return "False", Reason.PENDING, text
     otherwise: list[tuple[Reason, str]] = []
     if shared.retained:
@@ -134,35 +131,6 @@ def route(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
         return "Unknown", Reason.ROUTE_PENDING, text
     accepted = few(map(_parent_name, parents(world, shared)))
     return "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}"
-
-
-def scaling(world: PoolWorld) -> Judgement | None:
-    """Whether the autoscaler works; None where there is to be none."""
-    auto = world.pool.spec.autoscaling
-    if auto.type == "None":
-        return None
-    if auto.type == "Picker":
-        return by_pickers(world)
-    if auto.type == "KEDA" and KEDA not in world.platform.apis:
-        return "False", Reason.KEDA_MISSING, "there is no ScaledObject of keda.sh/v1alpha1 in the cluster"
-    sought = "ScaledObject" if auto.type == "KEDA" else "HorizontalPodAutoscaler"
-    scaler = next((child.object for child in world.children if child.ref.kind == sought), None)
-    if scaler is None:
-        return "Unknown", Reason.PENDING, f"the {sought} is not there yet"
-    name = scaler["metadata"]["name"]
-    reported = {one["type"]: one for one in (scaler.get("status") or {}).get("conditions") or ()}
-    needed = ("Ready",) if auto.type == "KEDA" else ("AbleToScale", "ScalingActive")
-    for condition in (reported[one] for one in needed if one in reported):
-        if condition["status"] == "False" and condition.get("reason") == "ScalingDisabled":
-            return "False", Reason.SCALED_TO_ZERO, f"{sought} {name} rests while replicas is 0"
-        if condition["status"] == "False":
-            text = f"{sought} {name}: {condition.get('reason')}: {condition.get('message', '')}"
-            absent = any(part in text for part in _ABSENT_METRICS)
-            return "False", Reason.METRICS_API_MISSING if absent else Reason.AUTOSCALER_NOT_READY, text
-    if not all(reported.get(one, {}).get("status") == "True" for one in needed):
-        return "Unknown", Reason.PENDING, f"{sought} {name} has not been looked at by its controller"
-    low, high = auto.min_replicas if auto.min_replicas is not None else 1, auto.max_replicas
-    return "True", Reason.AUTOSCALER_ACTIVE, f"{sought} {name} sets replicas between {low} and {high}"
 
 
 def url(world: PoolWorld, shared: SharedGateway) -> str:
@@ -241,14 +209,24 @@ def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]])
     return not is_overdue(deployment) and (wanted is None or ready == {wanted})
 
 
-def _has_former_settings(world: PoolWorld, shared: SharedGateway) -> bool:
-    """Whether Envoy's Deployment is made from what the pools asked for before: the gateway is planned by itself, and
-    may not have got to it yet. The picker's is not compared: its inputs cost as much as the gateway has pools, and each
-    pool's status would pay for them."""
-    found = find(world.gateway.children, "Deployment", names.edge(shared.name))
-    there = annotation(found.object, names.INPUTS) if found is not None else ""
-    context = GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")
-    return there not in ("", edge.inputs(context))
+def _former_settings(world: PoolWorld, shared: SharedGateway) -> str:
+    """The Deployment that is still made from what the pools asked for before; empty where there is none. The gateway is
+    planned by itself, and may not have got to it yet.
+
+    The picker's is compared while the pool's own spec is news: what it is made from costs as much as the gateway has
+    pools, and each pool's status would pay for that.
+    """
+    pool, context = world.pool, GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")
+    reported = condition_of({"status": pool.status}, ConditionType.GATEWAY_READY)
+    is_news = pool.status.get("observedGeneration") != pool.metadata.generation or reported.get("status") != "True"
+    wanted = {names.edge(shared.name): edge.inputs} if shared.mode == "standalone" else {}
+    wanted |= {names.epp(shared.name): epp.inputs} if is_news else {}
+    for name, inputs in wanted.items():
+        found = find(world.gateway.children, "Deployment", name)
+        there = annotation(found.object, names.INPUTS) if found is not None else ""
+        if there not in ("", inputs(context)):
+            return name
+    return ""
 
 
 def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
@@ -288,9 +266,8 @@ def _answers(world: PoolWorld, service: str) -> bool:
 
 
 def _gateway_api(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
-    missing = _missing_api(world)
-    if missing is not None:
-        return "False", missing[1], f"the cluster does not have {missing[0]}"
+    if (missing := _missing_api(world)) is not None:
+        return "False", *missing
     silent = [who for who, condition in _judgements(world, shared) if condition is None]
     there = any(child.ref.kind == "HTTPRoute" for child in world.children)
     if silent or not there:
@@ -335,8 +312,9 @@ def gateway_refs(world: PoolWorld, shared: SharedGateway) -> tuple[Ref, ...]:
     return tuple(Ref(f"{GATEWAY_GROUP}/v1", "Gateway", *space) for space in dict.fromkeys(spaces))
 
 
-def _missing_api(world: PoolWorld) -> tuple[str, Reason] | None:
-    return next(((api, reason) for api, reason in _ROUTE_APIS if api not in world.platform.apis), None)
+def _missing_api(world: PoolWorld) -> tuple[Reason, str] | None:
+    lacking = ((reason, world.platform.lacking(api)) for api, reason in _ROUTE_APIS)
+    return next(((reason, text) for reason, text in lacking if text), None)
 
 
 def _judgements(world: PoolWorld, shared: SharedGateway) -> Iterator[tuple[str, Mapping[str, Any] | None]]:

@@ -13,18 +13,16 @@ from treeline_wire import labels
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
 from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, PresetStatus, RoutingStatus
-from treeline_operator.plan import claims, commits, facts, runtime
+from treeline_operator.plan import download, facts, provision, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines import engine_of, overridden, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
-from treeline_operator.plan.keys import has_keys
-from treeline_operator.plan.security import exceptions
+from treeline_operator.plan.gateway_common import has_keys
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
-from treeline_operator.status import gateway_status
-from treeline_operator.status.autoscaling import last_scaled
+from treeline_operator.status import autoscaling, gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
@@ -78,11 +76,11 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
             adapters=[adapter.name for adapter in pool.spec.engine.adapters],
             policy=pool.spec.endpoint_picker.chosen,
         )
-    if commit := commits.recorded(world).get(pool.spec.model.uri):
+    if commit := download.recorded(world).get(pool.spec.model.uri):
         status["modelCommit"] = commit
-    if (download := _download(view)) is not None:
-        status["download"] = download
-    if scaled := last_scaled(world):
+    if (fetched := _download(view)) is not None:
+        status["download"] = fetched
+    if scaled := autoscaling.last_scaled(world):
         status["autoscaling"] = scaled
     if (told := view.routing) is not None:
         status["routing"] = RoutingStatus(way=told.way, reason=told.reason) if told.reason else {"way": told.way}
@@ -97,8 +95,9 @@ def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
 def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
     """What somebody should know of a pool beforehand, whatever comes of its pods."""
     view = _PoolView(world, {}, None)
-    told = [judged[1:] for judged in (_warnings(view), _security(view)) if judged is not None]
-    return [*told, *([found] if (found := gateway_status.caution(view.shared)) else [])]
+    judged = _warnings(view)
+    found = [judged[1:] if judged is not None else None, gateway_status.caution(view.shared)]
+    return [one for one in found if one is not None]
 
 
 def seen(now: datetime) -> PoolStatus:
@@ -255,8 +254,7 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
     others = {
         ConditionType.READY: _ready(view, needed),
         ConditionType.PROGRESSING: _progressing(view, picker),
-        ConditionType.SCALING_ACTIVE: gateway_status.scaling(world),
-        ConditionType.SECURITY_EXCEPTIONS: _security(view),
+        ConditionType.SCALING_ACTIVE: autoscaling.scaling(world),
         ConditionType.WARNINGS: _warnings(view),
     }
     return needed | _told(others)
@@ -347,8 +345,8 @@ def _model(view: _PoolView) -> Judgement:
     if cause is None:
         return "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}"
     detail = cause.detail
-    if cause.reason is Reason.WEIGHTS_DOWNLOADING and (download := _download(view)) is not None:
-        detail = f"{download['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
+    if cause.reason is Reason.WEIGHTS_DOWNLOADING and (done := _download(view)) is not None:
+        detail = f"{done['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
     return "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
 
 
@@ -398,34 +396,15 @@ def _draining(view: _PoolView) -> str:
     return f"finishing their requests: {_pods(len(view.draining))}{left}{until}"
 
 
-def _security(view: _PoolView) -> Judgement | None:
-    """Where the pods go beyond what the operator would make by itself; None where they do not."""
-    if view.target.existing is None:
-        return None
-    pod = view.target.existing.object["spec"]["template"]["spec"]
-    found = [*exceptions(pod, gpu=view.world.pool.spec.accelerator.is_gpu)]
-    shared, children = view.shared, view.world.gateway.children
-    for name, fragment in (
-        (names.epp(shared.name), shared.picker.template),
-        (names.edge(shared.name), shared.edge.template),
-    ):
-        if fragment and (there := find(children, "Deployment", name)) is not None:
-            spec = there.object["spec"]["template"]["spec"]
-            found += [f"of {name}, {one}" for one in exceptions(spec, token=name == names.epp(shared.name))]
-    if not found:
-        return None
-    return "True", Reason.POD_SECURITY_EXCEPTION, f"templates make pods less confined: {few(found)}"
-
-
 def _warnings(view: _PoolView) -> Judgement | None:
     """What the spec asks for in vain, the first with its reason; None where there is nothing."""
     pool = view.world.pool
     found: list[tuple[Reason, str]] = []
-    for asked in claims.wanted(pool):
+    for asked in provision.wanted(pool):
         there = find(view.world.children, "PersistentVolumeClaim", asked.name)
-        if trouble := claims.unshareable(pool, asked, there):
+        if trouble := provision.unshareable(pool, asked, there):
             found.append((Reason.CLAIM_NOT_SHAREABLE, trouble))
-    if other := commits.differing(view.world):
+    if other := download.differing(view.world):
         found.append((Reason.VERSIONS_DIFFER, other))
     if (unused := pool.spec.unused_devices) > 0:
         text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"

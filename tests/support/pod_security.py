@@ -1,19 +1,12 @@
-"""Where a pod's template goes beyond the restricted Pod Security Standard, in words for its status."""
+"""Where a pod's template goes beyond the restricted Pod Security Standard, in words."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
-CONFINED_SELINUX: Final = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
-SAFE_SYSCTLS: Final = (
-    "kernel.shm_rmid_forced",
-    *(f"net.ipv4.ip_{name}" for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")),
-    "net.ipv4.ping_group_range",
-    *(f"net.ipv4.tcp_{name}" for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")),
-    *(f"net.ipv4.tcp_{name}" for name in ("rmem", "syncookies", "wmem")),
-)
-"""What Pod Security level baseline lets pods choose."""
+from treeline_tools.policies import CONFINED_SELINUX, SAFE_SYSCTLS
+
 _VOLUME_TYPES: Final = frozenset(
     {
         "configMap",
