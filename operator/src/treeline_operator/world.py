@@ -180,7 +180,7 @@ class Platform:
     """What holds for the whole operator: its settings, and what the cluster offers.
 
     `apis` are the optional kinds that the cluster has and that may be read, each `group/version/Kind` (see
-    `controller/kinds.py`); `forbidden` are those that it has and that may not be.
+    `controller/kinds.py`); `forbidden` are those that may not be read, there or not.
     `operator_namespace` and `operator_labels` let NetworkPolicies admit the operator to the picker's admin page.
     """
 

@@ -262,6 +262,20 @@ def test_an_optional_kind_that_may_not_be_read_holds_up_no_start() -> None:
     play(act)
 
 
+def test_an_optional_kind_stays_forbidden_while_the_api_server_is_away() -> None:
+    async def act(scene: Scene) -> None:
+        scene.world.failing["httproutes"] = Forbidden("403", code=403)
+        await begin(scene)
+        await asyncio.sleep(100.0)
+        assert scene.forbidden[-1] == {ROUTES.resource.api}
+        before = len(scene.forbidden)
+        scene.world.failing["httproutes"] = Unavailable("503", code=503)
+        await asyncio.sleep(100.0)
+        assert len(scene.forbidden) == before, "an outage is no answer"
+
+    play(act)
+
+
 def test_one_refusal_takes_no_optional_kind_away() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(ROUTES, "r")

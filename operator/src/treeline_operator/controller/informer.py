@@ -117,7 +117,8 @@ class _Followed:
     """A kind in one namespace, or in all, and its reflector.
 
     `fresh` is when it was last excused from being as the API server has it; `refusals` are all that there were, and
-    `tolerated` those before the last time that it was followed.
+    `tolerated` those before the last time that it was followed. `forbidden` is what the last refusal said: an API
+    server that does not answer since has not taken it back.
     """
 
     collection: Collection
@@ -126,6 +127,7 @@ class _Followed:
     fresh: float
     synced: asyncio.Event = field(default_factory=asyncio.Event)
     refused: bool = False
+    forbidden: bool = False
     refusals: int = 0
     tolerated: int = 0
 
@@ -146,6 +148,8 @@ class _Followed:
         reflector = self.reflector
         refusals = reflector.errors["forbidden"] + reflector.errors["not_found"]
         again, self.refusals = refusals > self.refusals, refusals
+        if again:
+            self.forbidden = isinstance(reflector.error, Forbidden)
         if reflector.error is None:
             self.tolerated, self.refused = refusals, False
         else:
@@ -261,7 +265,7 @@ class Informer:
         closed = self._closed()
         asked = [f for f in self._followed if f.optional and f.collection.namespace not in closed]
         apis = _apis(asked) - _apis(f for f in asked if not f.readable)
-        forbidden = _apis(f for f in asked if f.refused and isinstance(f.reflector.error, Forbidden))
+        forbidden = _apis(f for f in asked if f.refused and f.forbidden)
         if self._apis != (apis, forbidden):
             self._apis = apis, forbidden
             self.offered(apis, forbidden)
@@ -299,7 +303,7 @@ class Informer:
                     log.info("kopf is started anew for %s", ", ".join(kind.api for kind in kinds) or "nothing")
                     continue
                 if kinds:
-                    log.warning("kopf ended: %r", running.exception())
+                    log.warning("changes are seen within a minute, not at once: kopf ended: %r", running.exception())
             finally:
                 for task in (running, restart):
                     task.cancel()
