@@ -92,7 +92,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     gc.freeze()  # what is there now stays: no later collection walks through it between two steps
     tell_when_asked(scheduler.activity.describe)
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
-    scheduler.grammars.warm(lambda: scheduler.is_idle)
+    scheduler.grammars.warm()
     scheduler.run_forever(stop=lambda: False)  # ends with the process
 
 

@@ -1,7 +1,7 @@
 """What a JSON Schema says, in fewer words: the same for every backend (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says what a value is not
-says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets the type that its
+`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, a `oneOf` of schemas with
+nothing in common is an `anyOf`, annotations and keywords that say nothing are dropped; a schema gets the type that its
 keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are rewritten from what `re`
 reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts itself in one place
 is refused here, and the words that no library has.
@@ -12,18 +12,17 @@ Texts of the new schema are texts of the old one, not the other way round: where
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.disjoint import same, types_of
-from treeline_runtime.grammar.exclusion import in_plain_words
+from treeline_runtime.grammar.disjoint import apart, same, types_of
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
-from treeline_runtime.grammar.patterns import as_regex, texts, within
+from treeline_runtime.grammar.patterns import as_regex, within
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
 from treeline_runtime.grammar.schema_words import (
     APPLIED,
@@ -45,7 +44,6 @@ _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJEC
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
-_MOST_TEXTS = 32
 
 
 def simplify(document: Document) -> None:
@@ -56,37 +54,17 @@ def simplify(document: Document) -> None:
         _check_keywords(schema, path)
         _drop_what_says_nothing(schema)
         _apart_from_format(schema)
-        _list_texts(schema)
         _take_unevaluated(schema, path)
-    in_plain_words(document)  # before any of them gets a type, which allows less
     document.find()
-    for path, schema in document.schemas:
+    for path, schema in document.schemas:  # before any of them gets a type, which allows less
+        _one_of(document, schema)
+        _name_properties(document, schema)
         for key in schema:
             if key in NOBODYS:
                 raise UnsupportedError(key, path)
+    document.find()
     for path, schema in document.schemas:
         _simplify_one(schema, path)
-    _check_cycles(document)
-
-
-def _check_cycles(document: Document) -> None:
-    """A value would be of a schema if it is of this schema: says nothing, and is looked up for ever."""
-    inner = dict[int, set[int]]()
-    for _path, schema in document.schemas:
-        same_value = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("oneOf", ())]
-        if "$ref" in schema:
-            same_value.append(document.target(schema))
-        inner[id(schema)] = {id(other) for other in same_value if isinstance(other, dict)}
-    waiting = document.schemas
-    while waiting:
-        still = [(path, schema) for path, schema in waiting if inner[id(schema)] & inner.keys()]
-        if len(still) == len(waiting):
-            path = min((path for path, _schema in still), key=len)
-            raise GrammarError(f"the schema at {path or '/'} refers to itself for the same value")
-        done = {id(schema) for _path, schema in waiting} - {id(schema) for _path, schema in still}
-        for key in done:
-            del inner[key]
-        waiting = still
 
 
 def _simplify_one(schema: Schema, path: str) -> None:
@@ -156,6 +134,8 @@ def _drop_what_says_nothing(schema: Schema) -> None:
     for key, values in nothing.items():
         if key in schema and any(schema[key] == value and type(schema[key]) is type(value) for value in values):
             del schema[key]
+    if schema.get("minProperties", 0) <= len(set(schema.get("required", ()))):
+        schema.pop("minProperties", None)
     if "if" not in schema or not {"then", "else"} & set(schema):
         for key in ("if", "then", "else"):
             schema.pop(key, None)
@@ -173,15 +153,42 @@ def _apart_from_format(schema: Schema) -> None:
             schema["allOf"] = [*schema.get("allOf", ()), {"type": "string", "pattern": pattern}]
 
 
-def _list_texts(schema: Schema) -> None:
-    """A pattern of a few texts is a list of them, which can be distinguished from others."""
-    if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
+def _one_of(document: Document, schema: Schema) -> None:
+    """What has nothing in common is `anyOf`. For the rest see `schema_support`."""
+    if "oneOf" not in schema:
         return
-    with contextlib.suppress(GrammarError):  # said with its path, when patterns are read
-        few = texts(within(schema["pattern"]), _MOST_TEXTS)
-        if few:
-            schema["enum"] = few
-            del schema["pattern"]
+    options = [document.resolved(option) for option in schema["oneOf"]]
+    if all(apart(a, b) for a, b in combinations(options, 2)):
+        made = schema.pop("oneOf")
+        if "anyOf" in schema:
+            schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": made}]
+        else:
+            schema["anyOf"] = made
+
+
+def _name_properties(document: Document, schema: Schema) -> None:
+    """Names of free properties that are a list, or match a pattern, are named where the properties are."""
+    names = document.resolved(schema.get("propertyNames"))
+    if not isinstance(names, dict) or "string" not in listed(names.get("type", "string")):
+        return
+    rest = {word: value for word, value in names.items() if word != "type"}
+    others = schema.get("additionalProperties", True)
+    made: Schema
+    match rest:
+        case {} if not rest:
+            del schema["propertyNames"]
+            return
+        case {"enum": list(known)} if len(rest) == 1:
+            made = {"properties": {name: others for name in known if isinstance(name, str)}}
+        case {"pattern": str(pattern)} if len(rest) == 1:
+            made = {"patternProperties": {pattern: others}}
+        case {"format": str(name)} if len(rest) == 1 and name in FORMATS:
+            made = {"patternProperties": {FORMATS[name]: others}}
+        case _:
+            return
+    if not {"properties", "patternProperties"} & schema.keys():
+        del schema["propertyNames"]
+        schema |= made | {"additionalProperties": False}
 
 
 def _take_unevaluated(schema: Schema, path: str) -> None:
