@@ -128,8 +128,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
-        self._let_go_bytes = 0
-        """Freed since the heap was trimmed."""
+        self._freed_bytes = 0
+        """Since the heap was trimmed."""
 
     def get(self, grammar: Grammar, namespace: str | None = None, client: str | None = None) -> Future[Compiled]:
         """What the grammar compiles to, or GrammarError, or GrammarBusyError. `after` does not matter."""
@@ -248,18 +248,17 @@ class GrammarCompiler:
         size = self._sizes.pop(key)
         self._num_bytes -= size
         del self._known[key]
-        if self._threads is not None:
-            self._threads.submit(self._let_go, size)
+        if self._is_much(size) and self._threads is not None:
+            self._threads.submit(_malloc_trim, 0)
 
-    def _let_go(self, num_bytes: int) -> None:
-        """So much was freed: when it is much, the system gets it back. Takes its time, without the interpreter's
-        lock."""
+    def _is_much(self, num_bytes: int) -> bool:
+        """So much was freed: whether the system should get it back now."""
         with self._lock:
-            self._let_go_bytes += num_bytes
-            if self._let_go_bytes < _TRIM_BYTES:
-                return
-            self._let_go_bytes = 0
-        _malloc_trim(0)
+            self._freed_bytes += num_bytes
+            is_much = self._freed_bytes >= _TRIM_BYTES
+            if is_much:
+                self._freed_bytes = 0
+            return is_much
 
     def _refuse_for_a_while(self, key: Key, reason: str) -> None:
         while len(self._tried) >= self.limits.waiting:
@@ -364,7 +363,8 @@ class GrammarCompiler:
             raise GrammarError(rest.decode(errors="replace"))
         compiled = loaded.backend.load(rest)
         del answer, rest
-        self._let_go(_READING * compiled.num_bytes)
+        if self._is_much(_READING * compiled.num_bytes):
+            _malloc_trim(0)
         logger.info("compiled a grammar (%s) in %.0f ms", job.key[1].kind, 1000 * (time.perf_counter() - started))
         return compiled
 
