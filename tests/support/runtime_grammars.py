@@ -55,9 +55,7 @@ class Compiler:
             future.set_exception(error)
         return future
 
-    def constraint(
-        self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "", min_tokens: int = 0
-    ) -> GrammarConstraint:
+    def constraint(self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "") -> GrammarConstraint:
         ends = sorted(id for id in stop_ids if not vocabulary().texts[id])
         return GrammarConstraint(
             compiled,
@@ -65,7 +63,6 @@ class Compiler:
             texts=vocabulary().with_marks(),
             stop_ids=ends,
             after=after,
-            min_tokens=min_tokens,
         )
 
     def forget(self, grammar: Grammar, *_: str | None) -> None:

@@ -80,14 +80,14 @@ def test_outputs_obey(depth: int) -> None:
     assert alone.generate("free", PROMPT, max_new_tokens=8) == engine.tokens("free")
 
 
-LATE = Grammar("regex", "((a{1,99}){1,99}){1,99}")
+LATE = Grammar("regex", "(([a-c]{1,99}){1,99}){1,99}" + "#" * 99)
 """Nobody can follow it for long."""
 
 
 def test_what_takes_too_much_work_late_is_the_clients_to_mend_and_not_tried_for_ever(engine: Speaking) -> None:
     """Then nothing is computed for it, for a while. Whoever has the same ends with it."""
     for rid in "ab":
-        engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400, min_new_tokens=400)
+        engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400)
     engine.submit("free", PROMPT, max_new_tokens=30, ignore_eos=True)
     engine.run()
     for rid in "ab":
@@ -320,12 +320,7 @@ def test_a_grammar_begins_after_its_marker(engine: Speaking) -> None:
 
 
 def test_the_end_is_the_grammars(engine: Speaking) -> None:
-    """min_tokens holds as long as there is something to say; ignore_eos does not go beyond the grammar."""
-    assert engine.say("short", CITY, min_new_tokens=40) in json.loads(CITY.source)
-    finish = engine.last("short").finish
-    assert finish is not None
-    assert finish.type == "stop"
-    assert engine.say("long", Grammar("regex", "[ab]*"), min_new_tokens=40, temperature=1.0, seed=1)[39:]
+    """`ignore_eos` does not go beyond the grammar."""
     assert engine.say("endless", CITY, ignore_eos=True) in json.loads(CITY.source)
 
 

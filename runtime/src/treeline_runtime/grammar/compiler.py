@@ -180,21 +180,12 @@ class GrammarCompiler:
             self._threads = ThreadPoolExecutor(self.limits.workers, thread_name_prefix="treeline grammars")
         return self._threads
 
-    def constraint(
-        self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "", min_tokens: int = 0
-    ) -> GrammarConstraint:
+    def constraint(self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "") -> GrammarConstraint:
         """Of a request whose output ends with one of `stop_ids`; of these, ordinary tokens are text to the grammar."""
         assert self._loaded is not None
         vocabulary = self._loaded.vocabulary
         ends = sorted(id for id in stop_ids if not vocabulary.texts[id])
-        return GrammarConstraint(
-            compiled,
-            self._loaded.filler,
-            texts=self._loaded.marked,
-            stop_ids=ends,
-            after=after,
-            min_tokens=min_tokens,
-        )
+        return GrammarConstraint(compiled, self._loaded.filler, texts=self._loaded.marked, stop_ids=ends, after=after)
 
     def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str, namespace: str | None = None) -> None:
         """A step of an output took too much work for what the grammar was compiled to: it is refused for a while.

@@ -112,8 +112,7 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["minProperties", "maxProperties"], _is_count),
     **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], _is_number),
     "multipleOf": lambda value: _is_number(value) and value > 0,
-    **dict.fromkeys(["properties", "patternProperties", "dependentSchemas"], lambda value: isinstance(value, dict)),
-    "dependentRequired": lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
+    **dict.fromkeys(["properties", "patternProperties"], lambda value: isinstance(value, dict)),
     **dict.fromkeys(["anyOf", "oneOf", "allOf", "enum"], lambda value: isinstance(value, list) and bool(value)),
     "prefixItems": lambda value: isinstance(value, list),
     **dict.fromkeys(["pattern", "format"], lambda value: isinstance(value, str)),
@@ -127,7 +126,7 @@ def _drop_what_says_nothing(schema: Schema) -> None:
         **{key: [0] for key in ("minLength", "minItems", "minProperties")},
         "uniqueItems": [False],
         **{key: [[]] for key in ("required", "prefixItems")},
-        **{key: [{}] for key in ("patternProperties", "dependentRequired", "dependentSchemas")},
+        **{key: [{}] for key in ("patternProperties", "dependentRequired", "dependentSchemas", "dependencies")},
         **{key: [True, {}] for key in ("propertyNames", "unevaluatedProperties", "unevaluatedItems")},
         "not": [False],
     }
@@ -220,11 +219,9 @@ def _has_type(schema: Schema, *names: str) -> bool:
 
 def _limits(schema: Schema, path: str) -> None:
     for what, name in (("Length", "string"), ("Items", "array"), ("Properties", "object")):
-        least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}", math.inf)
-        for key in (f"min{what}", f"max{what}"):
-            if key in schema:
-                schema[key] = int(schema[key])
-        if least > most and schema.get("type") == name:
+        limits = {key: int(schema[key]) for key in (f"min{what}", f"max{what}") if key in schema}
+        schema |= limits
+        if len(limits) == 2 and limits[f"min{what}"] > limits[f"max{what}"] and schema.get("type") == name:
             raise unsatisfiable(path, f"'min{what}' is more than 'max{what}'")
 
 
@@ -278,12 +275,9 @@ def _clamp(schema: Schema) -> None:
 
 def _numbers(schema: Schema, path: str) -> None:
     if schema.get("type") == "integer":
-        for key, rounded in (("minimum", math.ceil), ("exclusiveMinimum", math.floor)):
-            if key in schema:
-                schema[key] = rounded(schema[key])
-        for key, rounded in (("maximum", math.floor), ("exclusiveMaximum", math.ceil)):
-            if key in schema:
-                schema[key] = rounded(schema[key])
+        up, down = ("minimum", "exclusiveMaximum"), ("maximum", "exclusiveMinimum")
+        schema |= {key: math.ceil(schema[key]) for key in up if key in schema}
+        schema |= {key: math.floor(schema[key]) for key in down if key in schema}
     _clamp(schema)
     for key in NUMBER & set(schema):
         if isinstance(schema[key], int) and abs(schema[key]) > _LARGEST and schema[key] not in BOUNDS["int64"]:
@@ -352,7 +346,6 @@ def in_todays_words(schema: Schema, path: str, is_draft_4: bool) -> None:
     _nothing(schema)
     _items(schema, path)
     _exclusive_bounds(schema)
-    _dependencies(schema, path)
     _nullable(schema)
 
 
@@ -386,14 +379,6 @@ def _exclusive_bounds(schema: Schema) -> None:
     for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and plain in schema:
             schema[exclusive] = schema.pop(plain)
-
-
-def _dependencies(schema: Schema, path: str) -> None:
-    for name, needed in schema.pop("dependencies", {}).items():
-        word = "dependentRequired" if isinstance(needed, list) else "dependentSchemas"
-        if name in schema.setdefault(word, {}):
-            raise UnsupportedError("dependencies", path, f"says of {name!r} what {word!r} does")
-        schema[word][name] = needed
 
 
 def _nullable(schema: Schema) -> None:

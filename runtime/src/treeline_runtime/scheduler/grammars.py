@@ -123,12 +123,8 @@ class Grammars:
         try:
             error = future.exception()  # to raise what is kept would tie this request to it
             if error is None:
-                req.constraint = self._compiler.constraint(
-                    future.result(),
-                    stop_ids=req.stop_ids,
-                    after=grammar.after,
-                    min_tokens=req.sampling.min_new_tokens,
-                )
+                compiled = future.result()
+                req.constraint = self._compiler.constraint(compiled, stop_ids=req.stop_ids, after=grammar.after)
                 return None
         except Exception as fault:
             error = fault
