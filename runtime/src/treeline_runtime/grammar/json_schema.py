@@ -65,6 +65,28 @@ def simplify(document: Document) -> None:
     document.find()
     for path, schema in document.schemas:
         _simplify_one(schema, path)
+    _check_cycles(document)
+
+
+def _check_cycles(document: Document) -> None:
+    """A value would be of a schema if it is of this schema: the standard leaves that undefined, and validators look it
+    up for ever."""
+    inner = dict[int, set[int]]()
+    for _path, schema in document.schemas:
+        same_value = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("oneOf", ())]
+        if "$ref" in schema:
+            same_value.append(document.target(schema))
+        inner[id(schema)] = {id(other) for other in same_value if isinstance(other, dict)}
+    waiting = document.schemas
+    while waiting:
+        still = [(path, schema) for path, schema in waiting if inner[id(schema)] & inner.keys()]
+        if len(still) == len(waiting):
+            path = min((path for path, _schema in still), key=len)
+            raise GrammarError(f"the schema at {path or '/'} refers to itself for the same value")
+        done = {id(schema) for _path, schema in waiting} - {id(schema) for _path, schema in still}
+        for key in done:
+            del inner[key]
+        waiting = still
 
 
 def _simplify_one(schema: Schema, path: str) -> None:
