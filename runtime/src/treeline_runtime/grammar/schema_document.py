@@ -125,7 +125,7 @@ class Document:
             raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
         if self._has_parts:
             raise UnsupportedError("$ref", path, f"beside parts with {self._identifier!r} and '$ref' is not supported")
-        found = self.root
+        found: Any = self.root
         if fragment and not fragment.startswith("/"):
             found = next((one for _, one in _containers("", self.root) if self._is_named(one, fragment)), None)
         for part in urllib.parse.unquote(fragment).split("/")[1:]:
