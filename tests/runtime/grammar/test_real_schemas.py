@@ -19,8 +19,8 @@ from pydantic import BaseModel, Field
 from support.grammar_schemas import judge
 from support.grammar_walks import synthetic_vocabulary
 from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import load_backend
-from treeline_runtime.grammar.schema_words import ignored, meant
+from treeline_runtime.grammar.backends import Backends
+from treeline_runtime.grammar.schema_words import ignored
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(700)
@@ -32,7 +32,7 @@ ZOD = pathlib.Path(__file__).with_name("zod.json")
 
 @pytest.fixture(scope="module")
 def backend() -> GrammarBackend:
-    return load_backend("auto")(VOCABULARY)
+    return Backends(VOCABULARY)
 
 
 def _takes(backend: GrammarBackend, schema: Any, text: str) -> bool:
@@ -42,6 +42,11 @@ def _takes(backend: GrammarBackend, schema: Any, text: str) -> bool:
 
 def _of(schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": schema, "b": {"type": "string"}}, "additionalProperties": False}
+
+
+def _tagged(kind: str, more: dict[str, Any]) -> dict[str, Any]:
+    properties = {"kind": {"const": kind}, **more}
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
@@ -66,45 +71,18 @@ def _of(schema: Any) -> dict[str, Any]:
         ({"type": "integer", "format": "int64"}, ["9223372036854775807"], ["9223372036854775808", "1.5"]),
         ({"type": ["integer", "null"], "format": "int64", "maximum": 7}, ["7", "null"], ["8"]),
         ({"type": "number", "format": "double", "minimum": -1.7976931348623157e308}, ["1.5"], ['"a"']),
-        (
-            _of(True) | {"$schema": DRAFT_7, "dependencies": {"a": ["b"]}},
-            ["{}", '{"b": "x"}', '{"a": 1, "b": "x"}'],
-            ['{"a": 1}'],
-        ),
-        (_of(True) | {"dependentRequired": {"a": ["b"]}}, ["{}", '{"a": 1, "b": "x"}'], ['{"a": 1}']),
-        (
-            _of(True) | {"$schema": DRAFT_7, "dependencies": {"a": {"properties": {"b": {"const": "x"}}}}},
-            ['{"b": "y"}', '{"a": 1, "b": "x"}'],
-            ['{"a": 1, "b": "y"}'],
-        ),
         (_of(True) | {"minProperties": 1}, ['{"a": 1}', '{"b": "x"}', '{"a": 1, "b": "x"}'], ["{}"]),
         ({"required": ["a", "b"], "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
         ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xy": 1}'], ['{"a": 1}', '{"\\u0061": 1}']),
         ({"type": "object", "propertyNames": {"enum": ["a"]}}, ['{"a": 1}', "{}"], ['{"b": 1}']),
         ({"type": "object", "propertyNames": {"type": "string"}}, ['{"b": 1}'], ["1"]),
         ({"properties": {"a": {"not": {}}}}, ["{}", '{"b": 1}'], ['{"a": 1}']),
-        ({"type": "string", "not": {"enum": ["", "ab"]}}, ['"a"', '"abc"', '"b"'], ['""', '"ab"']),
-        ({"type": "integer", "not": {"enum": [1, 5]}}, ["0", "2", "4", "6"], ["1", "5"]),
-        ({"not": {"type": ["object", "array"]}}, ["1", '"a"', "null"], ["{}", "[]"]),
-        (_of(True) | {"not": {"required": ["a", "b"]}}, ["{}", '{"a": 1}', '{"b": "x"}'], ['{"a": 1, "b": "x"}']),
+        ({"oneOf": [{"type": "string"}, {"enum": [1, None]}]}, ['"b"', "1"], ["2"]),
         (
-            _of({"enum": ["x", "y"]}) | {"if": {"properties": {"a": {"const": "x"}}}, "then": {"required": ["b"]}},
-            ['{"a": "x", "b": "z"}', '{"a": "y"}', '{"b": "z"}'],
-            ['{"a": "x"}', "{}"],
+            {"oneOf": [_tagged("x", {"n": {"enum": [1]}}), {"$ref": "#/$defs/y"}], "$defs": {"y": _tagged("y", {})}},
+            ['{"kind": "x", "n": 1}', '{"kind": "y"}'],
+            ['{"kind": "z"}', '{"kind": "x", "n": ""}'],
         ),
-        (
-            _of(True) | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
-            ['{"a": 1}', '{"b": "x"}'],
-            ["{}", '{"a": 1, "b": "x"}'],
-        ),
-        ({"oneOf": [{"type": "string"}, {"enum": ["a", 1]}]}, ["1", '"b"'], ['"a"', "2"]),
-        (
-            {"oneOf": [{"type": "string", "pattern": "^a$"}, {"type": "string", "pattern": "^(b|c)$"}]},
-            ['"a"', '"c"'],
-            ['"d"'],
-        ),
-        ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, ['["a", "b"]', "[]"], ['["a", "a"]']),
-        ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[1]"], ["[1, 1]"]),
         ({"type": "string", "format": "utc-millisec", "faker": "x", "additonalProperties": 1}, ['"a"'], ["1"]),
         (
             {
@@ -118,7 +96,6 @@ def _of(schema: Any) -> dict[str, Any]:
         ),
         ({"$ref": "#n", "$defs": {"a": {"$anchor": "n", "enum": [1]}}}, ["1"], ["2"]),
         ({"$schema": DRAFT_4, "$ref": "#n", "definitions": {"a": {"id": "#n", "enum": [1]}}}, ["1"], ["2"]),
-        ({"$ref": "b#/$defs/c", "$defs": {"a": {"$id": "b", "$defs": {"c": {"enum": [1]}}}}}, ["1"], ["2"]),
         (
             {"$ref": "#/components/a%20b", "components": {"a b": {"items": {"$ref": "#"}, "type": "array"}}},
             ["[[]]"],
@@ -145,12 +122,20 @@ def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken
         ({"$ref": "http://example.com/a.json#/b"}, r"'\$ref' at / to another document \(http://example.com/a.json#/b\)"),
         ({"$dynamicRef": "#a"}, r"'\$dynamicRef' at /"),
         ({"uniqueItems": True}, "'uniqueItems' at /"),
-        ({"not": {"pattern": "a"}}, "'not' at /"),
-        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'oneOf' at /"),
+        ({"not": {"type": "string"}}, "'not' at /"),
+        ({"if": {"type": "string"}, "then": {"minLength": 1}}, "'if' at /"),
+        ({"dependencies": {"a": ["b"]}}, "'dependencies' at /"),
+        ({"dependentRequired": {"a": ["b"]}}, "'dependentRequired' at /"),
+        ({"dependentSchemas": {"a": {"required": ["b"]}}}, "'dependentSchemas' at /"),
+        ({"type": "object", "propertyNames": {"maxLength": 3}}, "'propertyNames' at /"),
+        ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'oneOf' is not supported where two of its schemas"),
+        ({"$ref": "b#/x", "$defs": {"a": {"$id": "b", "x": {}}}}, r"'\$ref' at / to another document"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$id": "b", "items": {"$ref": "#"}}}}, r"beside parts with '\$id'"),
+        ({"$ref": "#"}, "the schema at / refers to itself for the same value"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "can never be satisfied"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, r"'\$schema' at / names a draft before the fourth"),
         ({"$schema": DRAFT_4, "oneOf": [{"const": 1}, {"const": 2}]}, "'const' at /oneOf/1 is no word of draft 4"),
         ({"prefixItems": [True], "items": [True]}, "'items' at / is a list beside"),
-        ({"properties": {"a": True}, "oneOf": [{"required": [f"p{i}"]} for i in range(70)]}, "'oneOf' at / with more"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused_by_name(backend: GrammarBackend, schema: Any, name: str) -> None:
@@ -164,19 +149,12 @@ def test_a_property_cannot_be_said_in_other_letters(backend: GrammarBackend) -> 
         assert not _takes(backend, schema, text)
 
 
-def test_words_that_say_nothing_are_named_once_and_what_they_may_mean() -> None:
+def test_words_that_say_nothing_are_named_once() -> None:
     inner = {"additonalProperties": False, "x-note": 1, "properties": {"faker": {"format": "datetime", "faker": 1}}}
     assert ignored({"$defs": {"a": inner}, "title": "t", "items": [inner], "id": "x", "nullable": True}) == [
         "additonalProperties",
         "faker",
         "format.datetime",
-    ]
-    assert [meant(word) for word in ("additonalProperties", "min_length", "format.datetime", "faker", "x" * 99)] == [
-        "additionalProperties",
-        "minLength",
-        "format.date-time",
-        "",
-        "",
     ]
 
 
@@ -194,7 +172,7 @@ class Dog(BaseModel):
 
 
 class Everything(BaseModel):
-    """Of each type that has a schema, but for sets of what is no short list: no grammar tells their items apart."""
+    """Of each type that has a schema, but for sets: no grammar tells their items apart."""
 
     a: str
     b: int
@@ -208,7 +186,6 @@ class Everything(BaseModel):
     j: datetime.datetime | datetime.date | datetime.time | datetime.timedelta
     k: uuid.UUID | pathlib.Path | ipaddress.IPv4Address | ipaddress.IPv6Network
     m: list[int] | tuple[int, str] | tuple[int, ...]
-    n: set[Colour] | frozenset[bool]
     o: dict[str, int] | dict[int, str] | dict[Colour, int] | dict[uuid.UUID, int]
     p: Annotated[Cat | Dog, Field(discriminator="kind")]
     q: typing.Literal["a", 1, True, None]

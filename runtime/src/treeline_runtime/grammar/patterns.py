@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
-from typing import Any, NamedTuple
+from typing import Any
 
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
 from treeline_runtime.grammar.character_sets import LAST, Ranges, all_but, category, characters, with_cases
@@ -262,47 +262,6 @@ _CATEGORIES = {
 }
 
 
-def texts(node: Node, most: int) -> list[str] | None:
-    """All texts of a node, where they are so few."""
-    found: list[str] = []
-    match node:
-        case Chars(ranges):
-            if sum(last - first + 1 for first, last in ranges) > most:
-                return None
-            found = [chr(code) for first, last in ranges for code in range(first, last + 1)]
-        case Choice(parts):
-            for part in parts:
-                if (own := texts(part, most)) is None:
-                    return None
-                found += own
-        case Sequence(parts):
-            found = [""]
-            for part in parts:
-                ends = texts(part, most)
-                if ends is None or len(found) * len(ends) > most:
-                    return None
-                found = [start + end for start in found for end in ends]
-        case Repeat(part, least, upmost) if least == upmost == 1:
-            return texts(part, most)
-        case _:
-            return None
-    return None if len(found) > most else list(dict.fromkeys(found))
-
-
-def none_of(texts: Iterable[str]) -> Node:
-    """All texts but these."""
-    ends, rest = False, dict[str, list[str]]()
-    for text in texts:
-        ends = ends or not text
-        if text:
-            rest.setdefault(text[0], []).append(text[1:])
-    any_text = Repeat(Chars(all_but(())), 0, None)
-    choices: list[Node] = [] if ends else [EMPTY]
-    choices += [Sequence((Chars(((ord(char), ord(char)),)), none_of(texts))) for char, texts in rest.items()]
-    choices.append(Sequence((Chars(all_but((ord(char), ord(char)) for char in rest)), any_text)))
-    return Choice(tuple(choices))
-
-
 class EmptyError(Exception):
     """Nothing is left."""
 
@@ -327,40 +286,18 @@ def but(node: Node, unwanted: Ranges) -> Node:
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-class _Notation(NamedTuple):
-    """How a node is written. `nothing`: where a text has to stand for the empty one."""
-
-    chars: Callable[[Ranges], str]
-    group: str
-    bar: str
-    space: str
-    nothing: str
-
-
 def as_regex(node: Node) -> str:
     """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups."""
-    return _written(node, _REGEX)
-
-
-def as_ebnf(node: Node) -> str:
-    """The right side of a rule of xgrammar's EBNF."""
-    return _written(node, _EBNF) or _EBNF.nothing
-
-
-def _written(node: Node, how: _Notation) -> str:
-    """What is empty is no text, but as one of several choices."""
     match node:
         case Chars(ranges):
-            return how.chars(ranges)
+            return _chars(ranges)
         case Sequence(parts):
-            texts = [_written(part, how) for part in parts]
-            inner = [how.group.format(t) if isinstance(p, Choice) else t for p, t in zip(parts, texts, strict=True)]
-            return how.space.join(text for text in inner if text)
+            return "".join(f"(?:{as_regex(p)})" if isinstance(p, Choice) else as_regex(p) for p in parts)
         case Choice(parts):
-            return how.bar.join(_written(part, how) or how.nothing for part in parts)
+            return "|".join(map(as_regex, parts))
         case Repeat(part, least, most):
-            text = _written(part, how)
-            return (text if isinstance(part, Chars) else how.group.format(text)) + _count(least, most) if text else ""
+            text = as_regex(part)
+            return (text if isinstance(part, Chars) else f"(?:{text})") + _count(least, most) if text else ""
     raise AssertionError(node)
 
 
@@ -377,33 +314,21 @@ def _count(least: int, most: int | None) -> str:
     return f"{{{least},{'' if most is None else most}}}"
 
 
-def _regex_chars(ranges: Ranges) -> str:
+def _chars(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return _regex_char(ranges[0][0])
+        return _char(ranges[0][0])
     negated = ranges[-1][1] == LAST
-    return _bracketed(all_but(ranges) if negated else ranges, _regex_char, negated)
-
-
-def _ebnf_chars(ranges: Ranges) -> str:
-    negated = ranges[-1][1] == LAST
-    return _bracketed(all_but(ranges) if negated else ranges, lambda code: f"\\U{code:08X}", negated)
-
-
-def _bracketed(ranges: Ranges, char: Callable[[int], str], negated: bool) -> str:
+    ranges = all_but(ranges) if negated else ranges
     if ranges and ranges[0][0] == ord("^"):  # not where it would negate, whatever becomes of the escape
         ranges = ((ranges[-1][1], ranges[-1][1]), *ranges)
-    inner = "".join(char(first) if first == last else f"{char(first)}-{char(last)}" for first, last in ranges)
-    return f"[^{inner}]" if negated and inner else f"[{inner or f'{char(0)}-{char(LAST)}'}]"
+    inner = "".join(_char(first) if first == last else f"{_char(first)}-{_char(last)}" for first, last in ranges)
+    return f"[^{inner}]" if negated and inner else f"[{inner or f'{_char(0)}-{_char(LAST)}'}]"
 
 
-def _regex_char(code: int) -> str:
+def _char(code: int) -> str:
     char = chr(code)
     if char in r"\^$.*+?()[]{}|/-":
         return "\\" + char
     if code < 32 or code == 127:
         return f"\\x{code:02x}"
     return char
-
-
-_REGEX = _Notation(_regex_chars, "(?:{})", "|", "", "")
-_EBNF = _Notation(_ebnf_chars, "({})", " | ", " ", '""')

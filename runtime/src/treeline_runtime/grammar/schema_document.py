@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
-import math
 import re
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from treeline_runtime.grammar.backend import GrammarError, NotHereError
+from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.schema_words import VALUES, inner
 
 Schema = dict[str, Any]
@@ -24,14 +22,10 @@ _PLAIN_POINTER = re.compile(r"#[\w/$.-]*", re.ASCII)
 
 
 class UnsupportedError(GrammarError):
-    """A keyword that every backend would ignore, or take for something else."""
+    """A keyword that a library would ignore, or take for something else."""
 
     def __init__(self, keyword: str, path: str, why: str = "is not supported") -> None:
         super().__init__(f"{keyword!r} at {path or '/'} {why}")
-
-
-class UnsupportedHereError(UnsupportedError, NotHereError):
-    """The same of one backend."""
 
 
 def unsatisfiable(path: str, why: str) -> GrammarError:
@@ -47,8 +41,8 @@ class Document:
         self.root = _read(source)
         self.schemas: list[tuple[str, Schema]] = []
         """Each with its path."""
-        self._targets: dict[int, tuple[str, Any, Any]] = {}
-        """Of schemas with a `$ref`: what it means, as `_resolve` has it."""
+        self._targets: dict[int, tuple[str, Schema | bool]] = {}
+        """Of schemas with a `$ref`: what it means, with its path."""
         self._paths: dict[int, str] = {}
         """Where schemas were at first."""
         self._kept: list[Any] = []
@@ -58,12 +52,18 @@ class Document:
             raise UnsupportedError("$schema", "", "names a draft before the fourth, which is not supported")
         self.is_draft_4 = "draft-04" in draft
         self._identifier = "id" if self.is_draft_4 else "$id"
+        self._has_parts = any(
+            "$ref" in found
+            for _, part in _containers("", self.root)
+            if part is not self.root and self._address(part)
+            for _, found in _containers("", part)
+        )
+        """Whether parts with an address of their own refer to something: what that means depends on the part."""
         self.find()
 
     def target(self, schema: Schema) -> Schema | bool:
         """What its `$ref` means."""
-        target: Schema | bool = self._targets[id(schema)][1]
-        return target
+        return self._targets[id(schema)][1]
 
     def resolved(self, option: Any) -> Any:
         """What an option refers to."""
@@ -95,9 +95,9 @@ class Document:
         """The schemas that the root leads to, once more where they were rewritten."""
         self._kept.append(self.schemas)
         self.schemas, seen = [], set[int]()
-        stack: list[tuple[str, Any, Any]] = [("", self.root, self.root)]
+        stack: list[tuple[str, Any]] = [("", self.root)]
         while stack:
-            path, schema, resource = stack.pop()
+            path, schema = stack.pop()
             if not isinstance(schema, dict | bool):
                 raise GrammarError(f"a schema is an object, or true or false: at {path}")
             if isinstance(schema, bool) or id(schema) in seen:
@@ -105,30 +105,29 @@ class Document:
             seen.add(id(schema))
             path = self._paths.setdefault(id(schema), path)
             self.schemas.append((path, schema))
-            resource = schema if self._uri(schema) else resource
             if "$ref" in schema:
                 if id(schema) not in self._targets:
-                    self._targets[id(schema)] = self._resolve(resource, schema["$ref"], path)
+                    self._targets[id(schema)] = self._resolve(schema["$ref"], path)
                 stack.append(self._targets[id(schema)])
-            stack += [(f"{path}/{place}", found, resource) for place, found in inner(schema)]
+            stack += [(f"{path}/{place}", found) for place, found in inner(schema)]
 
-    def _uri(self, schema: Any) -> str:
+    def _address(self, schema: Any) -> str:
         """Where a schema is a document of its own, as it says; "" where it is not one."""
         uri = schema.get(self._identifier) if isinstance(schema, dict) else None
-        return uri if isinstance(uri, str) and not uri.startswith("#") else ""
+        return uri.removesuffix("#") if isinstance(uri, str) and not uri.startswith("#") else ""
 
-    def _resolve(self, resource: Any, reference: Any, path: str) -> tuple[str, Any, Any]:
-        """The path and the schema that a `$ref` at `path` means, and the document that it is in."""
+    def _resolve(self, reference: Any, path: str) -> tuple[str, Schema | bool]:
+        """The path and the schema that a `$ref` at `path` means."""
         if not isinstance(reference, str):
             raise GrammarError(f"'$ref' at {path or '/'} is a text")
         uri, _, fragment = reference.partition("#")
-        if uri:
-            resource = self._document(resource, uri)
-            if resource is None:
-                raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
-        found = resource
+        if uri and uri != self._address(self.root):
+            raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
+        if self._has_parts:
+            raise UnsupportedError("$ref", path, f"beside parts with {self._identifier!r} and '$ref' is not supported")
+        found: Any = self.root
         if fragment and not fragment.startswith("/"):
-            found = next((one for _, one in _containers("", resource) if self._is_named(one, fragment)), None)
+            found = next((one for _, one in _containers("", self.root) if self._is_named(one, fragment)), None)
         for part in urllib.parse.unquote(fragment).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and key in found:
@@ -137,40 +136,16 @@ class Document:
                 found = found[int(key)]
             else:
                 found = None
-            resource = found if self._uri(found) else resource
         if found is None:
             raise GrammarError(f"'$ref' at {path or '/'}: there is no {reference!r}")
         if not isinstance(found, dict | bool):
             raise GrammarError(f"'$ref' at {path or '/'}: {reference!r} is not a schema")
-        return fragment, found, resource
+        return fragment, found
 
     def _is_named(self, schema: Any, name: str) -> bool:
         return isinstance(schema, dict) and (
             schema.get("$anchor") == name or schema.get(self._identifier) == f"#{name}"
         )
-
-    def _document(self, resource: Any, uri: str) -> Any:
-        """The one within this schema that has the address, as it is meant in `resource`."""
-        bases = self._bases
-        wanted = _address(urllib.parse.urljoin(bases[id(resource)][0], uri))
-        return next((schema for base, schema in bases.values() if _address(base) == wanted), None)
-
-    @functools.cached_property
-    def _bases(self) -> dict[int, tuple[str, Any]]:
-        """The address of each document within, and itself."""
-        found = {id(self.root): ("", self.root)}
-        waiting: list[tuple[Any, str]] = [(self.root, "")]
-        while waiting:
-            value, base = waiting.pop()
-            if uri := self._uri(value):
-                base = urllib.parse.urljoin(base, uri)
-                found[id(value)] = (base, value)
-            waiting += [(one, base) for _, one in _members("", value)]
-        return found
-
-
-def _address(uri: str) -> str:
-    return uri.partition("#")[0]
 
 
 def _containers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -196,43 +171,24 @@ def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _read(source: str) -> Schema | bool:
     try:
-        schema = json.loads(source, parse_constant=_refuse_constant)
-        source.encode()
+        schema = json.loads(source)
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise GrammarError(f"the schema is nested more than {MAX_DEPTH} deep") from None
+    except UnicodeEncodeError:
+        raise GrammarError("the schema has half a surrogate pair in a string") from None
     except ValueError as error:
         raise GrammarError(f"the schema is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise GrammarError("a schema is an object, or true or false")
-    _check_values(schema)
-    return schema
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number of JSON")
-
-
-def _check_values(schema: Any) -> None:
-    level = [schema]
+    level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                below += value.values()
-            elif isinstance(value, list):
-                below += value
-            elif isinstance(value, float) and not math.isfinite(value):
-                raise GrammarError("the schema has a number that is too large")
-            elif isinstance(value, str):
-                _check_text(value)
-        if not below:
-            return
-        level = below
+        level = [
+            one
+            for value in level
+            if isinstance(value, dict | list)
+            for one in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return schema
     raise GrammarError(f"the schema is nested more than {MAX_DEPTH} deep")
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise GrammarError("the schema has half a surrogate pair in a string") from None

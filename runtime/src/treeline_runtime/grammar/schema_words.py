@@ -5,7 +5,6 @@ The standard has it that words and formats which are not known are annotations. 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,11 +36,11 @@ UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItem
 DYNAMIC = frozenset(["$dynamicRef", "$recursiveRef"])
 NOBODYS = frozenset(
     [
-        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "oneOf"),
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
         *("contains", "minContains", "maxContains", "uniqueItems"),
     ]
 )
-"""No library has these; some are said in others before (`exclusion`)."""
+"""No library has these; some `propertyNames` are said in others before."""
 OLDER = frozenset(["additionalItems", "dependencies", "nullable"])
 """Of older drafts and of OpenAPI 3.0; `json_schema` says them in others."""
 KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | UNEVALUATED.keys() | DYNAMIC | OLDER | {"type"}
@@ -95,19 +94,3 @@ def ignored(schema: Any) -> list[str]:
             found[f"format.{name}"] = None
         waiting += reversed([below for _, below in inner(one, *DEFINITIONS)])
     return list(found)
-
-
-def meant(word: str) -> str:
-    """The word that this one may be a misspelling of; "" where none is near."""
-    if len(word) > _LONGEST:
-        return ""
-    near = difflib.get_close_matches(_plain(word), _PLAIN, 1, 0.85)
-    return _PLAIN[near[0]] if near and _PLAIN[near[0]] != word else ""
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("_", "").replace("-", "").removeprefix("$")
-
-
-_PLAIN = {_plain(word): word for word in [*sorted(KNOWN), *(f"format.{name}" for name in FORMATS)]}
-_LONGEST = 40
