@@ -249,6 +249,41 @@ def test_white_space_in_a_tags_json_comes_to_an_end(said: dict[str, Any], spaces
     assert [matcher.accept(space) for _ in range(spaces + 1)] == [True] * spaces + [False]
 
 
+@pytest.mark.parametrize(
+    ("schema", "taken", "others"),
+    [
+        ({"type": "integer", "multipleOf": 7}, ["0", "-14", "700"], ["1", "71"]),
+        ({"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 20}, ["7", "14"], ["0", "15", "21"]),
+        ({"type": "object", "patternProperties": {"^x": {"type": "integer"}}}, ["{}", '{"xy":1}'], ['{"xy":"a"}']),
+        ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xy":1}'], ['{"a":1}']),
+    ],
+)
+def test_a_tags_json_takes_what_it_says(schema: dict[str, Any], taken: list[str], others: list[str]) -> None:
+    backend = Backends(VOCABULARY)
+    content = {"type": "json_schema", "json_schema": schema}
+    compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps({"format": content}))))
+    for text, takes in [*((text, True) for text in taken), *((text, False) for text in others)]:
+        matcher = compiled.matcher([END])
+        tokens = [VOCABULARY.texts.index(char.encode()) for char in text]
+        assert (all(map(matcher.accept, tokens)) and matcher.accept(END)) == takes, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "number", "multipleOf": 2}, "'multipleOf' at / is not supported in structural tags"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 1}, "'multipleOf' at / beside one bound is not"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 1, "maximum": 99999}, "'multipleOf' at / within more than"),
+        ({"type": "integer", "multipleOf": 1.5}, "'multipleOf' at / of a fraction, or above 1024"),
+        ({"patternProperties": {"^x": True}, "properties": {"a": True}}, "'patternProperties' at / of several, or"),
+    ],
+)
+def test_words_that_tags_have_not_are_refused_by_name(schema: dict[str, Any], reason: str) -> None:
+    content = {"type": "json_schema", "json_schema": schema}
+    with pytest.raises(GrammarError, match=reason):
+        Backends(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": content})))
+
+
 def test_structural_tags_are_refused_by_what_is_in_them() -> None:
     backend = Backends(VOCABULARY)
     tag = {

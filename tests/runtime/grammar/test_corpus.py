@@ -20,7 +20,7 @@ pytestmark = pytest.mark.deep
 COUNT = int(os.environ.get("TREELINE_SCHEMAS", "1000"))
 VOCABULARIES = {"synthetic": lambda: synthetic_vocabulary(700), "tiny": tiny_vocabulary}
 REASONS = [
-    r"'(not|if|uniqueItems|contains|propertyNames|oneOf|dependentRequired)' at .+ is not supported",
+    r"'(not|if|uniqueItems|contains|propertyNames|oneOf)' at .+ is not supported",
     r"'enum' at .+ has an integer beyond 2\^53",
     r"'minProperties' at .+ above 1 is not supported where keys are free",
     r"'unevaluatedProperties' at .+ is not supported",
@@ -77,7 +77,7 @@ def test_what_finishes_is_valid() -> None:
     unexplained = [reason for reason in refused if not any(re.search(known, reason) for known in REASONS)]
     assert not unexplained
     kinds = collections.Counter(next(known for known in REASONS if re.search(known, why)) for why in refused.elements())
-    assert refused.total() < 0.4 * COUNT, kinds.most_common()
+    assert refused.total() < 0.3 * COUNT, kinds.most_common()
 
 
 @pytest.mark.parametrize("tag", [False, True])

@@ -1,7 +1,7 @@
 """What a JSON Schema says, in fewer words: the same for every backend (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, a `oneOf` of schemas with
-nothing in common is an `anyOf`, annotations and keywords that say nothing are dropped; a schema gets the type that its
+`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says what a value is not
+says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets the type that its
 keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are rewritten from what `re`
 reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts itself in one place
 is refused here, and the words that no library has.
@@ -12,17 +12,18 @@ Texts of the new schema are texts of the old one, not the other way round: where
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache
-from itertools import combinations
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.disjoint import apart, same, types_of
+from treeline_runtime.grammar.disjoint import same, types_of
+from treeline_runtime.grammar.exclusion import in_plain_words
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
-from treeline_runtime.grammar.patterns import as_regex, within
+from treeline_runtime.grammar.patterns import as_regex, texts, within
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
 from treeline_runtime.grammar.schema_words import (
     APPLIED,
@@ -44,6 +45,7 @@ _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJEC
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
+_MOST_TEXTS = 32
 
 
 def simplify(document: Document) -> None:
@@ -54,15 +56,15 @@ def simplify(document: Document) -> None:
         _check_keywords(schema, path)
         _drop_what_says_nothing(schema)
         _apart_from_format(schema)
+        _list_texts(schema)
         _take_unevaluated(schema, path)
     document.find()
-    for path, schema in document.schemas:  # before any of them gets a type, which allows less
-        _one_of(document, schema)
-        _name_properties(document, schema)
+    in_plain_words(document)  # before any of them gets a type, which allows less
+    document.find()
+    for path, schema in document.schemas:
         for key in schema:
             if key in NOBODYS:
                 raise UnsupportedError(key, path)
-    document.find()
     for path, schema in document.schemas:
         _simplify_one(schema, path)
     _check_cycles(document)
@@ -134,7 +136,9 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(["minProperties", "maxProperties"], _is_count),
     **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], _is_number),
     "multipleOf": lambda value: _is_number(value) and value > 0,
-    **dict.fromkeys(["properties", "patternProperties"], lambda value: isinstance(value, dict)),
+    **dict.fromkeys(["properties", "patternProperties", "dependentSchemas"], lambda value: isinstance(value, dict)),
+    "dependentRequired": lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
+    "dependencies": lambda value: isinstance(value, dict),
     **dict.fromkeys(["anyOf", "oneOf", "allOf", "enum"], lambda value: isinstance(value, list) and bool(value)),
     "prefixItems": lambda value: isinstance(value, list),
     **dict.fromkeys(["pattern", "format"], lambda value: isinstance(value, str)),
@@ -148,7 +152,7 @@ def _drop_what_says_nothing(schema: Schema) -> None:
         **{key: [0] for key in ("minLength", "minItems", "minProperties")},
         "uniqueItems": [False],
         **{key: [[]] for key in ("required", "prefixItems")},
-        **{key: [{}] for key in ("patternProperties", "dependentRequired", "dependentSchemas", "dependencies")},
+        **{key: [{}] for key in ("patternProperties", "dependentRequired", "dependentSchemas")},
         **{key: [True, {}] for key in ("propertyNames", "unevaluatedProperties", "unevaluatedItems")},
         "not": [False],
     }
@@ -174,42 +178,15 @@ def _apart_from_format(schema: Schema) -> None:
             schema["allOf"] = [*schema.get("allOf", ()), {"type": "string", "pattern": pattern}]
 
 
-def _one_of(document: Document, schema: Schema) -> None:
-    """What has nothing in common is `anyOf`. For the rest see `schema_support`."""
-    if "oneOf" not in schema:
+def _list_texts(schema: Schema) -> None:
+    """A pattern of a few texts is a list of them, which can be distinguished from others."""
+    if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
         return
-    options = [document.resolved(option) for option in schema["oneOf"]]
-    if all(apart(a, b) for a, b in combinations(options, 2)):
-        made = schema.pop("oneOf")
-        if "anyOf" in schema:
-            schema["allOf"] = [*schema.get("allOf", ()), {"anyOf": made}]
-        else:
-            schema["anyOf"] = made
-
-
-def _name_properties(document: Document, schema: Schema) -> None:
-    """Names of free properties that are a list, or match a pattern, are named where the properties are."""
-    names = document.resolved(schema.get("propertyNames"))
-    if not isinstance(names, dict) or "string" not in listed(names.get("type", "string")):
-        return
-    rest = {word: value for word, value in names.items() if word != "type"}
-    others = schema.get("additionalProperties", True)
-    made: Schema
-    match rest:
-        case {} if not rest:
-            del schema["propertyNames"]
-            return
-        case {"enum": list(known)} if len(rest) == 1:
-            made = {"properties": {name: others for name in known if isinstance(name, str)}}
-        case {"pattern": str(pattern)} if len(rest) == 1:
-            made = {"patternProperties": {pattern: others}}
-        case {"format": str(name)} if len(rest) == 1 and name in FORMATS:
-            made = {"patternProperties": {FORMATS[name]: others}}
-        case _:
-            return
-    if not {"properties", "patternProperties"} & schema.keys():
-        del schema["propertyNames"]
-        schema |= made | {"additionalProperties": False}
+    with contextlib.suppress(GrammarError):  # said with its path, when patterns are read
+        few = texts(within(schema["pattern"]), _MOST_TEXTS)
+        if few:
+            schema["enum"] = few
+            del schema["pattern"]
 
 
 def _take_unevaluated(schema: Schema, path: str) -> None:
@@ -368,6 +345,7 @@ def in_todays_words(schema: Schema, path: str, is_draft_4: bool) -> None:
     _nothing(schema)
     _items(schema, path)
     _exclusive_bounds(schema)
+    _dependencies(schema, path)
     _nullable(schema)
 
 
@@ -401,6 +379,18 @@ def _exclusive_bounds(schema: Schema) -> None:
     for plain, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(schema.get(exclusive), bool) and schema.pop(exclusive) and plain in schema:
             schema[exclusive] = schema.pop(plain)
+
+
+def _dependencies(schema: Schema, path: str) -> None:
+    if not isinstance(schema.get("dependencies"), dict):
+        return
+    for name, needed in schema.pop("dependencies").items():
+        word = "dependentRequired" if isinstance(needed, list) else "dependentSchemas"
+        if word in schema and not isinstance(schema[word], dict):
+            return
+        if name in schema.setdefault(word, {}):
+            raise UnsupportedError("dependencies", path, f"says of {name!r} what {word!r} does")
+        schema[word][name] = needed
 
 
 def _nullable(schema: Schema) -> None:

@@ -20,14 +20,17 @@ The format is `Grammar.serialize_json()` of xgrammar (cpp/grammar_impl.h, `Gramm
 from __future__ import annotations
 
 import heapq
+import importlib
 import json
 import re
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
 from treeline_runtime.grammar.character_sets import characters
+
+_PARSER: Any = importlib.import_module("re._parser")
 
 
 class Kind(IntEnum):
@@ -163,9 +166,7 @@ def _has_character(data: list[int]) -> bool:
 
 def _width(pattern: str) -> int:
     """Of the shortest text that a pattern of ours takes; xgrammar has refused those that take none."""
-    from re import _parser  # type: ignore[attr-defined]
-
     try:
-        return int(_parser.parse(pattern).getwidth()[0])
+        return int(_PARSER.parse(pattern).getwidth()[0])
     except (re.error, OverflowError, RecursionError):
         return 0

@@ -28,12 +28,13 @@ _ESCAPED = ((0, 31), (34, 34), (92, 92))
 _IN_TAGS = "is not supported in structural tags and strict tools"
 _NOT_IN_TAGS = {
     "oneOf": (),
-    "patternProperties": ("object",),
-    "multipleOf": ("number", "integer"),
+    "multipleOf": ("number",),
     "exclusiveMinimum": ("number",),  # an exclusive 0 is taken, as a number
     "exclusiveMaximum": ("number",),
 }
 """By the types that it says something of; (): of all."""
+_MOST_MULTIPLE = 1024
+_MOST_RANGE = 10_000
 
 
 def for_llguidance(source: str) -> str:
@@ -96,19 +97,42 @@ def _check_in_tags(schema: Schema, path: str) -> None:
     for key in ("minimum", "maximum"):
         if "number" in types and key in schema and round(schema[key], 6) != schema[key]:
             raise UnsupportedError(key, path, f"with more than 6 digits after the point {_IN_TAGS}")
+    if "integer" in types and "multipleOf" in schema:
+        _check_multiple(schema, path)
     if "array" in types:
         prefix = schema.get("prefixItems", [])
         if len(prefix) > schema.get("maxItems", math.inf) or False in prefix:
             raise UnsupportedError("prefixItems", path, f"of which some cannot be there {_IN_TAGS}")
     if "object" in types:
-        names = schema.get("properties", {})
-        if any(inner is False for inner in names.values()):
-            raise UnsupportedError("properties", path, f"with false {_IN_TAGS}")
-        if names and schema.get("additionalProperties", False) is not False:
-            # the keys of others may be those of properties, spelt with escapes
-            raise UnsupportedError("additionalProperties", path, f"beside 'properties' {_IN_TAGS}")
-        if schema.get("required") and not names:
-            raise UnsupportedError("required", path, f"of others than 'properties' {_IN_TAGS}")
+        _check_object_in_tags(schema, path)
+
+
+def _check_object_in_tags(schema: Schema, path: str) -> None:
+    names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    if any(inner is False for inner in names.values()):
+        raise UnsupportedError("properties", path, f"with false {_IN_TAGS}")
+    if names and schema.get("additionalProperties", False) is not False:
+        # the keys of others may be those of properties, spelt with escapes
+        raise UnsupportedError("additionalProperties", path, f"beside 'properties' {_IN_TAGS}")
+    if schema.get("required") and not names:
+        raise UnsupportedError("required", path, f"of others than 'properties' {_IN_TAGS}")
+    if len(patterns) > 1 or (patterns and names):
+        raise UnsupportedError("patternProperties", path, f"of several, or beside 'properties', {_IN_TAGS}")
+    if patterns:
+        there = f"{path}/patternProperties"
+        schema["patternProperties"] = {_unescaped(key, there): inner for key, inner in patterns.items()}
+
+
+def _check_multiple(schema: Schema, path: str) -> None:
+    """xgrammar counts the remainder, or lists what is between two bounds."""
+    low = max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=None)
+    high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=None)
+    if not isinstance(schema["multipleOf"], int) or schema["multipleOf"] > _MOST_MULTIPLE:
+        raise UnsupportedError("multipleOf", path, f"of a fraction, or above {_MOST_MULTIPLE}, {_IN_TAGS}")
+    if (low is None) != (high is None):
+        raise UnsupportedError("multipleOf", path, f"beside one bound {_IN_TAGS}")
+    if low is not None and high is not None and high - low > _MOST_RANGE:
+        raise UnsupportedError("multipleOf", path, f"within more than {_MOST_RANGE} {_IN_TAGS}")
 
 
 def _unescaped(pattern: str, path: str) -> str:
@@ -129,5 +153,6 @@ def _close(schema: Schema) -> None:
             schema["items"] = {}
     if "array" in types and "prefixItems" in schema:
         schema["prefixItems"] = [{} if item is True else item for item in schema["prefixItems"]]
-    if "object" in types and not {"properties", "additionalProperties"} & set(schema) and len(schema) > 1:
+    named = {"properties", "patternProperties", "additionalProperties"} & set(schema)
+    if "object" in types and not named and len(schema) > 1:
         schema["additionalProperties"] = {}

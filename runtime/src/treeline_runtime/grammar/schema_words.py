@@ -36,11 +36,11 @@ UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItem
 DYNAMIC = frozenset(["$dynamicRef", "$recursiveRef"])
 NOBODYS = frozenset(
     [
-        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames"),
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "propertyNames"),
         *("contains", "minContains", "maxContains", "uniqueItems"),
     ]
 )
-"""No library has these; some `propertyNames` are said in others before."""
+"""No library has these; some are said in others before (`exclusion`)."""
 OLDER = frozenset(["additionalItems", "dependencies", "nullable"])
 """Of older drafts and of OpenAPI 3.0; `json_schema` says them in others."""
 KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | UNEVALUATED.keys() | DYNAMIC | OLDER | {"type"}

@@ -1,0 +1,311 @@
+"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values and
+`minProperties` beside names, in words that libraries have.
+
+Most of these say what a value is not. `_negated` says it in other words, as alternatives: a text that is none of a
+list, an object without a property, a number beyond a bound. No value of an alternative is one of the schema. Not every
+value that is none of the schema is one of an alternative (what a pattern does not match has none): what is made here
+may allow less than was said, and never more. Where nothing would be left the word stays, to be refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable
+from itertools import combinations, pairwise
+from typing import Any
+
+from treeline_runtime.grammar.disjoint import apart, same, types_of
+from treeline_runtime.grammar.formats import FORMATS
+from treeline_runtime.grammar.patterns import as_regex, none_of
+from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError
+from treeline_runtime.grammar.schema_words import listed
+
+Alternatives = list[Any]
+"""Schemas, of which one at least holds."""
+
+_DEEPEST = 6
+_MOST = 64
+"""Alternatives of one schema, all conditions together: libraries go through those that can be."""
+_MOST_CHARACTERS = 2048
+"""Of the texts that one may not be."""
+_MOST_VALUES = 6
+"""Of lists whose items differ: they have as many sublists as a schema may have alternatives."""
+_MOST_NAMES = 16
+_BASIC = ("string", "number", "boolean", "null", "array", "object")
+_BEYOND = {
+    "minLength": ("string", "maxLength", -1),
+    "maxLength": ("string", "minLength", 1),
+    "minItems": ("array", "maxItems", -1),
+    "maxItems": ("array", "minItems", 1),
+    "minProperties": ("object", "maxProperties", -1),
+    "minimum": ("number", "exclusiveMaximum", 0),
+    "maximum": ("number", "exclusiveMinimum", 0),
+    "exclusiveMinimum": ("number", "maximum", 0),
+    "exclusiveMaximum": ("number", "minimum", 0),
+}
+"""Word → the type it is about, the word for what does not hold it, and how far beyond that begins."""
+
+
+def in_plain_words(document: Document) -> None:
+    """Rewrites the schemas of the document. Raises GrammarError."""
+    rewritten = [(schema, *_conditions(document, schema, path)) for path, schema in document.schemas]
+    for schema, words, conditions in rewritten:
+        for word in words:
+            del schema[word]
+        if len(conditions) == 1 and "anyOf" not in schema:
+            schema["anyOf"] = conditions[0]
+        elif conditions:
+            schema["allOf"] = [*schema.get("allOf", ()), *({"anyOf": one} for one in conditions)]
+    for _path, schema in document.schemas:
+        _name_properties(document, schema)
+
+
+def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str], list[Alternatives]]:
+    """The words of a schema that are said otherwise, and how. It stays as it is, since others may be its opposite."""
+    words, conditions = list[str](), list[Alternatives]()
+    for word, rule in _RULES.items():
+        if word in schema:
+            found = rule(document, schema)
+            if all(found):
+                words += [word, *(("then", "else") if word == "if" else ())]
+                conditions += found
+    count = math.prod(len(one) for one in conditions if one != schema.get("oneOf"))
+    if count > _MOST:
+        raise UnsupportedError(words[0], path, f"with more than {_MOST} alternatives is not supported")
+    return [word for word in words if word in schema], conditions
+
+
+def _not(document: Document, schema: Schema) -> list[Alternatives]:
+    return [_possible(document, _negated(document, schema["not"]), schema)]
+
+
+def _if(document: Document, schema: Schema) -> list[Alternatives]:
+    when, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
+    unless = _possible(document, _negated(document, when), schema)
+    if not unless and when is not True:
+        return [[]]
+    return [[{"allOf": [when, then]}, *({"allOf": [one, otherwise]} for one in unless)]]
+
+
+def _dependent_required(document: Document, schema: Schema) -> list[Alternatives]:
+    return [
+        _depending(document, schema, name, {"required": [name, *needed]})
+        for name, needed in schema["dependentRequired"].items()
+        if needed
+    ]
+
+
+def _dependent_schemas(document: Document, schema: Schema) -> list[Alternatives]:
+    return [
+        _depending(document, schema, name, {"required": [name], "allOf": [needed]})
+        for name, needed in schema["dependentSchemas"].items()
+    ]
+
+
+def _depending(document: Document, schema: Schema, name: str, present: Schema) -> Alternatives:
+    return _possible(document, [_without(name), {"type": "object", **present}, *_of_no({"object"})], schema)
+
+
+def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
+    """Of each option what is of no other, as far as two of them are not apart anyway."""
+    options = [document.resolved(option) for option in schema["oneOf"]]
+    made: Alternatives = []
+    for i, option in enumerate(options):
+        others = [other for j, other in enumerate(options) if j != i and not apart(option, other)]
+        most = max(1, int((_MOST / len(options)) ** (1 / max(1, len(others)))))
+        without = [_possible(document, _negated(document, other), option, schema)[:most] for other in others]
+        if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
+            continue  # all of it is of the other one, too
+        if not all(without):
+            return [[]]
+        one = schema["oneOf"][i]
+        made.append({"allOf": [one, *({"anyOf": other} for other in without)]} if without else one)
+    return [made]
+
+
+def _unique_items(document: Document, schema: Schema) -> list[Alternatives]:
+    """Of a few values, each at most once and in their order."""
+    most = schema.get("maxItems", _MOST_VALUES)
+    if most <= 1:
+        return []
+    items = document.resolved(schema.get("items"))
+    values = _values(items) if isinstance(items, dict) and "prefixItems" not in schema else []
+    if not 0 < len(values) <= _MOST_VALUES:
+        return [[]]
+    counts = range(int(schema.get("minItems", 0)), int(min(most, len(values))) + 1)
+    lists = [chosen for count in counts for chosen in combinations(values, count)]
+    found: Alternatives = [
+        {
+            "type": "array",
+            "prefixItems": [{"enum": [value]} for value in one],
+            "minItems": len(one),
+            "maxItems": len(one),
+        }
+        for one in lists
+    ]
+    return [_possible(document, [*found, *_of_no({"array"})], schema)]
+
+
+def _values(schema: Schema) -> list[Any]:
+    """All that are of a schema, where it lists them."""
+    found = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    if schema.keys() == {"type"} and schema["type"] == "boolean":
+        return [False, True]
+    return [value for i, value in enumerate(found) if not any(same(value, other) for other in found[:i])]
+
+
+def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
+    """One of those that are named, where some are: by the first of them that is there."""
+    names = [*schema.get("properties", ())]
+    if schema["minProperties"] != 1 or not 0 < len(names) <= _MOST_NAMES:
+        return [[]]
+    firsts = [
+        {"type": "object", "properties": dict.fromkeys(names[:i], False), "required": [name]}
+        for i, name in enumerate(names)
+    ]
+    return [_possible(document, [*firsts, *_of_no({"object"})], schema)]
+
+
+_RULES = {
+    "minProperties": _least_properties,
+    "uniqueItems": _unique_items,
+    "dependentRequired": _dependent_required,
+    "dependentSchemas": _dependent_schemas,
+    "not": _not,
+    "if": _if,
+    "oneOf": _one_of,
+}
+
+
+def _only_types(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.keys() == {"type"} and "integer" not in _types(schema)
+
+
+def _possible(document: Document, alternatives: Alternatives, *beside: Any) -> Alternatives:
+    """Those that leave something of these schemas, as far as it shows; what most likely leaves much is first."""
+    schemas = [schema for one in beside if isinstance(schema := document.resolved(one), dict)]
+    found = [one for one in alternatives if all(_agree(document, one, schema) for schema in schemas)]
+    return sorted(found, key=lambda one: not (isinstance(one, dict) and False in one.get("properties", {}).values()))
+
+
+def _agree(document: Document, one: Any, beside: Schema) -> bool:
+    if not isinstance(one, dict):
+        return True
+    if {"type"} <= one.keys() & beside.keys() and not {*_types(one)} & _with_integers(_types(beside)):
+        return False
+    required, known = beside.get("required", ()), beside.get("properties", {})
+    for name, inner in one.get("properties", {}).items():
+        if inner is False and name in required:
+            return False
+        if isinstance(inner, dict) and not _possible(document, inner.get("anyOf", [inner]), known.get(name, True)):
+            return False
+    return True
+
+
+def _types(schema: Schema) -> list[str]:
+    return listed(schema.get("type", []))
+
+
+def _of_no(types: Container[str]) -> Alternatives:
+    """All values of other types."""
+    others = [type for type in _BASIC if type not in types]
+    return [{"type": others}] if others else []
+
+
+def _with_integers(types: Iterable[str]) -> set[str]:
+    return {*types, *(("integer", "number") if {"integer", "number"} & {*types} else ())}
+
+
+def _without(name: str) -> Schema:
+    return {"type": "object", "properties": {name: False}}
+
+
+def _negated(document: Document, schema: Any, depth: int = 0) -> Alternatives:
+    if isinstance(schema, bool):
+        return [] if schema else [True]
+    if depth > _DEEPEST:
+        return []
+    if "$ref" in schema:  # alone, as older drafts have it
+        return _negated(document, document.target(schema), depth + 1)
+    return [one for word, value in schema.items() for one in _word_negated(document, word, value, depth + 1)]
+
+
+def _word_negated(document: Document, word: str, value: Any, depth: int) -> Alternatives:
+    if word in _BEYOND:
+        about, opposite, step = _BEYOND[word]
+        return [{"type": about, opposite: value + step}] if value + step >= 0 or about == "number" else []
+    match word:
+        case "type":
+            return _of_no(_with_integers(listed(value)))
+        case "const":
+            return _none_of([value])
+        case "enum":
+            return _none_of(value)
+        case "required":
+            return [_without(name) for name in value]
+        case "properties":
+            each = {name: _negated(document, inner, depth) for name, inner in value.items()}
+            return [
+                {"type": "object", "properties": {name: {"anyOf": other}}, "required": [name]}
+                for name, other in each.items()
+                if other
+            ]
+        case "not":
+            return [value]
+        case "allOf":
+            return [other for one in value for other in _negated(document, one, depth)]
+        case "anyOf":
+            parts = [_negated(document, one, depth) for one in value]
+            return [{"allOf": [{"anyOf": one} for one in parts]}] if all(parts) else []
+    return []
+
+
+def _none_of(values: list[Any]) -> Alternatives:
+    """Texts and numbers that are none of these, and what is of no type of theirs."""
+    found = _of_no({type for value in values for type in types_of(value)})
+    texts = [value for value in values if isinstance(value, str)]
+    if texts and sum(map(len, texts)) <= _MOST_CHARACTERS:
+        found.append({"type": "string", "pattern": f"^(?:{as_regex(none_of(texts))})$"})
+    truths = {value for value in values if isinstance(value, bool)}
+    if len(truths) == 1:
+        found.append({"enum": [not truths.pop()]})
+    numbers = sorted({value for value in values if isinstance(value, int | float) and not isinstance(value, bool)})
+    if numbers:
+        found += [
+            {"type": "number", "exclusiveMaximum": numbers[0]},
+            {"type": "number", "exclusiveMinimum": numbers[-1]},
+        ]
+        found += [
+            {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": high}
+            for low, high in pairwise(numbers)
+            if high - low >= 1
+        ]
+    return found
+
+
+def _name_properties(document: Document, schema: Schema) -> None:
+    """Names of free properties that are a list, or have a pattern or a length, are named where the properties are."""
+    names = document.resolved(schema.get("propertyNames"))
+    if not isinstance(names, dict):
+        return
+    if names.keys() == {"type"} and "string" in _types(names):
+        del schema["propertyNames"]
+        return
+    if {"properties", "patternProperties"} & schema.keys():
+        return
+    others = schema.get("additionalProperties", True)
+    match {word: value for word, value in names.items() if word != "type"}:
+        case {"enum": list(known), **rest} if not rest:
+            made: Schema = {"properties": {name: others for name in known if isinstance(name, str)}}
+        case {"pattern": str(pattern), **rest} if not rest:
+            made = {"patternProperties": {pattern: others}}
+        case {"format": str(name), **rest} if not rest and name in FORMATS:
+            made = {"patternProperties": {FORMATS[name]: others}}
+        case {**lengths} if lengths and lengths.keys() <= {"minLength", "maxLength"}:
+            least, most = int(lengths.get("minLength", 0)), lengths.get("maxLength")
+            made = {"patternProperties": {f"^[\\s\\S]{{{least},{'' if most is None else int(most)}}}$": others}}
+        case _:
+            return
+    if "string" in (_types(names) or ["string"]):
+        del schema["propertyNames"]
+        schema |= made | {"additionalProperties": False}
