@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -41,8 +42,8 @@ class Document:
         self.root = _read(source)
         self.schemas: list[tuple[str, Schema]] = []
         """Each with its path."""
-        self._targets: dict[int, tuple[str, Schema | bool]] = {}
-        """Of schemas with a `$ref`: what it means, with its path."""
+        self._targets: dict[int, tuple[str, Schema | bool, Any]] = {}
+        """Of schemas with a `$ref`: what it means, as `_resolve` has it."""
         self._paths: dict[int, str] = {}
         """Where schemas were at first."""
         self._kept: list[Any] = []
@@ -52,13 +53,6 @@ class Document:
             raise UnsupportedError("$schema", "", "names a draft before the fourth, which is not supported")
         self.is_draft_4 = "draft-04" in draft
         self._identifier = "id" if self.is_draft_4 else "$id"
-        self._has_parts = any(
-            "$ref" in found
-            for _, part in _containers("", self.root)
-            if part is not self.root and self._address(part)
-            for _, found in _containers("", part)
-        )
-        """Whether parts with an address of their own refer to something: what that means depends on the part."""
         self.find()
 
     def target(self, schema: Schema) -> Schema | bool:
@@ -95,9 +89,9 @@ class Document:
         """The schemas that the root leads to, once more where they were rewritten."""
         self._kept.append(self.schemas)
         self.schemas, seen = [], set[int]()
-        stack: list[tuple[str, Any]] = [("", self.root)]
+        stack: list[tuple[str, Any, Any]] = [("", self.root, self.root)]
         while stack:
-            path, schema = stack.pop()
+            path, schema, resource = stack.pop()
             if not isinstance(schema, dict | bool):
                 raise GrammarError(f"a schema is an object, or true or false: at {path}")
             if isinstance(schema, bool) or id(schema) in seen:
@@ -105,29 +99,32 @@ class Document:
             seen.add(id(schema))
             path = self._paths.setdefault(id(schema), path)
             self.schemas.append((path, schema))
+            resource = schema if self._uri(schema) else resource
             if "$ref" in schema:
                 if id(schema) not in self._targets:
-                    self._targets[id(schema)] = self._resolve(schema["$ref"], path)
+                    self._targets[id(schema)] = self._resolve(resource, schema["$ref"], path)
                 stack.append(self._targets[id(schema)])
-            stack += [(f"{path}/{place}", found) for place, found in inner(schema)]
+            stack += [(f"{path}/{place}", found, resource) for place, found in inner(schema)]
 
-    def _address(self, schema: Any) -> str:
+    def _uri(self, schema: Any) -> str:
         """Where a schema is a document of its own, as it says; "" where it is not one."""
         uri = schema.get(self._identifier) if isinstance(schema, dict) else None
-        return uri.removesuffix("#") if isinstance(uri, str) and not uri.startswith("#") else ""
+        return uri if isinstance(uri, str) and not uri.startswith("#") else ""
 
-    def _resolve(self, reference: Any, path: str) -> tuple[str, Schema | bool]:
-        """The path and the schema that a `$ref` at `path` means."""
+    def _resolve(self, resource: Any, reference: Any, path: str) -> tuple[str, Schema | bool, Any]:
+        """The path and the schema that a `$ref` at `path` in the document `resource` means, and the document that it
+        is in."""
         if not isinstance(reference, str):
             raise GrammarError(f"'$ref' at {path or '/'} is a text")
         uri, _, fragment = reference.partition("#")
-        if uri and uri != self._address(self.root):
-            raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
-        if self._has_parts:
-            raise UnsupportedError("$ref", path, f"beside parts with {self._identifier!r} and '$ref' is not supported")
-        found: Any = self.root
+        if uri:
+            wanted = urllib.parse.urljoin(self._documents[id(resource)][0], uri)
+            resource = next((document for base, document in self._documents.values() if base == wanted), None)
+            if resource is None:
+                raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
+        found = resource
         if fragment and not fragment.startswith("/"):
-            found = next((one for _, one in _containers("", self.root) if self._is_named(one, fragment)), None)
+            found = next((one for _, one in _containers("", resource) if self._is_named(one, fragment)), None)
         for part in urllib.parse.unquote(fragment).split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(found, dict) and key in found:
@@ -136,16 +133,30 @@ class Document:
                 found = found[int(key)]
             else:
                 found = None
+            resource = found if self._uri(found) else resource
         if found is None:
             raise GrammarError(f"'$ref' at {path or '/'}: there is no {reference!r}")
         if not isinstance(found, dict | bool):
             raise GrammarError(f"'$ref' at {path or '/'}: {reference!r} is not a schema")
-        return fragment, found
+        return fragment, found, resource
 
     def _is_named(self, schema: Any, name: str) -> bool:
         return isinstance(schema, dict) and (
             schema.get("$anchor") == name or schema.get(self._identifier) == f"#{name}"
         )
+
+    @functools.cached_property
+    def _documents(self) -> dict[int, tuple[str, Any]]:
+        """The address of each document within, and itself."""
+        found = {id(self.root): ("", self.root)}
+        waiting: list[tuple[Any, str]] = [(self.root, "")]
+        while waiting:
+            value, base = waiting.pop()
+            if uri := self._uri(value):
+                base = urllib.parse.urljoin(base, uri).partition("#")[0]
+                found[id(value)] = base, value
+            waiting += [(one, base) for _, one in _members("", value)]
+        return found
 
 
 def _containers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
