@@ -12,7 +12,6 @@ Texts of the new schema are texts of the old one, not the other way round: where
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -23,7 +22,7 @@ from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.disjoint import same, types_of
 from treeline_runtime.grammar.exclusion import in_plain_words
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
-from treeline_runtime.grammar.patterns import as_regex, texts, within
+from treeline_runtime.grammar.patterns import as_regex, within
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
 from treeline_runtime.grammar.schema_words import (
     APPLIED,
@@ -45,7 +44,6 @@ _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJEC
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
-_MOST_TEXTS = 32
 
 
 def simplify(document: Document) -> None:
@@ -56,7 +54,6 @@ def simplify(document: Document) -> None:
         _check_keywords(schema, path)
         _drop_what_says_nothing(schema)
         _apart_from_format(schema)
-        _list_texts(schema)
         _take_unevaluated(schema, path)
     document.find()
     in_plain_words(document)  # before any of them gets a type, which allows less
@@ -161,6 +158,8 @@ def _drop_what_says_nothing(schema: Schema) -> None:
             del schema[key]
     if schema.get("minProperties", 0) <= len(set(schema.get("required", ()))):
         schema.pop("minProperties", None)
+    if schema.get("maxItems", math.inf) <= 1:
+        schema.pop("uniqueItems", None)
     if "if" not in schema or not {"then", "else"} & set(schema):
         for key in ("if", "then", "else"):
             schema.pop(key, None)
@@ -176,17 +175,6 @@ def _apart_from_format(schema: Schema) -> None:
         pattern = schema.pop("pattern")
         if pattern != REDUNDANT.get(name):
             schema["allOf"] = [*schema.get("allOf", ()), {"type": "string", "pattern": pattern}]
-
-
-def _list_texts(schema: Schema) -> None:
-    """A pattern of a few texts is a list of them, which can be distinguished from others."""
-    if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
-        return
-    with contextlib.suppress(GrammarError):  # said with its path, when patterns are read
-        few = texts(within(schema["pattern"]), _MOST_TEXTS)
-        if few:
-            schema["enum"] = few
-            del schema["pattern"]
 
 
 def _take_unevaluated(schema: Schema, path: str) -> None:

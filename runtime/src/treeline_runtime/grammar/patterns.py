@@ -262,33 +262,6 @@ _CATEGORIES = {
 }
 
 
-def texts(node: Node, most: int) -> list[str] | None:
-    """All texts of a node, where they are so few."""
-    found: list[str] = []
-    match node:
-        case Chars(ranges):
-            if sum(last - first + 1 for first, last in ranges) > most:
-                return None
-            found = [chr(code) for first, last in ranges for code in range(first, last + 1)]
-        case Choice(parts):
-            for part in parts:
-                if (own := texts(part, most)) is None:
-                    return None
-                found += own
-        case Sequence(parts):
-            found = [""]
-            for part in parts:
-                ends = texts(part, most)
-                if ends is None or len(found) * len(ends) > most:
-                    return None
-                found = [start + end for start in found for end in ends]
-        case Repeat(part, least, upmost) if least == upmost == 1:
-            return texts(part, most)
-        case _:
-            return None
-    return None if len(found) > most else list(dict.fromkeys(found))
-
-
 def none_of(texts: Iterable[str]) -> Node:
     """All texts but these."""
     ends, rest = False, dict[str, list[str]]()
