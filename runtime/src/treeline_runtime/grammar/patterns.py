@@ -21,7 +21,7 @@ from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
-from treeline_runtime.grammar.character_sets import LAST, Ranges, all_but, category, characters, with_cases
+from treeline_runtime.grammar.character_sets import ASCII, LAST, Ranges, all_but, unicode, union, with_cases
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Reader:
                     ranges += _cased((argument,), flags, outside=negated)
                 case op.CATEGORY:
                     ranges += _category(argument, outside=negated)
-        chars = characters(ranges, negated)
+        chars = all_but(ranges) if negated else union(ranges)
         if not chars:
             raise _RefusedError("a set without characters")
         return Chars(chars)
@@ -248,8 +248,8 @@ def _category(code: Any, outside: bool) -> Ranges:
     """outside: it is within a set that is negated, so that it must have all that any dialect counts in."""
     name, negative = _CATEGORIES[code]
     if negative:
-        return all_but(category(name, wide=not outside))
-    return category(name, wide=outside)
+        return all_but(ASCII[name] if outside else unicode(name))
+    return unicode(name) if outside else ASCII[name]
 
 
 _CATEGORIES = {

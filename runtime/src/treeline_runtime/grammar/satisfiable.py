@@ -28,7 +28,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
-from treeline_runtime.grammar.character_sets import characters
+from treeline_runtime.grammar.character_sets import all_but, union
 
 _PARSER: Any = importlib.import_module("re._parser")
 
@@ -161,7 +161,7 @@ def shortest_texts(rules: Rules) -> dict[int, int]:
 
 def _has_character(data: list[int]) -> bool:
     ranges = [(first, last) for first, last in zip(data[1::2], data[2::2], strict=True) if first <= last]
-    return bool(characters(ranges, negated=bool(data[0])))
+    return bool(all_but(ranges) if data[0] else union(ranges))
 
 
 def _width(pattern: str) -> int:
