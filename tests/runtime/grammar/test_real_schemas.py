@@ -44,6 +44,10 @@ def _of(schema: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"a": schema, "b": {"type": "string"}}, "additionalProperties": False}
 
 
+def _node(child: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"name": {"type": "string"}, "a": child}, "required": ["name", "a"]}
+
+
 def _tagged(kind: str, more: dict[str, Any]) -> dict[str, Any]:
     properties = {"kind": {"const": kind}, **more}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -126,6 +130,8 @@ def _tagged(kind: str, more: dict[str, Any]) -> dict[str, Any]:
             ["2"],
         ),
         ({"$ref": "#n", "$defs": {"a": {"$anchor": "n", "enum": [1]}}}, ["1"], ["2"]),
+        (_node({"anyOf": [{"$ref": "#"}, {"type": "null"}]}), ['{"name": "x", "a": null}'], ['{"name": "x"}']),
+        (_node({"type": "array", "items": {"$ref": "#"}}), ['{"name": "x", "a": []}'], ['{"name": "x", "a": [1]}']),
         ({"$schema": DRAFT_4, "$ref": "#n", "definitions": {"a": {"id": "#n", "enum": [1]}}}, ["1"], ["2"]),
         ({"$ref": "b#/$defs/c", "$defs": {"a": {"$id": "b", "$defs": {"c": {"enum": [1]}}}}}, ["1"], ["2"]),
         (
@@ -165,7 +171,10 @@ def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken
         ({"type": "object", "propertyNames": {"not": {"const": "a"}}}, "'propertyNames' at /"),
         ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'oneOf' is not supported where two of its schemas"),
         ({"$ref": "#"}, "the schema at / refers to itself for the same value"),
-        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "can never be satisfied"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "hold another one of its kind"),
+        (_node({"$ref": "#"}), "hold another one of its kind: at /"),
+        (_node({"type": "array", "items": {"$ref": "#"}, "minItems": 2}), "hold another one of its kind: at /"),
+        (_node({"anyOf": [{"$ref": "#"}, {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}]}), "hold"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, r"'\$schema' at / names a draft before the fourth"),
         ({"$schema": DRAFT_4, "oneOf": [{"const": 1}, {"const": 2}]}, "'const' at /oneOf/1 is no word of draft 4"),
         ({"prefixItems": [True], "items": [True]}, "'items' at / is a list beside"),
