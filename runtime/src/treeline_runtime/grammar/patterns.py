@@ -100,7 +100,7 @@ def _read(pattern: str) -> Node:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = parser.parse(pattern)
-        return _Reader(parsed.state.flags).sequence(parsed, parsed.state.flags)
+        return _sequence(parsed, parsed.state.flags)
     except (re.error, OverflowError) as error:
         raise GrammarError(f"the pattern {_short(pattern)} is not a regular expression: {error}") from None
     except RecursionError:
@@ -117,60 +117,57 @@ class _RefusedError(Exception):
     """The text names what is refused."""
 
 
-class _Reader:
-    """From what `re` has parsed to nodes. Flags are as they are at the place."""
+def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> Node:
+    """Of what `re` has parsed. flags: as they are at the place."""
+    parts = [_item(code, argument, flags) for code, argument in items]
+    return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
-    def __init__(self, flags: int) -> None:
-        if flags & re.LOCALE:
-            raise _RefusedError("the flag L")
 
-    def sequence(self, items: Iterable[tuple[Any, Any]], flags: int) -> Node:
-        parts = [self._item(code, argument, flags) for code, argument in items]
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+def _item(code: Any, argument: Any, flags: int) -> Node:
+    if code is op.LITERAL:
+        return Chars(_cased(((argument, argument),), flags))
+    if code is op.NOT_LITERAL:
+        return Chars(all_but(_cased(((argument, argument),), flags, outside=True)))
+    if code is op.ANY:
+        return Chars(all_but(() if flags & re.DOTALL else ((10, 10),)))
+    if code is op.IN:
+        return _set(argument, flags)
+    if code is op.BRANCH:
+        return Choice(tuple(_sequence(branch, flags) for branch in argument[1]))
+    if code is op.SUBPATTERN:
+        _group, add, remove, items = argument
+        return _sequence(items, (flags | add) & ~remove)
+    if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+        least, most, items = argument
+        return Repeat(_sequence(items, flags), least, None if most is op.MAXREPEAT else most)
+    if code is op.AT:
+        return _anchor(argument, flags)
+    raise _RefusedError(_REFUSED.get(code, str(code)))
 
-    def _item(self, code: Any, argument: Any, flags: int) -> Node:
-        if code is op.LITERAL:
-            return Chars(_cased(((argument, argument),), flags))
-        if code is op.NOT_LITERAL:
-            return Chars(all_but(_cased(((argument, argument),), flags, outside=True)))
-        if code is op.ANY:
-            return Chars(all_but(() if flags & re.DOTALL else ((10, 10),)))
-        if code is op.IN:
-            return self._set(argument, flags)
-        if code is op.BRANCH:
-            return Choice(tuple(self.sequence(branch, flags) for branch in argument[1]))
-        if code is op.SUBPATTERN:
-            _group, add, remove, items = argument
-            return self.sequence(items, (flags | add) & ~remove)
-        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
-            least, most, items = argument
-            return Repeat(self.sequence(items, flags), least, None if most is op.MAXREPEAT else most)
-        if code is op.AT:
-            return self._anchor(argument, flags)
-        raise _RefusedError(_REFUSED.get(code, str(code)))
 
-    def _anchor(self, argument: Any, flags: int) -> Anchor:
-        if argument in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY):
-            raise _RefusedError("a word boundary")
-        if flags & re.MULTILINE and argument in (op.AT_BEGINNING, op.AT_END):
-            raise _RefusedError("the flag m with an anchor")
-        return Anchor(argument in (op.AT_BEGINNING, op.AT_BEGINNING_STRING))
+def _anchor(argument: Any, flags: int) -> Anchor:
+    if argument in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY):
+        raise _RefusedError("a word boundary")
+    if flags & re.MULTILINE and argument in (op.AT_BEGINNING, op.AT_END):
+        raise _RefusedError("the flag m with an anchor")
+    return Anchor(argument in (op.AT_BEGINNING, op.AT_BEGINNING_STRING))
 
-    def _set(self, items: list[tuple[Any, Any]], flags: int) -> Node:
-        negated = items[0][0] is op.NEGATE
-        ranges: list[tuple[int, int]] = []
-        for code, argument in items[negated:]:
-            match code:
-                case op.LITERAL:
-                    ranges += _cased(((argument, argument),), flags, outside=negated)
-                case op.RANGE:
-                    ranges += _cased((argument,), flags, outside=negated)
-                case op.CATEGORY:
-                    ranges += _category(argument, outside=negated)
-        chars = all_but(ranges) if negated else union(ranges)
-        if not chars:
-            raise _RefusedError("a set without characters")
-        return Chars(chars)
+
+def _set(items: list[tuple[Any, Any]], flags: int) -> Node:
+    negated = items[0][0] is op.NEGATE
+    ranges: list[tuple[int, int]] = []
+    for code, argument in items[negated:]:
+        match code:
+            case op.LITERAL:
+                ranges += _cased(((argument, argument),), flags, outside=negated)
+            case op.RANGE:
+                ranges += _cased((argument,), flags, outside=negated)
+            case op.CATEGORY:
+                ranges += _category(argument, outside=negated)
+    chars = all_but(ranges) if negated else union(ranges)
+    if not chars:
+        raise _RefusedError("a set without characters")
+    return Chars(chars)
 
 
 _REFUSED = {
