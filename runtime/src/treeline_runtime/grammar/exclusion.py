@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -74,12 +75,12 @@ def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str
 
 
 def _not(document: Document, schema: Schema) -> list[Alternatives]:
-    return [_possible(document, _negated(document, schema["not"]), schema)]
+    return [_negated(document, schema["not"])]
 
 
 def _if(document: Document, schema: Schema) -> list[Alternatives]:
     when, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
-    unless = _possible(document, _negated(document, when), schema)
+    unless = _negated(document, when)
     if not unless and when is not True:
         return [[]]
     return [[{"allOf": [when, then]}, *({"allOf": [one, otherwise]} for one in unless)]]
@@ -87,7 +88,7 @@ def _if(document: Document, schema: Schema) -> list[Alternatives]:
 
 def _dependent_required(document: Document, schema: Schema) -> list[Alternatives]:
     return [
-        _depending(document, schema, name, {"required": [name, *needed]})
+        _depending(name, {"required": [name, *needed]})
         for name, needed in schema["dependentRequired"].items()
         if needed
     ]
@@ -95,13 +96,12 @@ def _dependent_required(document: Document, schema: Schema) -> list[Alternatives
 
 def _dependent_schemas(document: Document, schema: Schema) -> list[Alternatives]:
     return [
-        _depending(document, schema, name, {"required": [name], "allOf": [needed]})
-        for name, needed in schema["dependentSchemas"].items()
+        _depending(name, {"required": [name], "allOf": [needed]}) for name, needed in schema["dependentSchemas"].items()
     ]
 
 
-def _depending(document: Document, schema: Schema, name: str, present: Schema) -> Alternatives:
-    return _possible(document, [_without(name), {"type": "object", **present}, *_of_no({"object"})], schema)
+def _depending(name: str, present: Schema) -> Alternatives:
+    return [_without(name), {"type": "object", **present}, *_of_no({"object"})]
 
 
 def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
@@ -111,7 +111,7 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
     for i, option in enumerate(options):
         others = [other for j, other in enumerate(options) if j != i and not apart(option, other)]
         most = max(1, int((_MOST / len(options)) ** (1 / max(1, len(others)))))
-        without = [_possible(document, _negated(document, other), option, schema)[:most] for other in others]
+        without = [sorted(_negated(document, other), key=partial(_loss, option))[:most] for other in others]
         if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
             continue  # all of it is of the other one, too
         if not all(without):
@@ -130,7 +130,7 @@ def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
         {"type": "object", "properties": dict.fromkeys(names[:i], False), "required": [name]}
         for i, name in enumerate(names)
     ]
-    return [_possible(document, [*firsts, *_of_no({"object"})], schema)]
+    return [[*firsts, *_of_no({"object"})]]
 
 
 _RULES = {
@@ -147,25 +147,15 @@ def _only_types(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.keys() == {"type"} and "integer" not in _types(schema)
 
 
-def _possible(document: Document, alternatives: Alternatives, *beside: Any) -> Alternatives:
-    """Those that leave something of these schemas, as far as it shows; what most likely leaves much is first."""
-    schemas = [schema for one in beside if isinstance(schema := document.resolved(one), dict)]
-    found = [one for one in alternatives if all(_agree(document, one, schema) for schema in schemas)]
-    return sorted(found, key=lambda one: not (isinstance(one, dict) and False in one.get("properties", {}).values()))
-
-
-def _agree(document: Document, one: Any, beside: Schema) -> bool:
-    if not isinstance(one, dict):
-        return True
-    if {"type"} <= one.keys() & beside.keys() and not {*_types(one)} & _with_integers(_types(beside)):
-        return False
-    required, known = beside.get("required", ()), beside.get("properties", {})
-    for name, inner in one.get("properties", {}).items():
-        if inner is False and name in required:
-            return False
-        if isinstance(inner, dict) and not _possible(document, inner.get("anyOf", [inner]), known.get(name, True)):
-            return False
-    return True
+def _loss(option: Any, alternative: Any) -> int:
+    """How much of an option an alternative takes away: 0 = a property, 1 = perhaps more, 2 = all of it."""
+    if not isinstance(option, dict) or not isinstance(alternative, dict):
+        return 1
+    absent = {name for name, inner in alternative.get("properties", {}).items() if inner is False}
+    types = {*_types(option)} & _with_integers(_types(alternative))
+    if absent & {*option.get("required", ())} or ({"type"} <= option.keys() & alternative.keys() and not types):
+        return 2
+    return 0 if absent else 1
 
 
 def _types(schema: Schema) -> list[str]:
