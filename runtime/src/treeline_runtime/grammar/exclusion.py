@@ -1,5 +1,5 @@
-"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames` and `minProperties` beside names, in
-words that libraries have.
+"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values and
+`minProperties` beside names, in words that libraries have.
 
 Most of these say what a value is not. `_negated` says it in other words, as alternatives: a text that is none of a
 list, an object without a property, a number beyond a bound. No value of an alternative is one of the schema. Not every
@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
-from treeline_runtime.grammar.disjoint import apart, types_of
+from treeline_runtime.grammar.disjoint import apart, same, types_of
 from treeline_runtime.grammar.formats import FORMATS
 from treeline_runtime.grammar.patterns import as_regex, none_of
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError
@@ -29,6 +29,8 @@ _MOST = 64
 """Alternatives of one schema, all conditions together: libraries go through those that can be."""
 _MOST_CHARACTERS = 2048
 """Of the texts that one may not be."""
+_MOST_VALUES = 6
+"""Of lists whose items differ: they have as many sublists as a schema may have alternatives."""
 _MOST_NAMES = 16
 _BASIC = ("string", "number", "boolean", "null", "array", "object")
 _BEYOND = {
@@ -121,6 +123,35 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
     return [made]
 
 
+def _unique_items(document: Document, schema: Schema) -> list[Alternatives]:
+    """Of a few values, each at most once and in their order."""
+    items = document.resolved(schema.get("items"))
+    values = _values(items) if isinstance(items, dict) and "prefixItems" not in schema else []
+    if not 0 < len(values) <= _MOST_VALUES:
+        return [[]]
+    most = min(schema.get("maxItems", _MOST_VALUES), len(values))
+    counts = range(int(schema.get("minItems", 0)), int(most) + 1)
+    found: Alternatives = [
+        {
+            "type": "array",
+            "prefixItems": [{"enum": [value]} for value in chosen],
+            "minItems": count,
+            "maxItems": count,
+        }
+        for count in counts
+        for chosen in combinations(values, count)
+    ]
+    return [[*found, *_of_no({"array"})]]
+
+
+def _values(schema: Schema) -> list[Any]:
+    """All that are of a schema, where it lists them."""
+    found = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    if schema.keys() == {"type"} and schema["type"] == "boolean":
+        return [False, True]
+    return [value for i, value in enumerate(found) if not any(same(value, other) for other in found[:i])]
+
+
 def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
     """One of those that are named, where some are: by the first of them that is there."""
     names = [*schema.get("properties", ())]
@@ -135,6 +166,7 @@ def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
 
 _RULES = {
     "minProperties": _least_properties,
+    "uniqueItems": _unique_items,
     "dependentRequired": _dependent_required,
     "dependentSchemas": _dependent_schemas,
     "not": _not,
