@@ -4,7 +4,7 @@
     python runtime/benchmarks/schema_corpus.py .cache/jsonschemabench --every 8
 
 Each schema of JSONSchemaBench (`data/SPLIT/*.json`) and of MaskBench (`maskbench/data/*.json`, with instances that are
-valid and invalid) is compiled by the backend `auto`; from each that is taken, texts are drawn token by token under its
+valid and invalid) is compiled; from each that is taken, texts are drawn token by token under its
 masks with the tiny model's vocabulary, and `jsonschema` judges them, with formats. Prints rows of JSON:
 
 - `corpus.accepted.SET` and `corpus.accepted.SET.SPLIT`: the share that is taken.
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.grammar_schemas import judge, parse  # noqa: E402
 from support.grammar_walks import Walker, tiny_vocabulary  # noqa: E402
 from treeline_runtime.grammar.backend import Compiled, GrammarError  # noqa: E402
-from treeline_runtime.grammar.backends import load_backend  # noqa: E402
+from treeline_runtime.grammar.backends import Backends  # noqa: E402
 from treeline_runtime.messages import Grammar  # noqa: E402
 
 WALKS = 2
@@ -48,7 +48,7 @@ class Run:
     def __init__(self, seed: int) -> None:
         self._vocabulary = tiny_vocabulary()
         self._bytes = {text[0]: i for i, text in reversed([*enumerate(self._vocabulary.texts)]) if len(text) == 1}
-        self._backend = load_backend("auto")(self._vocabulary)
+        self._backend = Backends(self._vocabulary)
         self._walker = Walker(self._backend, self._vocabulary)
         self._seed = seed
         self.taken: dict[str, list[bool]] = collections.defaultdict(list)

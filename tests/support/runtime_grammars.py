@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from treeline_runtime.grammar.backend import Compiled, GrammarError
+from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.grammar.constraint import GrammarConstraint, GrammarFiller
 from treeline_runtime.grammar.jump_forward import jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
 from treeline_runtime.messages import Grammar
 from treeline_wire.tokenizer import TokenizerBundle
 
@@ -35,8 +35,8 @@ def vocabulary() -> Vocabulary:
 
 
 @functools.cache
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(vocabulary())
+def backend() -> Backends:
+    return Backends(vocabulary())
 
 
 @functools.cache
@@ -55,9 +55,7 @@ class Compiler:
             future.set_exception(error)
         return future
 
-    def constraint(
-        self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "", min_tokens: int = 0
-    ) -> GrammarConstraint:
+    def constraint(self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "") -> GrammarConstraint:
         ends = sorted(id for id in stop_ids if not vocabulary().texts[id])
         return GrammarConstraint(
             compiled,
@@ -65,7 +63,6 @@ class Compiler:
             texts=vocabulary().with_marks(),
             stop_ids=ends,
             after=after,
-            min_tokens=min_tokens,
         )
 
     def forget(self, grammar: Grammar, *_: str | None) -> None:

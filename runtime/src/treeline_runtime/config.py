@@ -227,11 +227,6 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
         "thinking_budget (default: none; code is never taken from requests)",
     )
-    grammar_backend: Literal["auto", "llguidance", "xgrammar"] = setting(
-        "auto",
-        group=None,
-        help="what structured output is made with (default: auto: llguidance, and xgrammar for what it has not)",
-    )
     jump_forward: Literal["auto", "on", "off"] = setting(
         "auto",
         group=None,

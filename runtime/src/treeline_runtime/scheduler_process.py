@@ -90,7 +90,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     gc.collect()
     gc.freeze()  # what is there now stays: no later collection walks through it between two steps
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
-    scheduler.grammars.warm(lambda: scheduler.is_idle)
+    scheduler.grammars.warm()
     scheduler.run_forever(stop=lambda: False)  # ends with the process
 
 

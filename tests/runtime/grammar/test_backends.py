@@ -1,19 +1,18 @@
-"""What every backend keeps: masks and `accept` agree, rolling back leaves nothing, each kind of grammar means it."""
+"""What both libraries keep: masks and `accept` agree, rolling back leaves nothing, each kind of grammar means it."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import lark
 import pytest
 import torch
 from support.grammar_walks import Walker, synthetic_vocabulary
-from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import BACKENDS, load_backend
+from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(700)
@@ -39,9 +38,9 @@ GRAMMARS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance", "auto"])
-def backend(request: pytest.FixtureRequest) -> GrammarBackend:
-    return load_backend(request.param)(VOCABULARY)
+@pytest.fixture(scope="module")
+def backend() -> GrammarBackend:
+    return Backends(VOCABULARY)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +220,7 @@ TAG = {
 
 
 def test_structural_tags_hold_schemas_and_patterns_to_what_they_say() -> None:
-    backend = load_backend("xgrammar")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps(TAG))))
     walker, found = Walker(backend, VOCABULARY), 0
     for seed in range(60):
@@ -241,7 +240,7 @@ def test_structural_tags_hold_schemas_and_patterns_to_what_they_say() -> None:
     ("said", "spaces"), [({}, 1), ({"max_whitespace_cnt": None}, 1), ({"max_whitespace_cnt": 3}, 3)]
 )
 def test_white_space_in_a_tags_json_comes_to_an_end(said: dict[str, Any], spaces: int) -> None:
-    backend = load_backend("xgrammar")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     content = {"type": "json_schema", "json_schema": PERSON, **said}
     compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps({"format": content}))))
     matcher = compiled.matcher([END])
@@ -250,8 +249,43 @@ def test_white_space_in_a_tags_json_comes_to_an_end(said: dict[str, Any], spaces
     assert [matcher.accept(space) for _ in range(spaces + 1)] == [True] * spaces + [False]
 
 
+@pytest.mark.parametrize(
+    ("schema", "taken", "others"),
+    [
+        ({"type": "integer", "multipleOf": 7}, ["0", "-14", "700"], ["1", "71"]),
+        ({"type": "integer", "multipleOf": 7, "minimum": 7, "maximum": 20}, ["7", "14"], ["0", "15", "21"]),
+        ({"type": "object", "patternProperties": {"^x": {"type": "integer"}}}, ["{}", '{"xy":1}'], ['{"xy":"a"}']),
+        ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xy":1}'], ['{"a":1}']),
+    ],
+)
+def test_a_tags_json_takes_what_it_says(schema: dict[str, Any], taken: list[str], others: list[str]) -> None:
+    backend = Backends(VOCABULARY)
+    content = {"type": "json_schema", "json_schema": schema}
+    compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps({"format": content}))))
+    for text, takes in [*((text, True) for text in taken), *((text, False) for text in others)]:
+        matcher = compiled.matcher([END])
+        tokens = [VOCABULARY.texts.index(char.encode()) for char in text]
+        assert (all(map(matcher.accept, tokens)) and matcher.accept(END)) == takes, text
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "number", "multipleOf": 2}, "'multipleOf' at / is not supported in structural tags"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 1}, "'multipleOf' at / beside one bound is not"),
+        ({"type": "integer", "multipleOf": 2, "minimum": 1, "maximum": 99999}, "'multipleOf' at / within more than"),
+        ({"type": "integer", "multipleOf": 1.5}, "'multipleOf' at / of a fraction, or above 1024"),
+        ({"patternProperties": {"^x": True}, "properties": {"a": True}}, "'patternProperties' at / of several, or"),
+    ],
+)
+def test_words_that_tags_have_not_are_refused_by_name(schema: dict[str, Any], reason: str) -> None:
+    content = {"type": "json_schema", "json_schema": schema}
+    with pytest.raises(GrammarError, match=reason):
+        Backends(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": content})))
+
+
 def test_structural_tags_are_refused_by_what_is_in_them() -> None:
-    backend = load_backend("auto")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     tag = {
         "type": "tag",
         "begin": "<",
@@ -260,8 +294,6 @@ def test_structural_tags_are_refused_by_what_is_in_them() -> None:
     }
     with pytest.raises(GrammarError, match="'uniqueItems' at / is not supported"):
         backend.compile(Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": tag})))
-    with pytest.raises(GrammarError, match="not supported by llguidance"):
-        load_backend("llguidance")(VOCABULARY).compile(Grammar("structural_tag", json.dumps(TAG)))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +307,7 @@ def test_structural_tags_are_refused_by_what_is_in_them() -> None:
 )
 def test_what_the_library_would_pass_over_in_a_structural_tag_is_refused(format: dict[str, Any], reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
-        load_backend("auto")(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": format})))
+        Backends(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": format})))
 
 
 @pytest.mark.parametrize(
@@ -291,31 +323,25 @@ def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: A
         backend.compile(Grammar("json", json.dumps(schema)))
 
 
-def test_the_setting_names_the_backends() -> None:
-    names = get_args(get_type_hints(SchedulerConfig)["grammar_backend"])
-    assert set(names) == set(BACKENDS)
-    with pytest.raises(ConfigError, match="grammar_backend must be auto, llguidance or xgrammar, got 'outlines'"):
-        SchedulerConfig(model="m", grammar_backend="outlines")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
-    ("name", "grammar"),
+    "grammar",
     [
-        ("llguidance", Grammar("choice", json.dumps([f"choice number {i}" for i in range(2000)]))),
-        ("xgrammar", Grammar("ebnf", "root ::= " + " | ".join(f'"w{i}" [a-z]+' for i in range(60)))),
+        Grammar("choice", json.dumps([f"choice number {i}" for i in range(2000)])),
+        Grammar("ebnf", "root ::= " + " | ".join(f'"w{i}" [a-z]+' for i in range(60))),
     ],
+    ids=lambda grammar: grammar.kind,
 )
-def test_what_a_grammar_takes_is_not_a_fraction_of_what_is_said(name: str, grammar: Grammar) -> None:
+def test_what_a_grammar_takes_is_not_a_fraction_of_what_is_said(grammar: Grammar) -> None:
     """Of the heap: 60 bytes for a character of llguidance's text, xgrammar's as many as it has serialised."""
-    backend = load_backend(name)(synthetic_vocabulary(2000))
+    backend = Backends(synthetic_vocabulary(2000))
     compiled = backend.compile(grammar)
-    least = 60 * len(compiled) if name == "llguidance" else len(compiled) - 1
+    least = 60 * (len(compiled) - 1) if grammar.kind == "choice" else len(compiled) - 1
     assert backend.load(compiled).num_bytes >= least
 
 
 def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
     """Each in full; one may begin another, and may be empty."""
-    backend = load_backend("llguidance")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     texts = ["", "a", "ab", *(f"c{i} is a choice" for i in range(4093))]
     compiled = backend.load(backend.compile(Grammar("choice", json.dumps(texts))))
     walker, draw = Walker(backend, VOCABULARY), random.Random(5)
@@ -335,6 +361,4 @@ def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
 def test_a_step_behind_the_first_that_is_too_much_is_found_by_the_compilation() -> None:
     patterns = [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,99}}$"} for n in range(50, 90)]
     with pytest.raises(GrammarError, match="too many"):
-        load_backend("llguidance")(VOCABULARY).compile(
-            Grammar("json", json.dumps({"anyOf": patterns, "minLength": 50}))
-        )
+        Backends(VOCABULARY).compile(Grammar("json", json.dumps({"anyOf": patterns, "minLength": 50})))

@@ -22,18 +22,18 @@ from treeline_runtime.confined.pool import PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import CompileLimits, GrammarBudgetError, GrammarBusyError, GrammarCompiler
-from treeline_runtime.grammar.llguidance_backend import LLGuidanceMatcher
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.worker import Answer, Order
-from treeline_runtime.grammar.xgrammar_backend import XGrammarMatcher
+from treeline_runtime.grammar.worker import Answer
 from treeline_runtime.messages import Grammar
 from treeline_wire.tokenizer import TokenizerBundle
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 STOPS = (4095, 4093)
-SLOW = json.dumps({"anyOf": [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,99}}$"} for n in range(60, 99)]})
-"""Takes seconds with any vocabulary."""
-ENDLESS = json.dumps({"anyOf": [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,999}}$"} for n in range(60, 99)]})
+SLOW, ENDLESS = (
+    Grammar("ebnf", "root ::= " + " | ".join(f'([a-z]{{1,{n}}} "x"){{1,{most}}}' for n in range(60, 99)))
+    for most in (99, 999)
+)
+"""They take seconds with any vocabulary."""
 NewCompiler = Callable[..., GrammarCompiler]
 
 
@@ -54,9 +54,8 @@ def new_compiler() -> Iterator[NewCompiler]:
 
     def new(on_done: Callable[[], None] = lambda: None, **more: Any) -> GrammarCompiler:
         clock = more.pop("clock", Clock())
-        backend = more.pop("backend", "xgrammar")
         limits = CompileLimits(**({"seconds": 60.0} | more))
-        made.append(GrammarCompiler(backend, vocabulary, on_done=on_done, limits=limits, clock=clock))
+        made.append(GrammarCompiler(vocabulary, on_done=on_done, limits=limits, clock=clock))
         return made[-1]
 
     yield new
@@ -111,8 +110,7 @@ class Held:
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: grammar not in self._answers, 60)
 
-    def _ask(self, order: Order, _: object, on_late: Callable[[], None] | None = None) -> bytearray:
-        grammar = order.grammar
+    def _ask(self, grammar: Grammar, _: object, on_late: Callable[[], None] | None = None) -> bytearray:
         if on_late is None:  # a process is made ready
             return bytearray([Answer.REFUSED])
         with self._changed:
@@ -190,58 +188,34 @@ def test_a_grammar_beyond_the_limits_is_stopped_and_tried_again_later(new_compil
     compiler = new_compiler(seconds=3.0, workers=1, clock=clock)
     assert compiler.get(integers(1)).result(60)
     expected = "the grammar needs more than 3 s or 2048 MiB to be compiled: make it smaller"
-    assert refused(compiler.get(Grammar("json", ENDLESS))) == expected
+    assert refused(compiler.get(ENDLESS)) == expected
     assert compiler.get(integers(2)).result(60), "another process serves the next one"
-    again = compiler.get(Grammar("json", ENDLESS))
+    again = compiler.get(ENDLESS)
     assert again.done(), "it is not tried now"
     assert refused(again) == expected
     clock.now = 61.0
-    assert not compiler.get(Grammar("json", ENDLESS)).done(), "it is tried again"
+    assert not compiler.get(ENDLESS).done(), "it is tried again"
 
 
-LATE = Grammar("regex", "((a{1,99}){1,99}){1,99}")
-"""Neither backend can follow it for long."""
-
-
-def test_what_an_output_has_outgrown_is_compiled_otherwise_and_then_refused_for_a_while(
-    new_compiler: NewCompiler,
-) -> None:
+def test_what_an_output_has_outgrown_is_refused_for_a_while(new_compiler: NewCompiler) -> None:
     clock = Clock()
-    compiler = new_compiler(backend="auto", clock=clock)
-    first = compiler.get(LATE).result(60)
-    assert isinstance(first.matcher(STOPS), LLGuidanceMatcher)
-    compiler.outgrown(Grammar("regex", LATE.source, after="</think>"), first, "too much")
-    second = compiler.get(LATE).result(60)
-    assert isinstance(second.matcher(STOPS), XGrammarMatcher)
-    compiler.outgrown(LATE, first, "another output that was under way")
-    assert compiler.get(LATE).result(0) is second
-    compiler.outgrown(LATE, second, "too much, too")
-    assert refused(compiler.get(LATE)) == "too much, too"
-    assert compiler.num_bytes == 0
-    clock.now = 61.0
-    assert isinstance(compiler.get(LATE).result(60).matcher(STOPS), LLGuidanceMatcher)
-
-
-@pytest.mark.parametrize("backend", ["xgrammar", "llguidance", "auto"])
-def test_what_can_be_compiled_in_no_other_way_is_refused_for_what_it_was_outgrown_by(
-    new_compiler: NewCompiler, backend: str
-) -> None:
-    compiler = new_compiler(backend=backend, waiting=2)
-    for text in "abc":
-        grammar = Grammar("regex", text)
-        if backend == "auto":
-            grammar = Grammar("structural_tag", json.dumps({"format": {"type": "const_string", "value": text}}))
-        compiler.outgrown(grammar, compiler.get(grammar).result(60), f"too much: {grammar.source}")
-        assert refused(compiler.get(grammar)) == f"too much: {grammar.source}"
+    compiler = new_compiler(clock=clock, waiting=2)
+    for kind, source in (("regex", "a"), ("ebnf", 'root ::= "a"'), ("regex", "b")):
+        grammar = Grammar(kind, source)  # type: ignore[arg-type]
+        compiled = compiler.get(grammar).result(60)
+        compiler.outgrown(Grammar(grammar.kind, source, after="</think>"), compiled, f"too much: {source}")
+        compiler.outgrown(grammar, compiled, "another output that was under way")
         assert compiler.get(grammar).done()
-    compiler._settle()
+        assert refused(compiler.get(grammar)) == f"too much: {source}"
+    assert compiler.num_bytes == 0
     assert len(compiler._tried) == 2, "what was refused longest ago is forgotten"
-    assert not compiler._outgrown
+    clock.now = 61.0
+    assert compiler.get(Grammar("regex", "b")).result(60)
 
 
 def test_memory_is_limited_too(new_compiler: NewCompiler) -> None:
     compiler = new_compiler(memory_bytes=32 << 20, workers=1)
-    assert "32 MiB" in refused(compiler.get(Grammar("regex", "(a{1,300}b{1,300}){1,300}")))
+    assert "32 MiB" in refused(compiler.get(Grammar("ebnf", 'root ::= ("a"{1,300} "b"{1,300}){1,300}')))
 
 
 def test_so_many_wait_and_no_more(held: Held) -> None:
@@ -353,7 +327,7 @@ def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_
     finished = list[str]()
     compiler = new_compiler(first_try_seconds=0.05, clock=time.monotonic, client_seconds=1e9)
     assert compiler.get(integers(0)).result(60)
-    hostile = [Grammar("json", SLOW + " " * n) for n in range(20)]
+    hostile = [Grammar("ebnf", SLOW.source + " " * n) for n in range(20)]
     futures = [compiler.get(grammar, "hostile", "hostile") for grammar in hostile]
     while not compiler._num_long:
         assert not futures[-1].done()
@@ -368,8 +342,8 @@ def test_what_nobody_waits_for_any_more_is_not_compiled_and_takes_no_place(new_c
     begun, go_on = threading.Semaphore(0), threading.Event()
     asked = list[Grammar]()
 
-    def ask(order: Order, *_: object) -> bytearray:
-        asked.append(order.grammar)
+    def ask(grammar: Grammar, *_: object) -> bytearray:
+        asked.append(grammar)
         begun.release()
         go_on.wait(60)
         return bytearray([Answer.REFUSED])
@@ -399,10 +373,10 @@ def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> No
 
     def start() -> None:
         limits = ProcessLimits(60.0, 2 << 30, threads=True, ends_with_thread=True)
-        process = ConfinedProcess("treeline_runtime.grammar.worker", limits, "xgrammar")
+        process = ConfinedProcess("treeline_runtime.grammar.worker", limits)
         found.append(process)
         process.ask(msgspec.msgpack.encode(vocabulary()))
-        send_frame(process._socket, msgspec.msgpack.encode(Grammar("json", ENDLESS)))
+        send_frame(process._socket, msgspec.msgpack.encode(ENDLESS))
 
     thread = threading.Thread(target=start)
     thread.start()
@@ -489,7 +463,7 @@ def test_closing_ends_the_processes(new_compiler: NewCompiler) -> None:
     compiler = new_compiler(workers=1)
     assert compiler.get(integers(1)).result(60)
     (pid,) = compiler._workers.pids()
-    slow = compiler.get(Grammar("json", SLOW))
+    slow = compiler.get(SLOW)
     compiler.close()
     with pytest.raises((GrammarError, PoolClosedError, CancelledError)):
         slow.result(60)

@@ -1,9 +1,8 @@
-"""What the first grammar would wait for is made ready before, where that holds nobody up."""
+"""What the first grammar would wait for is made ready before."""
 
 from __future__ import annotations
 
 import json
-import os
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 from treeline_runtime.grammar.backend import Compiled, GrammarError
 from treeline_runtime.grammar.compiler import GrammarCompiler
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.vocabulary_process import read_vocabulary
 from treeline_runtime.messages import Grammar
-from treeline_wire.tokenizer import BundleError, TokenizerBundle
+from treeline_wire.tokenizer import TokenizerBundle
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
 STOPS = (4095, 4093)
@@ -40,9 +38,9 @@ def test_what_is_warm_is_read_and_started_once_and_the_first_grammar_finds_it() 
         calls.append("read")
         return vocabulary()
 
-    compiler = GrammarCompiler("auto", read, on_done=lambda: None, prepare=lambda _: calls.append("prepared"))
+    compiler = GrammarCompiler(read, on_done=lambda: None, prepare=lambda _: calls.append("prepared"))
     try:
-        compiler.warm(lambda: True).result(60)
+        compiler.warm().result(60)
         assert calls == ["read", "prepared"]
         assert compiler._loaded is not None
         assert {"_llguidance", "_xgrammar"} <= vars(compiler._loaded.backend).keys(), "their tables are made"
@@ -54,39 +52,14 @@ def test_what_is_warm_is_read_and_started_once_and_the_first_grammar_finds_it() 
         compiler.close()
 
 
-def test_where_nothing_may_be_held_up_the_rest_waits_for_the_first_grammar() -> None:
-    calls = list[str]()
-    compiler = GrammarCompiler("auto", vocabulary, on_done=lambda: None, prepare=lambda _: calls.append("prepared"))
-    try:
-        compiler.warm(lambda: False).result(60)
-        assert compiler._loaded is not None
-        assert not {"_llguidance", "_xgrammar"} & vars(compiler._loaded.backend).keys()
-        assert calls == []
-        (pid,) = compiler._workers.pids()  # which has read the vocabulary
-        niceness = os.getpriority(os.PRIO_PROCESS, pid)
-        assert niceness == os.getpriority(os.PRIO_PROCESS, 0), "its time is limited: beside a busy machine it is short"
-        assert compiler.get(integers(1)).result(60)
-        assert compiler.get(integers(2)).result(60)
-        assert calls == ["prepared"]
-    finally:
-        compiler.close()
-
-
 def test_a_server_that_cannot_follow_grammars_is_not_warmed_and_says_why_when_asked() -> None:
     def none() -> Vocabulary:
         raise GrammarError("this server cannot follow grammars: no tokenizer")
 
-    compiler = GrammarCompiler("auto", none, on_done=lambda: None)
+    compiler = GrammarCompiler(none, on_done=lambda: None)
     try:
-        compiler.warm(lambda: True).result(60)
+        compiler.warm().result(60)
         assert not compiler._workers.pids()
         assert "no tokenizer" in refused(compiler.get(integers(1)))
     finally:
         compiler.close()
-
-
-def test_a_vocabulary_is_the_same_when_another_process_reads_it() -> None:
-    bundle = TokenizerBundle.from_dir(TINY)
-    assert read_vocabulary(bundle, 4200, STOPS) == Vocabulary.of(bundle, 4200, STOPS)
-    with pytest.raises(BundleError):
-        read_vocabulary(TokenizerBundle.build("{}"), 4200, STOPS)

@@ -16,7 +16,7 @@ from support.grammar_schemas import Generator, judge, parse
 from support.grammar_walks import tiny_vocabulary
 from treeline_runtime import Engine, SamplingParams
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.messages import Grammar
 
 TINY = Path(__file__).parents[3] / "models" / "tiny"
@@ -47,7 +47,7 @@ def said(grammars: list[Grammar], most: int) -> list[str | None]:
 
 def taken(schemas: list[Any]) -> list[Any]:
     """Those that are not refused."""
-    backend, found = load_backend("auto")(tiny_vocabulary()), []
+    backend, found = Backends(tiny_vocabulary()), []
     for schema in schemas:
         with contextlib.suppress(GrammarError):
             backend.compile(Grammar("json", json.dumps(schema)))

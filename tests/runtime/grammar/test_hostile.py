@@ -12,7 +12,7 @@ import torch
 from support.cpu import reference_s
 from support.grammar_walks import Walker, synthetic_vocabulary
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.messages import Grammar
 
 VOCABULARY = synthetic_vocabulary(2000)
@@ -47,12 +47,11 @@ REFUSED = {
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("backend_name", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None:
+def test_what_compiles_is_quick_afterwards(name: str) -> None:
     """In time of this thread: some ten times what a step may take."""
     most_s = 20 * reference_s()
-    backend = load_backend(backend_name)(VOCABULARY)
+    backend = Backends(VOCABULARY)
     walker, draw = Walker(backend, VOCABULARY), random.Random(1)
     compiled = backend.load(backend.compile(HOSTILE[name]))
     for _ in range(2):
@@ -69,43 +68,27 @@ def test_what_compiles_is_quick_afterwards(backend_name: str, name: str) -> None
                 break
 
 
-@pytest.mark.parametrize("backend_name", ["xgrammar", "llguidance"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_too_deep_or_too_long_is_refused(backend_name: str, name: str) -> None:
+def test_what_is_too_deep_or_too_long_is_refused(name: str) -> None:
     with pytest.raises(GrammarError, match=r"nested|too long"):
-        load_backend(backend_name)(VOCABULARY).compile(REFUSED[name])
+        Backends(VOCABULARY).compile(REFUSED[name])
 
 
 def test_more_properties_than_a_step_can_go_through_are_not_given_to_llguidance() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
     with pytest.raises(GrammarError, match="'properties' at / with more than 300 is not supported"):
-        load_backend("llguidance")(VOCABULARY).compile(_json(schema))
+        Backends(VOCABULARY).compile(_json(schema))
 
 
 def test_of_a_large_grammar_llguidance_forces_nothing() -> None:
     """Each character that is forced takes up to a microsecond of the thread that serves all."""
-    backend = load_backend("llguidance")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     for words, forces in ((5000, True), (80_000, False)):
         compiled = backend.load(backend.compile(_json({"const": "word " * words})))
         matcher = compiled.matcher([END])
         assert matcher.forced().startswith('"word ' if forces else "")
         assert bool(matcher.forced()) is forces
         assert matcher.accept(VOCABULARY.texts.index(b'"'))
-
-
-def test_ambiguity_ends_an_output_before_its_steps_are_long() -> None:
-    backend = load_backend("llguidance")(VOCABULARY)
-    compiled = backend.load(backend.compile(Grammar("ebnf", f"root ::= [0-9]{{80}} a\n{RULES}")))
-    matcher, walker = compiled.matcher([END]), Walker(backend, VOCABULARY)
-    digit, letter = (VOCABULARY.texts.index(text) for text in (b"1", b"a"))
-    took = list[float]()
-    for token in [digit] * 80 + [letter] * 40:
-        began = time.process_time()
-        matcher.accept(token)
-        walker.allowed(matcher)
-        took.append(time.process_time() - began)
-    assert "Too many items" in matcher.gave_up
-    assert max(took) < 60 * reference_s(), "it was 150 times that"
 
 
 SLOW = "(([a-z]{0,30}){0,30}){0,30}"
@@ -116,9 +99,7 @@ RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
 @pytest.mark.parametrize(
     "grammar",
     [
-        Grammar("regex", SLOW),
         Grammar("ebnf", f"root ::= a\n{RULES}"),
-        _json({"pattern": f"^{SLOW}$"}),
         Grammar("structural_tag", json.dumps({"format": {"type": "regex", "pattern": SLOW}})),
     ],
     ids=lambda grammar: grammar.kind,
@@ -126,11 +107,11 @@ RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
 @pytest.mark.deep
 def test_what_takes_xgrammar_longer_at_each_step_is_refused(grammar: Grammar) -> None:
     with pytest.raises(GrammarError, match="too ambiguous"):
-        load_backend("xgrammar")(VOCABULARY).compile(grammar)
+        Backends(VOCABULARY).compile(grammar)
 
 
 def test_an_output_that_comes_to_what_takes_long_is_ended_and_its_neighbour_is_not() -> None:
-    backend = load_backend("xgrammar")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     late = backend.load(backend.compile(Grammar("ebnf", f"root ::= [0-9]{{80}} a\n{RULES}"))).matcher([END])
     other = backend.load(backend.compile(Grammar("regex", "[a-z]*"))).matcher([END])
     masks = torch.zeros((2, (len(VOCABULARY.texts) + 31) // 32), dtype=torch.int32)
@@ -149,7 +130,7 @@ def test_an_output_that_comes_to_what_takes_long_is_ended_and_its_neighbour_is_n
 
 
 def test_as_many_choices_as_there_may_be_are_told_apart() -> None:
-    backend = load_backend("llguidance")(VOCABULARY)
+    backend = Backends(VOCABULARY)
     texts = [f"{number:04}" + "x" * 200 for number in range(4096)]
     walk = Walker(backend, VOCABULARY).walk(
         backend.load(backend.compile(Grammar("choice", json.dumps(texts)))), seed=1, length=0, most=300, probe=0

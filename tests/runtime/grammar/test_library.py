@@ -14,11 +14,11 @@ class Missing:
         if name.partition(".")[0] in {missing!r}:
             raise ImportError(name)
 sys.meta_path.insert(0, Missing())
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
-backend = load_backend("xgrammar")(Vocabulary([bytes([i]) for i in range(256)] + [b""], {{}}, (256,)))
-compiled = backend.load(backend.compile(Grammar("regex", "ab*c")))
+backend = Backends(Vocabulary([bytes([i]) for i in range(256)] + [b""], {{}}, (256,)))
+compiled = backend.load(backend.compile(Grammar("ebnf", 'root ::= "a" "b"* "c"')))
 assert compiled.matcher((256,)).forced() == "a"
 print(*sorted({{"torch", "transformers"}} & sys.modules.keys()))
 """

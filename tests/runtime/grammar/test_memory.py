@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from treeline_runtime.grammar.compiler import CompileLimits, GrammarCompiler
-from treeline_runtime.grammar.trim import TRIM_BYTES, Trimmer
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
 
@@ -31,22 +30,26 @@ def storm() -> None:
     """Print what the process has grown by, at last and at most, when a grammar of 3 MB was read again and again."""
     vocabulary = Vocabulary([*(bytes([i]) for i in range(256)), b""], {}, (256,))
     limits = CompileLimits(cache_bytes=CACHE, workers=2)
-    compiler = GrammarCompiler("xgrammar", lambda: vocabulary, on_done=lambda: None, limits=limits)
+    compiler = GrammarCompiler(lambda: vocabulary, on_done=lambda: None, limits=limits)
     draw = random.Random(1)
     texts = ["".join(draw.choices("abcdefghij", k=200)) for _ in range(80)]
-    grammar = Grammar("choice", json.dumps(texts))
-    compiler.get(grammar).result(60)
+
+    def grammar(*more: str) -> Grammar:
+        elements = [{"type": "const_string", "value": text} for text in (*texts, *more)]
+        return Grammar("structural_tag", json.dumps({"format": {"type": "or", "elements": elements}}))
+
+    compiler.get(grammar()).result(60)
     ask, answers = compiler._ask, list[bytearray]()
 
-    def asked_once(order: Any, loaded: Any, on_late: Any = None) -> bytearray:
+    def asked_once(grammar: Any, loaded: Any, on_late: Any = None) -> bytearray:
         if not answers:
-            answers.append(ask(order, loaded, on_late))
+            answers.append(ask(grammar, loaded, on_late))
         return answers[0]
 
     compiler._ask = asked_once  # type: ignore[method-assign]
-    compiler.get(Grammar("choice", json.dumps([*texts, "0"]))).result(60)
+    compiler.get(grammar("0")).result(60)
     before, counted = resident(), compiler.num_bytes
-    futures = [compiler.get(Grammar("choice", json.dumps([*texts, str(i)]))) for i in range(1, GRAMMARS)]
+    futures = [compiler.get(grammar(str(i))) for i in range(1, GRAMMARS)]
     for future in futures:
         future.result(60)
     del future, futures
@@ -71,17 +74,3 @@ def test_after_a_storm_of_large_grammars_the_process_is_as_large_as_the_cache() 
     grown, counted = json.loads(child.stdout)
     assert counted <= CACHE
     assert grown < CACHE + SLACK
-
-
-def test_what_is_let_go_is_given_back_once_it_is_much() -> None:
-    given = list[int]()
-    trimmer = Trimmer()
-    trimmer._trim = given.append
-    assert not trimmer.let_go(TRIM_BYTES - 1)
-    trimmer.trim()
-    assert given == []
-    assert trimmer.let_go(1)
-    trimmer.trim()
-    trimmer.trim()
-    assert given == [0]
-    assert not trimmer.let_go(1)

@@ -1,16 +1,17 @@
-"""Regular expressions mean what `re` says they mean, in both backends, alone and in JSON, or are refused by name."""
+"""Regular expressions mean what `re` says they mean, alone, in JSON and in a tag, or are refused by name."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.grammar.formats import FORMATS
 from treeline_runtime.grammar.patterns import as_regex, within
 from treeline_runtime.grammar.vocabulary import Vocabulary
@@ -20,9 +21,22 @@ END = 256
 BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], {}, (END,))
 
 
-@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
-def backend(request: pytest.FixtureRequest) -> GrammarBackend:
-    return load_backend(request.param)(BYTES)
+@pytest.fixture(scope="module")
+def backend() -> GrammarBackend:
+    return Backends(BYTES)
+
+
+def _in_tag(content: dict[str, Any]) -> Grammar:
+    return Grammar("structural_tag", json.dumps({"format": content}))
+
+
+def _regex(pattern: str, *, tag: bool) -> Grammar:
+    return _in_tag({"type": "regex", "pattern": pattern}) if tag else Grammar("regex", pattern)
+
+
+def _schema(schema: dict[str, Any], *, tag: bool) -> Grammar:
+    content = {"type": "json_schema", "json_schema": schema}
+    return _in_tag(content) if tag else Grammar("json", json.dumps(schema))
 
 
 def _takes(backend: GrammarBackend, grammar: Grammar, texts: list[str]) -> list[bool]:
@@ -58,12 +72,13 @@ EVERYDAY = {
 }
 
 
+@pytest.mark.parametrize("tag", [False, True])
 @pytest.mark.parametrize("pattern", EVERYDAY)
-def test_everyday_patterns_take_what_re_takes_in_ascii(backend: GrammarBackend, pattern: str) -> None:
+def test_everyday_patterns_take_what_re_takes_in_ascii(backend: GrammarBackend, pattern: str, tag: bool) -> None:
     texts = EVERYDAY[pattern]
     readable = pattern.replace("(?<m>", "(?P<m>")
     expected = [bool(re.fullmatch(readable, text, re.ASCII) and re.fullmatch(readable, text)) for text in texts]
-    assert _takes(backend, Grammar("regex", pattern), texts) == expected
+    assert _takes(backend, _regex(pattern, tag=tag), texts) == expected
     assert any(expected)
     assert len(texts) == 1 or not all(expected)
 
@@ -81,8 +96,9 @@ def _pattern(draw: random.Random, depth: int) -> str:
     return f"(?:{inner})" + draw.choice(["?", "*", "+", "{2}", "{0,2}", "{1,3}", "{2,}", "*?", "??"])
 
 
+@pytest.mark.parametrize("tag", [False, True])
 @pytest.mark.parametrize("kind", ["regex", "json"])
-def test_random_patterns_take_what_re_takes(backend: GrammarBackend, kind: str) -> None:
+def test_random_patterns_take_what_re_takes(backend: GrammarBackend, kind: str, tag: bool) -> None:
     """Also what xgrammar's own automata would let in by the middle of an optional part."""
     taken = 0
     for seed in range(150):
@@ -92,9 +108,9 @@ def test_random_patterns_take_what_re_takes(backend: GrammarBackend, kind: str) 
         expected = [bool(re.fullmatch(pattern, text, re.ASCII)) for text in texts]
         taken += sum(expected)
         if kind == "regex":
-            assert _takes(backend, Grammar("regex", pattern), texts) == expected, pattern
+            assert _takes(backend, _regex(pattern, tag=tag), texts) == expected, pattern
         else:
-            grammar = Grammar("json", json.dumps({"type": "string", "pattern": f"^(?:{pattern})$"}))
+            grammar = _schema({"type": "string", "pattern": f"^(?:{pattern})$"}, tag=tag)
             quoted = [json.dumps(text, ensure_ascii=False) for text in texts]
             assert _takes(backend, grammar, quoted) == expected, pattern
     assert taken > 300
@@ -111,8 +127,10 @@ def test_random_patterns_take_what_re_takes(backend: GrammarBackend, kind: str) 
     ],
 )
 def test_a_pattern_of_a_schema_may_match_anywhere(backend: GrammarBackend, pattern: str, texts: list[str]) -> None:
-    grammar = Grammar("json", json.dumps({"type": "string", "pattern": pattern}))
-    assert _takes(backend, grammar, [f'"{text}"' for text in texts]) == [bool(re.search(pattern, t)) for t in texts]
+    expected = [bool(re.search(pattern, text)) for text in texts]
+    for tag in (False, True):
+        grammar = _schema({"type": "string", "pattern": pattern}, tag=tag)
+        assert _takes(backend, grammar, [f'"{text}"' for text in texts]) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,10 +155,10 @@ def test_a_pattern_of_a_schema_may_match_anywhere(backend: GrammarBackend, patte
     ],
 )
 def test_what_is_not_regular_is_refused_by_name(backend: GrammarBackend, pattern: str, name: str) -> None:
-    with pytest.raises(GrammarError, match=re.escape(name)):
-        backend.compile(Grammar("regex", pattern))
-    with pytest.raises(GrammarError, match=re.escape(name)):
-        backend.compile(Grammar("json", json.dumps({"pattern": pattern})))
+    for tag in (False, True):
+        for grammar in (_regex(pattern, tag=tag), _schema({"pattern": pattern}, tag=tag)):
+            with pytest.raises(GrammarError, match=re.escape(name)):
+                backend.compile(grammar)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import load_backend
 from treeline_runtime.grammar.satisfiable import Rules, shortest_texts
 from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
 from treeline_runtime.grammar.xgrammar_library import load
 from treeline_runtime.messages import Grammar
 
@@ -20,7 +20,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def backend() -> GrammarBackend:
-    return load_backend("xgrammar")(Vocabulary([bytes([i]) for i in range(256)] + [b""], {}, (END,)))
+    return XGrammarBackend(Vocabulary([bytes([i]) for i in range(256)] + [b""], {}, (END,)))
 
 
 def _shortest(kind: str, source: str) -> float:
@@ -131,20 +131,21 @@ def test_a_rule_that_always_leads_to_itself_is_refused_by_name(backend: GrammarB
         backend.compile(Grammar("ebnf", 'root ::= "x" | list\nlist ::= "[" list "]"'))
 
 
+def _in_tag(schema: dict[str, Any]) -> Grammar:
+    format = {"type": "json_schema", "json_schema": schema}
+    return Grammar("structural_tag", json.dumps({"format": format}))
+
+
 def _doubling(times: int) -> str:
     step: dict[str, Any] = {"type": "array", "minItems": 2, "maxItems": 2}
     defs = {f"d{i}": {**step, "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(times)}
     return json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{times}": {"type": "null"}}})
 
 
-def _text(times: int) -> str:
-    return f"[{_text(times - 1)}, {_text(times - 1)}]" if times else "null"
-
-
 def test_references_that_double_are_refused_for_the_length_of_what_they_ask_for(backend: GrammarBackend) -> None:
-    assert backend.load(backend.compile(Grammar("json", _doubling(5)))).matcher([END]).forced() == _text(5)
+    assert backend.load(backend.compile(_in_tag(json.loads(_doubling(5))))).matcher([END]).forced() == "["
     with pytest.raises(GrammarError, match=f"too long.*{MAX_SHORTEST} are the most"):
-        backend.compile(Grammar("json", _doubling(40)))
+        backend.compile(_in_tag(json.loads(_doubling(40))))
 
 
 @pytest.mark.parametrize(
@@ -156,13 +157,12 @@ def test_references_that_double_are_refused_for_the_length_of_what_they_ask_for(
 )
 def test_what_asks_for_a_long_text_is_refused(backend: GrammarBackend, schema: dict[str, Any]) -> None:
     with pytest.raises(GrammarError, match="too long"):
-        backend.compile(Grammar("json", json.dumps(schema)))
+        backend.compile(_in_tag(schema))
 
 
 def test_a_string_with_a_length_takes_no_control_characters(backend: GrammarBackend) -> None:
-    matcher = backend.load(
-        backend.compile(Grammar("json", '{"type": "string", "minLength": 1, "maxLength": 9}'))
-    ).matcher([END])
+    grammar = _in_tag({"type": "string", "minLength": 1, "maxLength": 9})
+    matcher = backend.load(backend.compile(grammar)).matcher([END])
     assert matcher.accept(ord('"'))
     assert [byte for byte in range(128) if _takes(matcher, byte)] == [b for b in range(32, 128) if b not in b'"\\']
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import Grammar, SamplingParams
 from treeline_runtime.sampling import Row, check_sampling, needs_more, sample
 from treeline_runtime.sampling.logprobs import Logprobs
 
@@ -187,6 +187,7 @@ def test_what_a_temperature_is_enough_for() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens is out of range: -1"),
         ({"min_new_tokens": -1}, "min_new_tokens"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "exceeds max_new_tokens"),
+        ({"min_new_tokens": 1, "grammar": Grammar("regex", "a")}, "says itself where it ends"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"top_p": 1.1}, "top_p"),

@@ -80,26 +80,25 @@ def test_outputs_obey(depth: int) -> None:
     assert alone.generate("free", PROMPT, max_new_tokens=8) == engine.tokens("free")
 
 
-LATE = Grammar("regex", "((a{1,99}){1,99}){1,99}")
-"""Neither backend can follow it for long."""
+LATE = Grammar("regex", "(([a-c]{1,99}){1,99}){1,99}" + "#" * 99)
+"""Nobody can follow it for long."""
 
 
 def test_what_takes_too_much_work_late_is_the_clients_to_mend_and_not_tried_for_ever(engine: Speaking) -> None:
-    """Two backends, each as far as it comes; then nothing is computed for it. Whoever has the same end with it."""
-    for rids in (["a", "b"], ["c", "d"]):
-        for rid in rids:
-            engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400, min_new_tokens=400)
-        engine.submit("free" + rids[0], PROMPT, max_new_tokens=30, ignore_eos=True)
-        engine.run()
-        for rid in rids:
-            status, message = engine.refusal(rid)
-            assert (status, len(engine.tokens(rid)) > 5) == (400, True)
-            assert message is not None
-            assert re.fullmatch("a token of this grammar takes too much work after .*: make it simpler", message)
-        assert len(engine.tokens("free" + rids[0])) == 30
+    """Then nothing is computed for it, for a while. Whoever has the same ends with it."""
+    for rid in "ab":
+        engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400)
+    engine.submit("free", PROMPT, max_new_tokens=30, ignore_eos=True)
+    engine.run()
+    for rid in "ab":
+        status, message = engine.refusal(rid)
+        assert (status, len(engine.tokens(rid)) > 5) == (400, True)
+        assert message is not None
+        assert re.fullmatch("a token of this grammar takes too much work after .*: make it simpler", message)
+    assert len(engine.tokens("free")) == 30
     engine.submit("e", PROMPT, grammar=LATE)
     engine.run()
-    assert engine.refusal("e") == engine.refusal("d")
+    assert engine.refusal("e") == engine.refusal("b")
     assert engine.tokens("e") == []
     engine.check_integrity()
 
@@ -321,12 +320,7 @@ def test_a_grammar_begins_after_its_marker(engine: Speaking) -> None:
 
 
 def test_the_end_is_the_grammars(engine: Speaking) -> None:
-    """min_tokens holds as long as there is something to say; ignore_eos does not go beyond the grammar."""
-    assert engine.say("short", CITY, min_new_tokens=40) in json.loads(CITY.source)
-    finish = engine.last("short").finish
-    assert finish is not None
-    assert finish.type == "stop"
-    assert engine.say("long", Grammar("regex", "[ab]*"), min_new_tokens=40, temperature=1.0, seed=1)[39:]
+    """`ignore_eos` does not go beyond the grammar."""
     assert engine.say("endless", CITY, ignore_eos=True) in json.loads(CITY.source)
 
 

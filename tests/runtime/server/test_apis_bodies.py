@@ -259,8 +259,8 @@ def test_words_of_a_schema_that_say_nothing_are_named(
     with caplog.at_level("INFO"):
         told = [read(one, "chat", asked[strict]).ignored for one, strict in ((reader, True), (minding, False))]
     assert told == [(f"{where}/additonalProperties", f"{where}/format.zip")] * 2
-    assert "'additonalProperties' (did you mean 'additionalProperties'?), 'format.zip'" in caplog.text
-    with pytest.raises(ApiError, match=r"did you mean 'additionalProperties'\?") as refused:
+    assert "'additonalProperties', 'format.zip'" in caplog.text
+    with pytest.raises(ApiError, match="'additonalProperties'") as refused:
         read(minding, "chat", asked[True])
     assert refused.value.status == 400
 

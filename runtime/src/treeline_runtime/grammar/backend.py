@@ -17,7 +17,6 @@ FILL_THREADS = min(max((os.cpu_count() or 1) // 2, 2), 8)
 are); where patterns count characters, eight on sixteen cores take a third of the time that two take."""
 
 
-NO_OTHER_WAY = "make it simpler"
 MAX_SHORTEST = 16_384
 """Characters of the shortest text of a grammar, and so of what it can force at once. To find what is forced takes up to
 a microsecond a character, and in repetitions the square of that: 20 ms to 100 ms for as many."""
@@ -25,10 +24,6 @@ a microsecond a character, and in repetitions the square of that: 20 ms to 100 m
 
 class GrammarError(ValueError):
     """What is wrong with a grammar; the text is for its author."""
-
-
-class NotHereError(GrammarError):
-    """What this backend has not, and another may have."""
 
 
 class Matcher(Protocol):
@@ -71,10 +66,6 @@ class GrammarBackend(Protocol):
     def compile(self, grammar: Grammar) -> bytes:
         """What `load` takes. May take seconds and gigabytes: it is called in a confined process. Raises
         GrammarError."""
-
-    def compile_otherwise(self, grammar: Grammar) -> bytes:
-        """As `compile`, where an output came to a step that took too much work for what that made. Raises GrammarError
-        where there is no other way."""
 
     def load(self, compiled: bytes) -> Compiled:
         """What `compile` has made. Called in any thread."""

@@ -1,42 +1,74 @@
-"""The grammar backends by name."""
+"""Two libraries behind the five verbs, one for each kind of grammar.
+
+llguidance takes schemas, patterns and choices. It intersects schemas, knows most words of them, and compiles nothing
+beforehand. Its lexer takes the longest word that it can: a grammar of characters means the same to it only if each
+character is a word, and then a step walks the whole vocabulary character by character.
+
+xgrammar takes grammars and structural tags: it is exact there, and has masks that are computed beforehand. Of a schema
+within a tag it reads less than llguidance does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
-from treeline_runtime.grammar.backend import GrammarBackend
+from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher
 from treeline_runtime.grammar.vocabulary import Vocabulary
+from treeline_runtime.messages import Grammar
 
-NewBackend = Callable[[Vocabulary], GrammarBackend]
+if TYPE_CHECKING:
+    import torch
+
+_EXACT = frozenset(["ebnf", "structural_tag"])
+_LLGUIDANCE, _XGRAMMAR = b"l", b"x"
+"""What compiled bytes begin with."""
 
 
-def load_backend(name: str) -> NewBackend:
-    """Imports what the backend needs, which takes its time. `name` is one of `BACKENDS`, as the settings have it."""
-    return BACKENDS[name]()
+def load_libraries() -> None:
+    """Import both, which a confined process cannot do later."""
+    import llguidance  # noqa: F401
 
-
-def _xgrammar() -> NewBackend:
-    from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
+    from treeline_runtime.grammar import llguidance_backend, xgrammar_backend  # noqa: F401
     from treeline_runtime.grammar.xgrammar_library import load
 
     load()
-    return XGrammarBackend
 
 
-def _llguidance() -> NewBackend:
-    import llguidance  # noqa: F401  (a confined process can import nothing later)
+class Backends:
+    """Implements `GrammarBackend`. Each library reads the vocabulary when it is first needed."""
 
-    from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
 
-    return LLGuidanceBackend
+    @cached_property
+    def _llguidance(self) -> GrammarBackend:
+        from treeline_runtime.grammar.llguidance_backend import LLGuidanceBackend
 
+        return LLGuidanceBackend(self._vocabulary)
 
-def _auto() -> NewBackend:
-    from treeline_runtime.grammar.auto_backend import AutoBackend
+    @cached_property
+    def _xgrammar(self) -> GrammarBackend:
+        from treeline_runtime.grammar.xgrammar_backend import XGrammarBackend
 
-    _xgrammar()
-    _llguidance()
-    return AutoBackend
+        return XGrammarBackend(self._vocabulary)
 
+    def compile(self, grammar: Grammar) -> bytes:
+        if grammar.kind in _EXACT:
+            return _XGRAMMAR + self._xgrammar.compile(grammar)
+        return _LLGUIDANCE + self._llguidance.compile(grammar)
 
-BACKENDS: dict[str, Callable[[], NewBackend]] = {"auto": _auto, "xgrammar": _xgrammar, "llguidance": _llguidance}
+    def load(self, compiled: bytes) -> Compiled:
+        backend = self._llguidance if compiled[:1] == _LLGUIDANCE else self._xgrammar
+        return backend.load(compiled[1:])
+
+    def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
+        from treeline_runtime.grammar.llguidance_backend import LLGuidanceMatcher
+
+        is_lazy = [isinstance(matcher, LLGuidanceMatcher) for matcher in matchers]
+        for lazy in (True, False):
+            chosen = [i for i, is_one in enumerate(is_lazy) if is_one is lazy]
+            if chosen:
+                backend = self._llguidance if lazy else self._xgrammar
+                backend.fill([matchers[i] for i in chosen], masks, [rows[i] for i in chosen])

@@ -45,11 +45,6 @@ def all_but(ranges: Iterable[tuple[int, int]]) -> Ranges:
     return union(others)
 
 
-def characters(ranges: Iterable[tuple[int, int]], negated: bool) -> Ranges:
-    """A class as it is written."""
-    return all_but(ranges) if negated else union(ranges)
-
-
 def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
     """With their other cases. O(characters)."""
     chars = [chr(code) for first, last in ranges for code in range(first, last + 1)]
@@ -62,12 +57,7 @@ def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
 _SPECIAL_CASES = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131", "å": "\u212b", "µ": "\u039c\u03bc"}
 
 
-def category(name: str, *, wide: bool) -> Ranges:
-    """Of "digit", "space" and "word": ASCII's, or Unicode's."""
-    return _unicode(name) if wide else _ASCII[name]
-
-
-_ASCII: dict[str, Ranges] = {
+ASCII: dict[str, Ranges] = {
     "digit": ((48, 57),),
     "space": ((9, 13), (32, 32)),
     "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
@@ -80,5 +70,6 @@ _UNICODE: dict[str, Callable[[str], bool]] = {
 
 
 @cache
-def _unicode(name: str) -> Ranges:
+def unicode(name: str) -> Ranges:
+    """Of "digit", "space" and "word", as Unicode has them."""
     return union((code, code) for code in range(LAST + 1) if _UNICODE[name](chr(code)))

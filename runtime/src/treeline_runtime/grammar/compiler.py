@@ -9,6 +9,7 @@ many is refused until some have passed, whatever new texts it sends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 import time
@@ -17,19 +18,18 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Vanished
-from treeline_runtime.grammar.backend import Compiled, GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backend import Compiled, GrammarError
+from treeline_runtime.grammar.backends import Backends, load_libraries
 from treeline_runtime.grammar.constraint import GrammarConstraint, GrammarFiller
-from treeline_runtime.grammar.trim import READING, Trimmer
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.worker import Answer, Order
+from treeline_runtime.grammar.worker import Answer
 from treeline_runtime.messages import Grammar
 from treeline_runtime.turns import ClientSeconds, Turns
 
@@ -39,10 +39,15 @@ _WARMING = (
     Grammar("choice", '["a"]'),
     Grammar("structural_tag", '{"type":"structural_tag","format":{"type":"const_string","value":"a"}}'),
 )
-"""Of each library that a backend may choose, one."""
+"""Of each library, one."""
 _ENTRY_BYTES = 3072
 """What a grammar takes of the cache besides its source and what it was compiled to, also where it was refused."""
-
+_READING = 12
+"""Times what a grammar takes while it is read: measured 13 of xgrammar's JSON."""
+_TRIM_BYTES = 32 << 20
+"""So much may be free in the heap before it is given back, which takes some 20 ms in which others wait for the heap.
+Some hundred grammars leave 400 MB in the arenas of the threads that read them, which glibc keeps by itself."""
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 Key = tuple[str | None, Grammar]
 """A namespace and a grammar: what one namespace has sent makes nothing faster for another."""
@@ -85,7 +90,6 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        backend: str,
         vocabulary: Callable[[], Vocabulary],
         *,
         on_done: Callable[[], None],
@@ -93,10 +97,9 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocabulary: called once, by another thread, when the first grammar comes or before (`warm`). on_done: `get`
-        may have news. prepare: what else must be there before the first grammar is; called once, by another thread."""
+        """vocabulary, prepare: called once, by another thread, when the first grammar comes or before (`warm`);
+        `prepare` is for what else must be there then. on_done: `get` may have news."""
         self.limits = limits or CompileLimits()
-        self._name = backend
         self._vocabulary = vocabulary
         self._prepare = prepare
         self._on_done = on_done
@@ -109,10 +112,8 @@ class GrammarCompiler:
         """Of them all: what is kept can be a hundred thousand refusals."""
         self._tried: dict[Key, tuple[float, str]] = {}
         """When those did that passed the limits, and how."""
-        self._outgrown: dict[Key, str] = {}
-        """Those of which an output came to a step that took too much work, and what was said of it."""
         self._done: deque[tuple[Key, Future[Compiled]]] = deque()
-        self._workers = ConfinedPool(partial(_Worker, backend, self.limits))
+        self._workers = ConfinedPool(partial(_Worker, self.limits))
         self._threads: ThreadPoolExecutor | None = None
         self._queued: dict[Key, _Job] = {}
         self._turns: Turns[_Job] = Turns(self.limits.waiting)
@@ -127,8 +128,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
-        self._is_prepared = False
-        self._trimmer = Trimmer()
+        self._freed_bytes = 0
+        """Since the heap was trimmed."""
 
     def get(self, grammar: Grammar, namespace: str | None = None, client: str | None = None) -> Future[Compiled]:
         """What the grammar compiles to, or GrammarError, or GrammarBusyError. `after` does not matter."""
@@ -143,7 +144,7 @@ class GrammarCompiler:
         if known is not None:
             self._known.move_to_end(key)
             return known
-        job = _Job(key, client, self._outgrown.get(key, ""))
+        job = _Job(key, client)
         with self._lock:
             if wait_s := self._used.wait_s(client):
                 return _failed(_spent(wait_s))
@@ -169,40 +170,25 @@ class GrammarCompiler:
         job.future.cancel()
         del self._known[key]
 
-    def warm(self, may_hold: Callable[[], bool]) -> Future[None]:
-        """Do in the background what the first grammar would wait for.
-
-        may_hold: whether libraries may now make what they keep of a vocabulary, during which no other thread of this
-        process runs: 0.3 s each with 128 thousand tokens. What it forbids is left to the first grammar. Another thread
-        calls it.
-        """
-        return self._pool().submit(self._warm, may_hold)
+    def warm(self) -> Future[None]:
+        """Do in the background what the first grammar would wait for: with 128 thousand tokens some seconds, in which
+        libraries hold up all other threads for 0.3 s each."""
+        return self._pool().submit(self._warm)
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.limits.workers, thread_name_prefix="treeline grammars")
         return self._threads
 
-    def constraint(
-        self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "", min_tokens: int = 0
-    ) -> GrammarConstraint:
+    def constraint(self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "") -> GrammarConstraint:
         """Of a request whose output ends with one of `stop_ids`; of these, ordinary tokens are text to the grammar."""
         assert self._loaded is not None
         vocabulary = self._loaded.vocabulary
         ends = sorted(id for id in stop_ids if not vocabulary.texts[id])
-        return GrammarConstraint(
-            compiled,
-            self._loaded.filler,
-            texts=self._loaded.marked,
-            stop_ids=ends,
-            after=after,
-            min_tokens=min_tokens,
-        )
+        return GrammarConstraint(compiled, self._loaded.filler, texts=self._loaded.marked, stop_ids=ends, after=after)
 
     def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str, namespace: str | None = None) -> None:
-        """A step of an output took too much work for what the grammar was compiled to. The next time it is compiled
-        otherwise, by another backend; where there is none, or its steps are too much as well, it is refused for a
-        while.
+        """A step of an output took too much work for what the grammar was compiled to: it is refused for a while.
 
         reason: for the client.
         """
@@ -212,10 +198,7 @@ class GrammarCompiler:
         if key not in self._sizes or known is None or known.exception() or known.result() is not compiled:
             return  # another output has said so
         self._forget(key)
-        if self._outgrown.pop(key, ""):
-            self._refuse_for_a_while(key, reason)
-        else:
-            _put(self._outgrown, key, reason, self.limits.waiting)
+        self._refuse_for_a_while(key, reason)
 
     def close(self) -> None:
         """End the processes, whatever they do. Nothing may be asked for afterwards."""
@@ -244,7 +227,6 @@ class GrammarCompiler:
                 del self._known[key]  # a fault of ours, or of the machine: the next one tries again
             elif isinstance(error, _TooMuchError):
                 del self._known[key]
-                self._outgrown.pop(key, None)
                 self._refuse_for_a_while(key, str(error))
             else:
                 size = future.result().num_bytes if error is None else 0
@@ -257,11 +239,22 @@ class GrammarCompiler:
         size = self._sizes.pop(key)
         self._num_bytes -= size
         del self._known[key]
-        if self._trimmer.let_go(size) and self._threads is not None:
-            self._threads.submit(self._trimmer.trim)
+        if self._is_much(size) and self._threads is not None:
+            self._threads.submit(_malloc_trim, 0)
+
+    def _is_much(self, num_bytes: int) -> bool:
+        """So much was freed: whether the system should get it back now."""
+        with self._lock:
+            self._freed_bytes += num_bytes
+            is_much = self._freed_bytes >= _TRIM_BYTES
+            if is_much:
+                self._freed_bytes = 0
+            return is_much
 
     def _refuse_for_a_while(self, key: Key, reason: str) -> None:
-        _put(self._tried, key, (self._clock(), reason), self.limits.waiting)
+        while len(self._tried) >= self.limits.waiting:
+            del self._tried[next(iter(self._tried))]
+        self._tried[key] = self._clock(), reason
 
     def _unwanted(self) -> list[Key]:
         """What the bound leaves no room for."""
@@ -316,7 +309,7 @@ class GrammarCompiler:
             self._slow[job.client] += 1
             self._turns.put_back(job.client, job)
         with contextlib.suppress(Killed, OSError):  # another process in place of the one that was ended
-            self._ask(Order(_WARMING[0]), self._load())
+            self._ask(_WARMING[0], self._load())
 
     def _leave_queue(self, job: _Job) -> None:
         """With the lock. It is not among `_turns` any more."""
@@ -349,66 +342,49 @@ class GrammarCompiler:
         started = time.perf_counter()
         loaded = self._load()
         try:
-            answer = self._ask(Order(job.key[1], bool(job.outgrown)), loaded, partial(self._go_on, job))
+            answer = self._ask(job.key[1], loaded, partial(self._go_on, job))
         except Killed as error:
             logger.warning("compiling a grammar (%s) was stopped: it passed its limits (%s)", job.key[1].kind, error)
-            raise self._too_much() from None
+            raise _TooMuchError(
+                f"the grammar needs more than {self.limits.seconds:g} s or {self.limits.memory_bytes >> 20} MiB to be "
+                "compiled: make it smaller"
+            ) from None
         kind, rest = answer[0], bytes(memoryview(answer)[1:])
-        if kind == Answer.REFUSED and job.outgrown:
-            raise _TooMuchError(job.outgrown)
         if kind == Answer.REFUSED:
             raise GrammarError(rest.decode(errors="replace"))
-        self._prepared(loaded)
         compiled = loaded.backend.load(rest)
         del answer, rest
-        if self._trimmer.let_go(READING * compiled.num_bytes):
-            self._trimmer.trim()
+        if self._is_much(_READING * compiled.num_bytes):
+            _malloc_trim(0)
         logger.info("compiled a grammar (%s) in %.0f ms", job.key[1].kind, 1000 * (time.perf_counter() - started))
         return compiled
 
-    def _ask(self, order: Order, loaded: _Loaded, on_late: Callable[[], None] | None = None) -> bytearray:
+    def _ask(self, grammar: Grammar, loaded: _Loaded, on_late: Callable[[], None] | None = None) -> bytearray:
         """What a process answers, another one where somebody has killed the first. on_late: see `ConfinedProcess`."""
-        request = msgspec.msgpack.encode(order)
+        request = msgspec.msgpack.encode(grammar)
         with contextlib.suppress(Vanished), self._workers.lend() as worker:
             return worker.compile(request, loaded.encoded, on_late)
         with self._workers.lend() as worker:
             return worker.compile(request, loaded.encoded, on_late)
 
-    def _warm(self, may_hold: Callable[[], bool]) -> None:
+    def _warm(self) -> None:
         started = time.perf_counter()
         try:
             loaded = self._load()
-            answers = [self._ask(Order(grammar), loaded) for grammar in _WARMING]
+            for grammar in _WARMING:
+                loaded.backend.load(bytes(memoryview(self._ask(grammar, loaded))[1:]))
         except (GrammarError, Killed, OSError) as error:
             logger.info("grammars are not made ready: %s", error)
             return
-        held = may_hold()
-        if held:
-            self._prepared(loaded)
-        for answer in answers:
-            held = held and may_hold()
-            if held and answer[0] == Answer.COMPILED:
-                loaded.backend.load(bytes(memoryview(answer)[1:]))
-        left = "" if held else "; while requests run, the rest waits for the first grammar"
-        logger.info("grammars are ready after %.1f s%s", time.perf_counter() - started, left)
-
-    def _prepared(self, loaded: _Loaded) -> None:
-        with self._loading:
-            if not self._is_prepared:
-                self._prepare(loaded.vocabulary)
-                self._is_prepared = True
-
-    def _too_much(self) -> GrammarError:
-        return _TooMuchError(
-            f"the grammar needs more than {self.limits.seconds:g} s or {self.limits.memory_bytes >> 20} MiB to be "
-            "compiled: make it smaller"
-        )
+        logger.info("grammars are ready after %.1f s", time.perf_counter() - started)
 
     def _load(self) -> _Loaded:
         with self._loading:
             if self._loaded is None:
                 vocabulary = self._vocabulary()
-                backend = load_backend(self._name)(vocabulary)
+                self._prepare(vocabulary)
+                load_libraries()
+                backend = Backends(vocabulary)
                 self._loaded = _Loaded(
                     vocabulary,
                     vocabulary.with_marks(),
@@ -425,7 +401,7 @@ class _Loaded(NamedTuple):
     """The texts of all tokens, special ones too."""
     encoded: bytes
     """As the processes take it."""
-    backend: GrammarBackend
+    backend: Backends
     filler: GrammarFiller
 
 
@@ -435,11 +411,10 @@ class _TooMuchError(GrammarError):
 
 @dataclass(eq=False)
 class _Job:
-    """A grammar that waits, or is being compiled. outgrown: how an output outgrew it."""
+    """A grammar that waits, or is being compiled."""
 
     key: Key
     client: str | None
-    outgrown: str
     future: Future[Compiled] = field(default_factory=lambda: Future[Compiled]())
     is_slow: bool = False
     """It has outlasted its first try."""
@@ -455,13 +430,6 @@ def _key(grammar: Grammar, namespace: str | None) -> Key:
     return namespace, Grammar(grammar.kind, grammar.source) if grammar.after else grammar
 
 
-def _put(kept: dict[Key, Any], key: Key, value: Any, most: int) -> None:
-    """What was put longest ago makes room."""
-    while len(kept) >= most:
-        del kept[next(iter(kept))]
-    kept[key] = value
-
-
 def _failed(error: Exception) -> Future[Compiled]:
     future = Future[Compiled]()
     future.set_exception(error)
@@ -469,24 +437,24 @@ def _failed(error: Exception) -> Future[Compiled]:
 
 
 class _Worker(ConfinedProcess):
-    """Compiles by one backend, with the vocabulary that it is sent before its first grammar. Raises OSError when it
-    cannot be started."""
+    """Compiles with the vocabulary that it is sent before its first grammar. Raises OSError when it cannot be
+    started."""
 
-    def __init__(self, backend: str, limits: CompileLimits) -> None:
+    def __init__(self, limits: CompileLimits) -> None:
         self._is_ready = False
         self._late_s = limits.first_try_seconds
         # the compiler's threads, of which one starts it, live as long as the compiler
         confined = ProcessLimits(limits.seconds, limits.memory_bytes, threads=True, ends_with_thread=True)
-        super().__init__("treeline_runtime.grammar.worker", confined, backend)
+        super().__init__("treeline_runtime.grammar.worker", confined)
 
-    def compile(self, order: bytes, vocabulary: bytes, on_late: Callable[[], None] | None) -> bytearray:
+    def compile(self, grammar: bytes, vocabulary: bytes, on_late: Callable[[], None] | None) -> bytearray:
         """Raises `Killed` when no answer comes in time."""
         if not self._is_ready:
             self.ask(vocabulary)
             for warming in _WARMING:  # libraries make tables then, which is no part of anybody's first try
-                self.ask(msgspec.msgpack.encode(Order(warming)))
+                self.ask(msgspec.msgpack.encode(warming))
             self._is_ready = True
-        answer = self.ask(order, late_s=self._late_s, on_late=on_late)
+        answer = self.ask(grammar, late_s=self._late_s, on_late=on_late)
         if not answer:
             raise Killed("it answered nonsense")
         return answer

@@ -25,10 +25,8 @@ class GrammarConstraint:
         texts: Sequence[bytes],
         stop_ids: Sequence[int],
         after: str = "",
-        min_tokens: int = 0,
     ) -> None:
-        """texts: of all tokens, special ones too. min_tokens: the output does not end before it has so many, if the
-        grammar has anything else to say."""
+        """texts: of all tokens, special ones too."""
         self.compiled = compiled
         self.matcher: Matcher = compiled.matcher(stop_ids)
         self.filler = filler
@@ -36,7 +34,6 @@ class GrammarConstraint:
         self.stop_ids = stop_ids
         self._marker = after.encode()
         self._tail = b""
-        self._left = min_tokens
         self._ended = False
         self.reversible = 0
         """So many of the last tokens can be taken back: those that the grammar has taken."""
@@ -45,10 +42,6 @@ class GrammarConstraint:
     def waits(self) -> bool:
         """The marker has not come yet."""
         return bool(self._marker)
-
-    @property
-    def may_not_end(self) -> bool:
-        return self._left > 0
 
     @property
     def finished(self) -> bool:
@@ -68,7 +61,6 @@ class GrammarConstraint:
                 self._marker = self._tail = b""
             else:
                 self._tail = self._tail[-len(self._marker) :]
-        self._left -= 1
 
     def rollback(self, count: int) -> None:
         """The output is shorter by `count` tokens, at most `reversible`."""
@@ -76,7 +68,6 @@ class GrammarConstraint:
         if count:
             self.matcher.rollback(count)
             self.reversible -= count
-            self._left += count
             self._ended = False
 
     @property
@@ -103,15 +94,6 @@ class GrammarFiller:
         for one, row in zip(constraints, rows, strict=True):
             if one.waits:
                 masks[row] = -1
-            if one.waits or one.may_not_end:
-                _without(masks[row].numpy(), one.stop_ids)
-
-
-def _without(words: np.ndarray[tuple[int], np.dtype[np.int32]], ids: Sequence[int]) -> None:
-    """Forbid the tokens, if that leaves others."""
-    bits = words.view(np.uint32)
-    left = bits.copy()
-    for id in ids:
-        left[id // 32] &= ~np.uint32(1 << id % 32)
-    if left.any():
-        bits[:] = left
+                bits = masks[row].numpy().view(np.uint32)
+                for id in one.stop_ids:
+                    bits[id // 32] &= ~np.uint32(1 << id % 32)

@@ -10,8 +10,8 @@ Schema = dict[str, Any]
 
 
 def apart(a: Any, b: Any) -> bool:
-    """Whether no value is of both schemas: by types, values, values of one property that both require, or one property
-    that one requires and the other has not."""
+    """Whether no value is of both schemas: by types, values, one property that both require, or one that one requires
+    and the other has not."""
     if a is False or b is False:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict):
@@ -27,20 +27,13 @@ def apart(a: Any, b: Any) -> bool:
     if _lacks(a, b) or _lacks(b, a):
         return True
     tags = set(a.get("required", ())) & set(b.get("required", ()))
-    return any(_apart_at(tag, a.get("properties", {}), b.get("properties", {})) for tag in tags)
+    return any(apart(a.get("properties", {}).get(tag, True), b.get("properties", {}).get(tag, True)) for tag in tags)
 
 
 def _lacks(a: Schema, b: Schema) -> bool:
     if a.get("additionalProperties") is not False or "patternProperties" in a:
         return False
     return not set(b.get("required", ())) <= a.get("properties", {}).keys()
-
-
-def _apart_at(tag: str, a: Schema, b: Schema) -> bool:
-    values = [_finite(properties[tag]) for properties in (a, b) if isinstance(properties.get(tag), dict)]
-    if len(values) < 2 or values[0] is None or values[1] is None:
-        return False
-    return not any(same(x, y) for x in values[0] for y in values[1])
 
 
 def _finite(schema: Schema) -> list[Any] | None:

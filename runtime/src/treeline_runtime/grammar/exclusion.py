@@ -1,5 +1,5 @@
-"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, and `uniqueItems` of few values, in
-words that libraries have.
+"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values and
+`minProperties` beside names, in words that libraries have.
 
 Most of these say what a value is not. `_negated` says it in other words, as alternatives: a text that is none of a
 list, an object without a property, a number beyond a bound. No value of an alternative is one of the schema. Not every
@@ -9,7 +9,9 @@ may allow less than was said, and never more. Where nothing would be left the wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -68,21 +70,19 @@ def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str
             if all(found):
                 words += [word, *(("then", "else") if word == "if" else ())]
                 conditions += found
-    count = 1
-    for one in conditions:
-        count *= len(one)
+    count = math.prod(len(one) for one in conditions if one != schema.get("oneOf"))
     if count > _MOST:
         raise UnsupportedError(words[0], path, f"with more than {_MOST} alternatives is not supported")
     return [word for word in words if word in schema], conditions
 
 
 def _not(document: Document, schema: Schema) -> list[Alternatives]:
-    return [_possible(document, _negated(document, schema["not"]), schema)]
+    return [_negated(document, schema["not"])]
 
 
 def _if(document: Document, schema: Schema) -> list[Alternatives]:
     when, then, otherwise = schema["if"], schema.get("then", True), schema.get("else", True)
-    unless = _possible(document, _negated(document, when), schema)
+    unless = _negated(document, when)
     if not unless and when is not True:
         return [[]]
     return [[{"allOf": [when, then]}, *({"allOf": [one, otherwise]} for one in unless)]]
@@ -90,7 +90,7 @@ def _if(document: Document, schema: Schema) -> list[Alternatives]:
 
 def _dependent_required(document: Document, schema: Schema) -> list[Alternatives]:
     return [
-        _depending(document, schema, name, {"required": [name, *needed]})
+        _depending(name, {"required": [name, *needed]})
         for name, needed in schema["dependentRequired"].items()
         if needed
     ]
@@ -98,13 +98,12 @@ def _dependent_required(document: Document, schema: Schema) -> list[Alternatives
 
 def _dependent_schemas(document: Document, schema: Schema) -> list[Alternatives]:
     return [
-        _depending(document, schema, name, {"required": [name], "allOf": [needed]})
-        for name, needed in schema["dependentSchemas"].items()
+        _depending(name, {"required": [name], "allOf": [needed]}) for name, needed in schema["dependentSchemas"].items()
     ]
 
 
-def _depending(document: Document, schema: Schema, name: str, present: Schema) -> Alternatives:
-    return _possible(document, [_without(name), {"type": "object", **present}, *_of_no({"object"})], schema)
+def _depending(name: str, present: Schema) -> Alternatives:
+    return [_without(name), {"type": "object", **present}, *_of_no({"object"})]
 
 
 def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
@@ -114,7 +113,7 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
     for i, option in enumerate(options):
         others = [other for j, other in enumerate(options) if j != i and not apart(option, other)]
         most = max(1, int((_MOST / len(options)) ** (1 / max(1, len(others)))))
-        without = [_possible(document, _negated(document, other), option, schema)[:most] for other in others]
+        without = [sorted(_negated(document, other), key=partial(_loss, option))[:most] for other in others]
         if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
             continue  # all of it is of the other one, too
         if not all(without):
@@ -126,25 +125,23 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
 
 def _unique_items(document: Document, schema: Schema) -> list[Alternatives]:
     """Of a few values, each at most once and in their order."""
-    most = schema.get("maxItems", _MOST_VALUES)
-    if most <= 1:
-        return []
     items = document.resolved(schema.get("items"))
     values = _values(items) if isinstance(items, dict) and "prefixItems" not in schema else []
     if not 0 < len(values) <= _MOST_VALUES:
         return [[]]
-    counts = range(int(schema.get("minItems", 0)), int(min(most, len(values))) + 1)
-    lists = [chosen for count in counts for chosen in combinations(values, count)]
+    most = min(schema.get("maxItems", _MOST_VALUES), len(values))
+    counts = range(int(schema.get("minItems", 0)), int(most) + 1)
     found: Alternatives = [
         {
             "type": "array",
-            "prefixItems": [{"enum": [value]} for value in one],
-            "minItems": len(one),
-            "maxItems": len(one),
+            "prefixItems": [{"enum": [value]} for value in chosen],
+            "minItems": count,
+            "maxItems": count,
         }
-        for one in lists
+        for count in counts
+        for chosen in combinations(values, count)
     ]
-    return [_possible(document, [*found, *_of_no({"array"})], schema)]
+    return [[*found, *_of_no({"array"})]]
 
 
 def _values(schema: Schema) -> list[Any]:
@@ -156,18 +153,15 @@ def _values(schema: Schema) -> list[Any]:
 
 
 def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
-    """One of those that there may be: by the first of them that is there."""
-    names, required = [*schema.get("properties", ())], set(schema.get("required", ()))
-    if schema["minProperties"] <= len(required):
-        return []
-    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-    if schema["minProperties"] != 1 or not closed or not 0 < len(names) <= _MOST_NAMES:
+    """One of those that are named, where some are: by the first of them that is there."""
+    names = [*schema.get("properties", ())]
+    if schema["minProperties"] != 1 or not 0 < len(names) <= _MOST_NAMES:
         return [[]]
     firsts = [
         {"type": "object", "properties": dict.fromkeys(names[:i], False), "required": [name]}
         for i, name in enumerate(names)
     ]
-    return [_possible(document, [*firsts, *_of_no({"object"})], schema)]
+    return [[*firsts, *_of_no({"object"})]]
 
 
 _RULES = {
@@ -185,25 +179,15 @@ def _only_types(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.keys() == {"type"} and "integer" not in _types(schema)
 
 
-def _possible(document: Document, alternatives: Alternatives, *beside: Any) -> Alternatives:
-    """Those that leave something of these schemas, as far as it shows; what most likely leaves much is first."""
-    schemas = [schema for one in beside if isinstance(schema := document.resolved(one), dict)]
-    found = [one for one in alternatives if all(_agree(document, one, schema) for schema in schemas)]
-    return sorted(found, key=lambda one: not (isinstance(one, dict) and False in one.get("properties", {}).values()))
-
-
-def _agree(document: Document, one: Any, beside: Schema) -> bool:
-    if not isinstance(one, dict):
-        return True
-    if {"type"} <= one.keys() & beside.keys() and not {*_types(one)} & _with_integers(_types(beside)):
-        return False
-    required, known = beside.get("required", ()), beside.get("properties", {})
-    for name, inner in one.get("properties", {}).items():
-        if inner is False and name in required:
-            return False
-        if isinstance(inner, dict) and not _possible(document, inner.get("anyOf", [inner]), known.get(name, True)):
-            return False
-    return True
+def _loss(option: Any, alternative: Any) -> int:
+    """How much of an option an alternative takes away: 0 = a property, 1 = perhaps more, 2 = all of it."""
+    if not isinstance(option, dict) or not isinstance(alternative, dict):
+        return 1
+    absent = {name for name, inner in alternative.get("properties", {}).items() if inner is False}
+    types = {*_types(option)} & _with_integers(_types(alternative))
+    if absent & {*option.get("required", ())} or ({"type"} <= option.keys() & alternative.keys() and not types):
+        return 2
+    return 0 if absent else 1
 
 
 def _types(schema: Schema) -> list[str]:
@@ -288,7 +272,7 @@ def _none_of(values: list[Any]) -> Alternatives:
 
 
 def _name_properties(document: Document, schema: Schema) -> None:
-    """Names of free properties that are a list, or match a pattern, are named where the properties are."""
+    """Names of free properties that are a list, or have a pattern or a length, are named where the properties are."""
     names = document.resolved(schema.get("propertyNames"))
     if not isinstance(names, dict):
         return
@@ -305,6 +289,9 @@ def _name_properties(document: Document, schema: Schema) -> None:
             made = {"patternProperties": {pattern: others}}
         case {"format": str(name), **rest} if not rest and name in FORMATS:
             made = {"patternProperties": {FORMATS[name]: others}}
+        case {**lengths} if lengths and lengths.keys() <= {"minLength", "maxLength"}:
+            least, most = int(lengths.get("minLength", 0)), lengths.get("maxLength")
+            made = {"patternProperties": {f"^[\\s\\S]{{{least},{'' if most is None else int(most)}}}$": others}}
         case _:
             return
     if "string" in (_types(names) or ["string"]):

@@ -12,7 +12,6 @@ Texts of the new schema are texts of the old one, not the other way round: where
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -23,7 +22,7 @@ from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.disjoint import same, types_of
 from treeline_runtime.grammar.exclusion import in_plain_words
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
-from treeline_runtime.grammar.patterns import as_regex, texts, within
+from treeline_runtime.grammar.patterns import as_regex, within
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
 from treeline_runtime.grammar.schema_words import (
     APPLIED,
@@ -45,7 +44,6 @@ _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJEC
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
-_MOST_TEXTS = 32
 
 
 def simplify(document: Document) -> None:
@@ -56,8 +54,8 @@ def simplify(document: Document) -> None:
         _check_keywords(schema, path)
         _drop_what_says_nothing(schema)
         _apart_from_format(schema)
-        _list_texts(schema)
         _take_unevaluated(schema, path)
+    document.find()
     in_plain_words(document)  # before any of them gets a type, which allows less
     document.find()
     for path, schema in document.schemas:
@@ -67,26 +65,60 @@ def simplify(document: Document) -> None:
     for path, schema in document.schemas:
         _simplify_one(schema, path)
     _check_cycles(document)
+    _check_finite(document)
 
 
 def _check_cycles(document: Document) -> None:
-    """A value would be of a schema if it is of this schema: says nothing, and is looked up for ever."""
-    inner = dict[int, set[int]]()
-    for _path, schema in document.schemas:
+    """A value would be of a schema if it is of this schema: the standard leaves that undefined, and validators look it
+    up for ever."""
+    known = {id(schema) for _path, schema in document.schemas}
+
+    def is_clear(schema: Schema, clear: set[int]) -> bool:
         same_value = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("oneOf", ())]
         if "$ref" in schema:
             same_value.append(document.target(schema))
-        inner[id(schema)] = {id(other) for other in same_value if isinstance(other, dict)}
-    waiting = document.schemas
+        return not {id(other) for other in same_value} & known - clear
+
+    if (path := _without_end(document, is_clear)) is not None:
+        raise GrammarError(f"the schema at {path or '/'} refers to itself for the same value")
+
+
+def _check_finite(document: Document) -> None:
+    """Each value of a schema would have to hold such a value again: an output would never come to its end."""
+
+    def has_value(schema: Schema, finite: set[int]) -> bool:
+        def known(one: Any) -> bool:
+            return one is True or id(one) in finite
+
+        if "enum" in schema:
+            return True
+        needed = [*schema.get("allOf", ()), *([document.target(schema)] if "$ref" in schema else ())]
+        options = [schema[word] for word in ("anyOf", "oneOf") if word in schema]
+        if not all(map(known, needed)) or not all(any(map(known, one)) for one in options):
+            return False
+        names, least = schema.get("properties", {}), schema.get("minItems", 0)
+        prefix, others = schema.get("prefixItems", [])[:least], [schema.get("items", True)]
+        held = {
+            "object": [names[name] for name in schema.get("required", ()) if name in names],
+            "array": prefix + (others if least > len(prefix) else []),
+        }
+        return any(all(map(known, held.get(name, ()))) for name in listed(schema.get("type", "null")))
+
+    if (path := _without_end(document, has_value)) is not None:
+        raise unsatisfiable(path, "each value would have to hold another one of its kind:")
+
+
+def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]) -> str | None:
+    """The path of a schema that is never done, whatever others are. is_done: of a schema, where those with these ids
+    are."""
+    waiting, done = document.schemas, set[int]()
     while waiting:
-        still = [(path, schema) for path, schema in waiting if inner[id(schema)] & inner.keys()]
+        still = [(path, schema) for path, schema in waiting if not is_done(schema, done)]
         if len(still) == len(waiting):
-            path = min((path for path, _schema in still), key=len)
-            raise GrammarError(f"the schema at {path or '/'} refers to itself for the same value")
-        done = {id(schema) for _path, schema in waiting} - {id(schema) for _path, schema in still}
-        for key in done:
-            del inner[key]
+            return min((path for path, _schema in still), key=len)
+        done = {id(schema) for _path, schema in document.schemas} - {id(schema) for _path, schema in still}
         waiting = still
+    return None
 
 
 def _simplify_one(schema: Schema, path: str) -> None:
@@ -136,6 +168,7 @@ _SHAPES: dict[str, Callable[[Any], bool]] = {
     "multipleOf": lambda value: _is_number(value) and value > 0,
     **dict.fromkeys(["properties", "patternProperties", "dependentSchemas"], lambda value: isinstance(value, dict)),
     "dependentRequired": lambda value: isinstance(value, dict) and all(map(_is_names, value.values())),
+    "dependencies": lambda value: isinstance(value, dict),
     **dict.fromkeys(["anyOf", "oneOf", "allOf", "enum"], lambda value: isinstance(value, list) and bool(value)),
     "prefixItems": lambda value: isinstance(value, list),
     **dict.fromkeys(["pattern", "format"], lambda value: isinstance(value, str)),
@@ -156,6 +189,10 @@ def _drop_what_says_nothing(schema: Schema) -> None:
     for key, values in nothing.items():
         if key in schema and any(schema[key] == value and type(schema[key]) is type(value) for value in values):
             del schema[key]
+    if schema.get("minProperties", 0) <= len(set(schema.get("required", ()))):
+        schema.pop("minProperties", None)
+    if schema.get("maxItems", math.inf) <= 1:
+        schema.pop("uniqueItems", None)
     if "if" not in schema or not {"then", "else"} & set(schema):
         for key in ("if", "then", "else"):
             schema.pop(key, None)
@@ -171,17 +208,6 @@ def _apart_from_format(schema: Schema) -> None:
         pattern = schema.pop("pattern")
         if pattern != REDUNDANT.get(name):
             schema["allOf"] = [*schema.get("allOf", ()), {"type": "string", "pattern": pattern}]
-
-
-def _list_texts(schema: Schema) -> None:
-    """A pattern of a few texts is a list of them, which can be distinguished from others."""
-    if schema.get("type") != "string" or "pattern" not in schema or (STRING | VALUES) & schema.keys() != {"pattern"}:
-        return
-    with contextlib.suppress(GrammarError):  # said with its path, when patterns are read
-        few = texts(within(schema["pattern"]), _MOST_TEXTS)
-        if few:
-            schema["enum"] = few
-            del schema["pattern"]
 
 
 def _take_unevaluated(schema: Schema, path: str) -> None:
@@ -213,11 +239,9 @@ def _has_type(schema: Schema, *names: str) -> bool:
 
 def _limits(schema: Schema, path: str) -> None:
     for what, name in (("Length", "string"), ("Items", "array"), ("Properties", "object")):
-        least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}", math.inf)
-        for key in (f"min{what}", f"max{what}"):
-            if key in schema:
-                schema[key] = int(schema[key])
-        if least > most and schema.get("type") == name:
+        limits = {key: int(schema[key]) for key in (f"min{what}", f"max{what}") if key in schema}
+        schema |= limits
+        if len(limits) == 2 and limits[f"min{what}"] > limits[f"max{what}"] and schema.get("type") == name:
             raise unsatisfiable(path, f"'min{what}' is more than 'max{what}'")
 
 
@@ -271,12 +295,9 @@ def _clamp(schema: Schema) -> None:
 
 def _numbers(schema: Schema, path: str) -> None:
     if schema.get("type") == "integer":
-        for key, rounded in (("minimum", math.ceil), ("exclusiveMinimum", math.floor)):
-            if key in schema:
-                schema[key] = rounded(schema[key])
-        for key, rounded in (("maximum", math.floor), ("exclusiveMaximum", math.ceil)):
-            if key in schema:
-                schema[key] = rounded(schema[key])
+        up, down = ("minimum", "exclusiveMaximum"), ("maximum", "exclusiveMinimum")
+        schema |= {key: math.ceil(schema[key]) for key in up if key in schema}
+        schema |= {key: math.floor(schema[key]) for key in down if key in schema}
     _clamp(schema)
     for key in NUMBER & set(schema):
         if isinstance(schema[key], int) and abs(schema[key]) > _LARGEST and schema[key] not in BOUNDS["int64"]:
@@ -382,8 +403,12 @@ def _exclusive_bounds(schema: Schema) -> None:
 
 
 def _dependencies(schema: Schema, path: str) -> None:
-    for name, needed in schema.pop("dependencies", {}).items():
+    if not isinstance(schema.get("dependencies"), dict):
+        return
+    for name, needed in schema.pop("dependencies").items():
         word = "dependentRequired" if isinstance(needed, list) else "dependentSchemas"
+        if word in schema and not isinstance(schema[word], dict):
+            return
         if name in schema.setdefault(word, {}):
             raise UnsupportedError("dependencies", path, f"says of {name!r} what {word!r} does")
         schema[word][name] = needed

@@ -17,25 +17,18 @@ import numpy.typing as npt
 
 from treeline_runtime.grammar.backend import (
     FILL_THREADS,
-    NO_OTHER_WAY,
     Compiled,
     GrammarError,
     Matcher,
-    NotHereError,
     certain_text,
 )
 from treeline_runtime.grammar.patterns import as_regex, whole
-from treeline_runtime.grammar.satisfiable import Rules, check_satisfiable
 from treeline_runtime.grammar.schema_support import for_llguidance
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.xgrammar_backend import parse_ebnf
 from treeline_runtime.messages import Grammar
 
 if TYPE_CHECKING:
     import torch
-from treeline_runtime.grammar.character_sets import characters
-from treeline_runtime.grammar.patterns import Chars
-from treeline_runtime.grammar.satisfiable import Kind
 
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -69,7 +62,7 @@ _BYTES_PER_CHAR = 64
 
 
 class LLGuidanceBackend:
-    """Implements `GrammarBackend`. Has no structural tags."""
+    """Implements `GrammarBackend`, for schemas, patterns and choices."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = importlib.import_module("llguidance")
@@ -87,23 +80,25 @@ class LLGuidanceBackend:
         if not matcher.is_error():
             mask = matcher.compute_bitmask()  # too much for one step, as a thousand properties are, shows at the first
         if matcher.is_error():
-            reason = _reason(matcher.get_error())
-            raise NotHereError(reason) if "supported" in reason else GrammarError(reason)
+            raise GrammarError(_reason(matcher.get_error()))
+        if len(text) <= _MOST_FORCING:
+            forcing = matcher.deep_copy()
+            forcing.compute_ff_bytes()
+            forcing.compute_bitmask()
+            if forcing.is_error():
+                raise GrammarError("can never be satisfied: it would begin with a text that is too long, or endless")
         self._try_on(matcher, mask)
         return text.encode()
 
-    def compile_otherwise(self, grammar: Grammar) -> bytes:
-        raise GrammarError(NO_OTHER_WAY)
-
     def _try_on(self, matcher: Any, mask: bytes) -> None:
-        """The next steps: one that is too much for us here would end every output. Raises NotHereError."""
+        """The next steps: one that is too much for us here would end every output. Raises GrammarError."""
         for _ in range(_TRIED_STEPS):
             allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=self._size, bitorder="little")
             if not allowed.any() or not matcher.try_consume_tokens([int(allowed.argmax())]):
                 return
             mask = matcher.compute_bitmask()
             if matcher.is_error():
-                raise NotHereError(_reason(matcher.get_error()))
+                raise GrammarError(_reason(matcher.get_error()))
 
     def load(self, compiled: bytes) -> Compiled:
         text = compiled.decode()
@@ -137,15 +132,11 @@ class LLGuidanceBackend:
                 return f"{_OPTIONS}start: %json {_spaced(for_llguidance(grammar.source))}\n"
             case "regex":
                 return f"{_OPTIONS}start: /{as_regex(whole(grammar.source))}/\n"
-            case "ebnf":
-                rules = parse_ebnf(grammar.source)
-                check_satisfiable(rules)
-                return _OPTIONS + as_lark(Rules(rules))
             case "choice":
                 # one terminal: as rules they are an item each, of which a step has 2000 at most
                 return f"{_OPTIONS}start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, json.loads(grammar.source)))}\n"
-            case "structural_tag":
-                raise NotHereError("structural tags are not supported by llguidance")
+            case _:
+                raise AssertionError(grammar.kind)
 
 
 def _spaced(schema: str) -> str:
@@ -242,60 +233,8 @@ def _llguidance(matcher: Matcher) -> LLGuidanceMatcher:
 
 
 def _reason(error: str) -> str:
-    return error.strip().splitlines()[0][:500] if error.strip() else "the grammar was refused"
-
-
-def as_lark(rules: Rules) -> str:
-    """Rules of xgrammar's EBNF in the library's Lark dialect (its docs/syntax.md). Raises GrammarError for what
-    Lark cannot say.
-
-    The library splits the text into lexemes first, the longest one winning: `/[a-z]*/ "b"` takes no text. So each
-    lexeme here is one character, and everything else is rules; the language stays the one that was written.
-    """
-    lines = [f"start: {_name(rules, rules.root)}"]
-    for number, name in enumerate(rules.names):
-        if rules.looks_ahead(number):
-            raise GrammarError(f"a lookahead, in the rule {name!r}, is not supported")
-        node = rules.rule(number)
-        lines.append(f"{_name(rules, node)}: {_written(rules, rules.parts(node)[0], name)}")
-    return "\n".join(lines) + "\n"
-
-
-def _name(rules: Rules, node: int) -> str:
-    return f"r{node - rules.rule(0)}"
-
-
-def _written(rules: Rules, node: int, rule: str) -> str:
-    kind, data = rules.expression(node)
-    match kind:
-        case Kind.BYTES:
-            return _text(bytes(data), rule)
-        case Kind.CLASS:
-            return _class(data)
-        case Kind.CLASS_STAR:
-            return f"{_class(data)}*"
-        case Kind.EMPTY:
-            return '""'
-        case Kind.RULE:
-            return _name(rules, rules.rule(data[0]))
-        case Kind.SEQUENCE:
-            return "(" + " ".join(_written(rules, part, rule) for part in data) + ")" if data else '""'
-        case Kind.CHOICES:
-            return "(" + " | ".join(_written(rules, part, rule) for part in data) + ")"
-        case Kind.REPEAT:
-            most = "" if data[2] < 0 else data[2]
-            return f"{_name(rules, rules.rule(data[0]))}{{{data[1]},{most}}}"
-        case _:
-            raise GrammarError(f"{kind.name.lower()} in the rule {rule!r} is not supported")
-
-
-def _class(data: list[int]) -> str:
-    ranges = characters(zip(data[1::2], data[2::2], strict=True), negated=bool(data[0]))
-    return f"/{as_regex(Chars(ranges))}/"
-
-
-def _text(text: bytes, rule: str) -> str:
-    try:
-        return "(" + " ".join(f"/{as_regex(Chars(((ord(c), ord(c)),)))}/" for c in text.decode()) + ")"
-    except UnicodeDecodeError:
-        raise GrammarError(f"a text that is not UTF-8, in the rule {rule!r}, is not supported") from None
+    """What the library says, without its place in our text."""
+    if "oneOf constraints" in error:
+        return "'oneOf' is not supported where two of its schemas may have a value in common"
+    first = error.strip().partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
+    return first[:500] or "the grammar was refused"

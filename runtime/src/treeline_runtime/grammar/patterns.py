@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
-from typing import Any, NamedTuple
+from typing import Any
 
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
-from treeline_runtime.grammar.character_sets import LAST, Ranges, all_but, category, characters, with_cases
+from treeline_runtime.grammar.character_sets import ASCII, LAST, Ranges, all_but, unicode, union, with_cases
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _read(pattern: str) -> Node:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = parser.parse(pattern)
-        return _Reader(parsed.state.flags).sequence(parsed, parsed.state.flags)
+        return _sequence(parsed, parsed.state.flags)
     except (re.error, OverflowError) as error:
         raise GrammarError(f"the pattern {_short(pattern)} is not a regular expression: {error}") from None
     except RecursionError:
@@ -117,60 +117,57 @@ class _RefusedError(Exception):
     """The text names what is refused."""
 
 
-class _Reader:
-    """From what `re` has parsed to nodes. Flags are as they are at the place."""
+def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> Node:
+    """Of what `re` has parsed. flags: as they are at the place."""
+    parts = [_item(code, argument, flags) for code, argument in items]
+    return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
-    def __init__(self, flags: int) -> None:
-        if flags & re.LOCALE:
-            raise _RefusedError("the flag L")
 
-    def sequence(self, items: Iterable[tuple[Any, Any]], flags: int) -> Node:
-        parts = [self._item(code, argument, flags) for code, argument in items]
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+def _item(code: Any, argument: Any, flags: int) -> Node:
+    if code is op.LITERAL:
+        return Chars(_cased(((argument, argument),), flags))
+    if code is op.NOT_LITERAL:
+        return Chars(all_but(_cased(((argument, argument),), flags, outside=True)))
+    if code is op.ANY:
+        return Chars(all_but(() if flags & re.DOTALL else ((10, 10),)))
+    if code is op.IN:
+        return _set(argument, flags)
+    if code is op.BRANCH:
+        return Choice(tuple(_sequence(branch, flags) for branch in argument[1]))
+    if code is op.SUBPATTERN:
+        _group, add, remove, items = argument
+        return _sequence(items, (flags | add) & ~remove)
+    if code in (op.MAX_REPEAT, op.MIN_REPEAT):
+        least, most, items = argument
+        return Repeat(_sequence(items, flags), least, None if most is op.MAXREPEAT else most)
+    if code is op.AT:
+        return _anchor(argument, flags)
+    raise _RefusedError(_REFUSED.get(code, str(code)))
 
-    def _item(self, code: Any, argument: Any, flags: int) -> Node:
-        if code is op.LITERAL:
-            return Chars(_cased(((argument, argument),), flags))
-        if code is op.NOT_LITERAL:
-            return Chars(all_but(_cased(((argument, argument),), flags, outside=True)))
-        if code is op.ANY:
-            return Chars(all_but(() if flags & re.DOTALL else ((10, 10),)))
-        if code is op.IN:
-            return self._set(argument, flags)
-        if code is op.BRANCH:
-            return Choice(tuple(self.sequence(branch, flags) for branch in argument[1]))
-        if code is op.SUBPATTERN:
-            _group, add, remove, items = argument
-            return self.sequence(items, (flags | add) & ~remove)
-        if code in (op.MAX_REPEAT, op.MIN_REPEAT):
-            least, most, items = argument
-            return Repeat(self.sequence(items, flags), least, None if most is op.MAXREPEAT else most)
-        if code is op.AT:
-            return self._anchor(argument, flags)
-        raise _RefusedError(_REFUSED.get(code, str(code)))
 
-    def _anchor(self, argument: Any, flags: int) -> Anchor:
-        if argument in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY):
-            raise _RefusedError("a word boundary")
-        if flags & re.MULTILINE and argument in (op.AT_BEGINNING, op.AT_END):
-            raise _RefusedError("the flag m with an anchor")
-        return Anchor(argument in (op.AT_BEGINNING, op.AT_BEGINNING_STRING))
+def _anchor(argument: Any, flags: int) -> Anchor:
+    if argument in (op.AT_BOUNDARY, op.AT_NON_BOUNDARY):
+        raise _RefusedError("a word boundary")
+    if flags & re.MULTILINE and argument in (op.AT_BEGINNING, op.AT_END):
+        raise _RefusedError("the flag m with an anchor")
+    return Anchor(argument in (op.AT_BEGINNING, op.AT_BEGINNING_STRING))
 
-    def _set(self, items: list[tuple[Any, Any]], flags: int) -> Node:
-        negated = items[0][0] is op.NEGATE
-        ranges: list[tuple[int, int]] = []
-        for code, argument in items[negated:]:
-            match code:
-                case op.LITERAL:
-                    ranges += _cased(((argument, argument),), flags, outside=negated)
-                case op.RANGE:
-                    ranges += _cased((argument,), flags, outside=negated)
-                case op.CATEGORY:
-                    ranges += _category(argument, outside=negated)
-        chars = characters(ranges, negated)
-        if not chars:
-            raise _RefusedError("a set without characters")
-        return Chars(chars)
+
+def _set(items: list[tuple[Any, Any]], flags: int) -> Node:
+    negated = items[0][0] is op.NEGATE
+    ranges: list[tuple[int, int]] = []
+    for code, argument in items[negated:]:
+        match code:
+            case op.LITERAL:
+                ranges += _cased(((argument, argument),), flags, outside=negated)
+            case op.RANGE:
+                ranges += _cased((argument,), flags, outside=negated)
+            case op.CATEGORY:
+                ranges += _category(argument, outside=negated)
+    chars = all_but(ranges) if negated else union(ranges)
+    if not chars:
+        raise _RefusedError("a set without characters")
+    return Chars(chars)
 
 
 _REFUSED = {
@@ -248,8 +245,8 @@ def _category(code: Any, outside: bool) -> Ranges:
     """outside: it is within a set that is negated, so that it must have all that any dialect counts in."""
     name, negative = _CATEGORIES[code]
     if negative:
-        return all_but(category(name, wide=not outside))
-    return category(name, wide=outside)
+        return all_but(ASCII[name] if outside else unicode(name))
+    return unicode(name) if outside else ASCII[name]
 
 
 _CATEGORIES = {
@@ -260,33 +257,6 @@ _CATEGORIES = {
     op.CATEGORY_WORD: ("word", False),
     op.CATEGORY_NOT_WORD: ("word", True),
 }
-
-
-def texts(node: Node, most: int) -> list[str] | None:
-    """All texts of a node, where they are so few."""
-    found: list[str] = []
-    match node:
-        case Chars(ranges):
-            if sum(last - first + 1 for first, last in ranges) > most:
-                return None
-            found = [chr(code) for first, last in ranges for code in range(first, last + 1)]
-        case Choice(parts):
-            for part in parts:
-                if (own := texts(part, most)) is None:
-                    return None
-                found += own
-        case Sequence(parts):
-            found = [""]
-            for part in parts:
-                ends = texts(part, most)
-                if ends is None or len(found) * len(ends) > most:
-                    return None
-                found = [start + end for start in found for end in ends]
-        case Repeat(part, least, upmost) if least == upmost == 1:
-            return texts(part, most)
-        case _:
-            return None
-    return None if len(found) > most else list(dict.fromkeys(found))
 
 
 def none_of(texts: Iterable[str]) -> Node:
@@ -327,40 +297,18 @@ def but(node: Node, unwanted: Ranges) -> Node:
 # ---- writing ------------------------------------------------------------------------------------------------------
 
 
-class _Notation(NamedTuple):
-    """How a node is written. `nothing`: where a text has to stand for the empty one."""
-
-    chars: Callable[[Ranges], str]
-    group: str
-    bar: str
-    space: str
-    nothing: str
-
-
 def as_regex(node: Node) -> str:
     """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups."""
-    return _written(node, _REGEX)
-
-
-def as_ebnf(node: Node) -> str:
-    """The right side of a rule of xgrammar's EBNF."""
-    return _written(node, _EBNF) or _EBNF.nothing
-
-
-def _written(node: Node, how: _Notation) -> str:
-    """What is empty is no text, but as one of several choices."""
     match node:
         case Chars(ranges):
-            return how.chars(ranges)
+            return _chars(ranges)
         case Sequence(parts):
-            texts = [_written(part, how) for part in parts]
-            inner = [how.group.format(t) if isinstance(p, Choice) else t for p, t in zip(parts, texts, strict=True)]
-            return how.space.join(text for text in inner if text)
+            return "".join(f"(?:{as_regex(p)})" if isinstance(p, Choice) else as_regex(p) for p in parts)
         case Choice(parts):
-            return how.bar.join(_written(part, how) or how.nothing for part in parts)
+            return "|".join(map(as_regex, parts))
         case Repeat(part, least, most):
-            text = _written(part, how)
-            return (text if isinstance(part, Chars) else how.group.format(text)) + _count(least, most) if text else ""
+            text = as_regex(part)
+            return (text if isinstance(part, Chars) else f"(?:{text})") + _count(least, most) if text else ""
     raise AssertionError(node)
 
 
@@ -377,33 +325,21 @@ def _count(least: int, most: int | None) -> str:
     return f"{{{least},{'' if most is None else most}}}"
 
 
-def _regex_chars(ranges: Ranges) -> str:
+def _chars(ranges: Ranges) -> str:
     if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return _regex_char(ranges[0][0])
+        return _char(ranges[0][0])
     negated = ranges[-1][1] == LAST
-    return _bracketed(all_but(ranges) if negated else ranges, _regex_char, negated)
-
-
-def _ebnf_chars(ranges: Ranges) -> str:
-    negated = ranges[-1][1] == LAST
-    return _bracketed(all_but(ranges) if negated else ranges, lambda code: f"\\U{code:08X}", negated)
-
-
-def _bracketed(ranges: Ranges, char: Callable[[int], str], negated: bool) -> str:
+    ranges = all_but(ranges) if negated else ranges
     if ranges and ranges[0][0] == ord("^"):  # not where it would negate, whatever becomes of the escape
         ranges = ((ranges[-1][1], ranges[-1][1]), *ranges)
-    inner = "".join(char(first) if first == last else f"{char(first)}-{char(last)}" for first, last in ranges)
-    return f"[^{inner}]" if negated and inner else f"[{inner or f'{char(0)}-{char(LAST)}'}]"
+    inner = "".join(_char(first) if first == last else f"{_char(first)}-{_char(last)}" for first, last in ranges)
+    return f"[^{inner}]" if negated and inner else f"[{inner or f'{_char(0)}-{_char(LAST)}'}]"
 
 
-def _regex_char(code: int) -> str:
+def _char(code: int) -> str:
     char = chr(code)
     if char in r"\^$.*+?()[]{}|/-":
         return "\\" + char
     if code < 32 or code == 127:
         return f"\\x{code:02x}"
     return char
-
-
-_REGEX = _Notation(_regex_chars, "(?:{})", "|", "", "")
-_EBNF = _Notation(_ebnf_chars, "({})", " | ", " ", '""')

@@ -20,12 +20,17 @@ The format is `Grammar.serialize_json()` of xgrammar (cpp/grammar_impl.h, `Gramm
 from __future__ import annotations
 
 import heapq
+import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any, NamedTuple
 
 from treeline_runtime.grammar.backend import MAX_SHORTEST, GrammarError
+from treeline_runtime.grammar.character_sets import all_but, union
+
+_PARSER: Any = importlib.import_module("re._parser")
 
 
 class Kind(IntEnum):
@@ -47,72 +52,77 @@ class Kind(IntEnum):
     SUBSTRING = 13  # any part of a list of texts, the empty one too
 
 
+class Form(NamedTuple):
+    """What a node's texts are made of: all of the parts one after the other, or `times` times one of them."""
+
+    parts: Sequence[int] = ()
+    is_sequence: bool = False
+    times: int = 1
+    alone: int | None = None
+    """The length of a text that has nothing to do with the parts."""
+
+
 class Rules:
     """The rules of a grammar of xgrammar, as it serialises them. Nodes are expressions, and behind them the rules."""
 
     def __init__(self, serialized: str) -> None:
         grammar = json.loads(serialized)
-        self.names: list[str] = [rule[0] for rule in grammar["rules"]]
-        self._ahead: list[int] = [rule[2] for rule in grammar["rules"]]
         self._bodies: list[int] = [rule[1] for rule in grammar["rules"]]
         self._data: list[int] = grammar["grammar_expr_data"]
         self._starts: list[int] = grammar["grammar_expr_indptr"]
-        self.root = self.rule(grammar["root_rule_id"])
-
-    def rule(self, number: int) -> int:
-        """Its node."""
-        return len(self._starts) + number
-
-    def looks_ahead(self, number: int) -> bool:
-        return self._ahead[number] >= 0
-
-    def expression(self, node: int) -> tuple[Kind, list[int]]:
-        start = self._starts[node]
-        return Kind(self._data[start]), self._data[start + 2 : start + 2 + self._data[start + 1]]
-
-    def is_rule(self, node: int) -> bool:
-        return node >= len(self._starts)
-
-    def name(self, node: int) -> str:
-        return self.names[node - len(self._starts)]
-
-    def parts(self, node: int) -> list[int]:
-        """The nodes that texts of this one can have within."""
-        if self.is_rule(node):
-            return [self._bodies[node - len(self._starts)]]
-        kind, data = self.expression(node)
-        match kind:
-            case Kind.SEQUENCE | Kind.CHOICES:
-                return data
-            case Kind.RULE:
-                return [self.rule(data[0])]
-            case Kind.REPEAT:
-                return [self.rule(data[0])] if data[2] else []
-            case Kind.TAG_DISPATCH:
-                return [self.rule(number) for number in data[1:-2:2]]
-            case Kind.TOKEN_DISPATCH:
-                return [self.rule(number) for number in data[2 : 1 + 2 * data[0] : 2]]
-            case _:
-                return []
-
-    def nodes(self) -> dict[int, str]:
+        self.root = self._rule(grammar["root_rule_id"])
+        self.nodes = {self._rule(number): rule[0] for number, rule in enumerate(grammar["rules"])}
         """All rules and what is in them, each with the name of a rule that it is in."""
-        stack = [self.rule(number) for number in range(len(self.names))]
-        found = {node: self.name(node) for node in stack}
+        self.forms: dict[int, Form] = {}
+        stack = [*self.nodes]
         while stack:
             node = stack.pop()
-            for part in self.parts(node):
-                if part not in found:
-                    found[part] = found[node]
+            self.forms[node] = self._form(node)
+            for part in self.forms[node].parts:
+                if part not in self.nodes:
+                    self.nodes[part] = self.nodes[node]
                     stack.append(part)
-        return found
+
+    def _rule(self, number: int) -> int:
+        return len(self._starts) + number
+
+    def _form(self, node: int) -> Form:
+        if node >= len(self._starts):
+            return Form([self._bodies[node - len(self._starts)]])
+        start = self._starts[node]
+        kind, data = Kind(self._data[start]), self._data[start + 2 : start + 2 + self._data[start + 1]]
+        match kind:
+            case Kind.BYTES:
+                return Form(alone=len(data))
+            case Kind.EMPTY | Kind.CLASS_STAR | Kind.SUBSTRING:
+                return Form(alone=0)
+            case Kind.CLASS:
+                return Form(alone=1 if _has_character(data) else None)
+            case Kind.TOKEN:
+                return Form(alone=1 if data else None)
+            case Kind.OTHER_TOKEN:
+                return Form(alone=1)
+            case Kind.REGEX:
+                return Form(alone=_width(bytes(data[1:]).decode()))
+            case Kind.RULE:
+                return Form([self._rule(data[0])])
+            case Kind.CHOICES:
+                return Form(data)
+            case Kind.SEQUENCE:
+                return Form(data, is_sequence=True, alone=None if data else 0)
+            case Kind.REPEAT:
+                return Form([self._rule(data[0])] if data[2] else [], times=data[1], alone=None if data[1] else 0)
+            case Kind.TAG_DISPATCH:
+                return Form([self._rule(number) for number in data[1:-2:2]], alone=0)
+            case Kind.TOKEN_DISPATCH:
+                return Form([self._rule(number) for number in data[2 : 1 + 2 * data[0] : 2]], alone=0)
 
 
 def check_satisfiable(serialized: str) -> None:
     """Raises GrammarError when some rule, or an expression in it, derives no finite text, or only long ones."""
     rules = Rules(serialized)
     shortest = shortest_texts(rules)
-    for node, name in rules.nodes().items():
+    for node, name in rules.nodes.items():
         if node not in shortest:
             raise GrammarError(f"can never be satisfied: no finite text is a {name!r}")
         if shortest[node] > MAX_SHORTEST:
@@ -126,14 +136,13 @@ def shortest_texts(rules: Rules) -> dict[int, int]:
     a token counts as one."""
     users, waits = dict[int, list[int]](), dict[int, int]()
     queue: list[tuple[int, int]] = []
-    for node in rules.nodes():
-        parts = set(rules.parts(node))
+    for node, form in rules.forms.items():
+        parts = set(form.parts)
         for part in parts:
             users.setdefault(part, []).append(node)
-        waits[node] = len(parts) if _is_sequence(rules, node) else min(1, len(parts))
-        alone = _alone(rules, node)
-        if alone is not None:
-            queue.append((alone, node))
+        waits[node] = len(parts) if form.is_sequence else min(1, len(parts))
+        if form.alone is not None:
+            queue.append((form.alone, node))
     heapq.heapify(queue)
     final = dict[int, int]()
     while queue:
@@ -144,79 +153,20 @@ def shortest_texts(rules: Rules) -> dict[int, int]:
         for user in users.get(node, ()):
             waits[user] -= 1
             if waits[user] == 0:
-                heapq.heappush(queue, (_together(rules, user, final, length), user))
+                form = rules.forms[user]
+                together = sum(final[part] for part in form.parts) if form.is_sequence else form.times * length
+                heapq.heappush(queue, (together, user))
     return final
 
 
-def _is_sequence(rules: Rules, node: int) -> bool:
-    return not rules.is_rule(node) and rules.expression(node)[0] is Kind.SEQUENCE
-
-
-def _together(rules: Rules, node: int, final: dict[int, int], least: int) -> int:
-    """least: of the part that has become final just now. It is the shortest of all parts where one is enough."""
-    if rules.is_rule(node):
-        return least
-    kind, data = rules.expression(node)
-    match kind:
-        case Kind.SEQUENCE:
-            return sum(final[part] for part in data)
-        case Kind.REPEAT:
-            return data[1] * least
-        case _:
-            return least
-
-
-def _alone(rules: Rules, node: int) -> int | None:
-    """The length of a text of this node that has nothing to do with its parts."""
-    if rules.is_rule(node):
-        return None
-    kind, data = rules.expression(node)
-    match kind:
-        case Kind.BYTES:
-            return len(data)
-        case Kind.EMPTY | Kind.CLASS_STAR | Kind.TAG_DISPATCH | Kind.TOKEN_DISPATCH | Kind.SUBSTRING:
-            return 0
-        case Kind.CLASS:
-            return 1 if _has_character(data) else None
-        case Kind.TOKEN:
-            return 1 if data else None
-        case Kind.OTHER_TOKEN:
-            return 1
-        case Kind.REGEX:
-            return _width(bytes(data[1:]).decode())
-        case Kind.SEQUENCE:
-            return None if data else 0
-        case Kind.REPEAT:
-            return 0 if data[1] == 0 else None
-        case Kind.RULE | Kind.CHOICES:
-            return None
-
-
-_SURROGATES = (0xD800, 0xDFFF)
-_LAST = 0x10FFFF
-
-
 def _has_character(data: list[int]) -> bool:
-    ranges = sorted(_pairs(data[1:]))
-    if not data[0]:
-        return any(first <= last for first, last in ranges)
-    after = 0
-    for first, last in sorted([*ranges, _SURROGATES]):
-        if first > after:
-            return True
-        after = max(after, last + 1)
-    return after <= _LAST
-
-
-def _pairs(data: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(data[::2], data[1::2], strict=True)
+    ranges = [(first, last) for first, last in zip(data[1::2], data[2::2], strict=True) if first <= last]
+    return bool(all_but(ranges) if data[0] else union(ranges))
 
 
 def _width(pattern: str) -> int:
     """Of the shortest text that a pattern of ours takes; xgrammar has refused those that take none."""
-    from re import _parser  # type: ignore[attr-defined]
-
     try:
-        return int(_parser.parse(pattern).getwidth()[0])
+        return int(_PARSER.parse(pattern).getwidth()[0])
     except (re.error, OverflowError, RecursionError):
         return 0

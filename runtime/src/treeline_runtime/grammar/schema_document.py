@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import re
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from treeline_runtime.grammar.backend import GrammarError, NotHereError
+from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.schema_words import VALUES, inner
 
 Schema = dict[str, Any]
@@ -24,14 +23,10 @@ _PLAIN_POINTER = re.compile(r"#[\w/$.-]*", re.ASCII)
 
 
 class UnsupportedError(GrammarError):
-    """A keyword that every backend would ignore, or take for something else."""
+    """A keyword that a library would ignore, or take for something else."""
 
     def __init__(self, keyword: str, path: str, why: str = "is not supported") -> None:
         super().__init__(f"{keyword!r} at {path or '/'} {why}")
-
-
-class UnsupportedHereError(UnsupportedError, NotHereError):
-    """The same of one backend."""
 
 
 def unsatisfiable(path: str, why: str) -> GrammarError:
@@ -47,7 +42,7 @@ class Document:
         self.root = _read(source)
         self.schemas: list[tuple[str, Schema]] = []
         """Each with its path."""
-        self._targets: dict[int, tuple[str, Any, Any]] = {}
+        self._targets: dict[int, tuple[str, Schema | bool, Any]] = {}
         """Of schemas with a `$ref`: what it means, as `_resolve` has it."""
         self._paths: dict[int, str] = {}
         """Where schemas were at first."""
@@ -62,8 +57,7 @@ class Document:
 
     def target(self, schema: Schema) -> Schema | bool:
         """What its `$ref` means."""
-        target: Schema | bool = self._targets[id(schema)][1]
-        return target
+        return self._targets[id(schema)][1]
 
     def resolved(self, option: Any) -> Any:
         """What an option refers to."""
@@ -117,13 +111,15 @@ class Document:
         uri = schema.get(self._identifier) if isinstance(schema, dict) else None
         return uri if isinstance(uri, str) and not uri.startswith("#") else ""
 
-    def _resolve(self, resource: Any, reference: Any, path: str) -> tuple[str, Any, Any]:
-        """The path and the schema that a `$ref` at `path` means, and the document that it is in."""
+    def _resolve(self, resource: Any, reference: Any, path: str) -> tuple[str, Schema | bool, Any]:
+        """The path and the schema that a `$ref` at `path` in the document `resource` means, and the document that it
+        is in."""
         if not isinstance(reference, str):
             raise GrammarError(f"'$ref' at {path or '/'} is a text")
         uri, _, fragment = reference.partition("#")
         if uri:
-            resource = self._document(resource, uri)
+            wanted = urllib.parse.urljoin(self._documents[id(resource)][0], uri)
+            resource = next((document for base, document in self._documents.values() if base == wanted), None)
             if resource is None:
                 raise UnsupportedError("$ref", path, f"to another document ({reference[:200]}) is not supported")
         found = resource
@@ -149,28 +145,18 @@ class Document:
             schema.get("$anchor") == name or schema.get(self._identifier) == f"#{name}"
         )
 
-    def _document(self, resource: Any, uri: str) -> Any:
-        """The one within this schema that has the address, as it is meant in `resource`."""
-        bases = self._bases
-        wanted = _address(urllib.parse.urljoin(bases[id(resource)][0], uri))
-        return next((schema for base, schema in bases.values() if _address(base) == wanted), None)
-
     @functools.cached_property
-    def _bases(self) -> dict[int, tuple[str, Any]]:
+    def _documents(self) -> dict[int, tuple[str, Any]]:
         """The address of each document within, and itself."""
         found = {id(self.root): ("", self.root)}
         waiting: list[tuple[Any, str]] = [(self.root, "")]
         while waiting:
             value, base = waiting.pop()
             if uri := self._uri(value):
-                base = urllib.parse.urljoin(base, uri)
-                found[id(value)] = (base, value)
+                base = urllib.parse.urljoin(base, uri).partition("#")[0]
+                found[id(value)] = base, value
             waiting += [(one, base) for _, one in _members("", value)]
         return found
-
-
-def _address(uri: str) -> str:
-    return uri.partition("#")[0]
 
 
 def _containers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -196,43 +182,24 @@ def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _read(source: str) -> Schema | bool:
     try:
-        schema = json.loads(source, parse_constant=_refuse_constant)
-        source.encode()
+        schema = json.loads(source)
+        json.dumps(schema, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         raise GrammarError(f"the schema is nested more than {MAX_DEPTH} deep") from None
+    except UnicodeEncodeError:
+        raise GrammarError("the schema has half a surrogate pair in a string") from None
     except ValueError as error:
         raise GrammarError(f"the schema is not JSON: {error}") from None
     if not isinstance(schema, dict | bool):
         raise GrammarError("a schema is an object, or true or false")
-    _check_values(schema)
-    return schema
-
-
-def _refuse_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not a number of JSON")
-
-
-def _check_values(schema: Any) -> None:
-    level = [schema]
+    level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
-        below: list[Any] = []
-        for value in level:
-            if isinstance(value, dict):
-                below += value.values()
-            elif isinstance(value, list):
-                below += value
-            elif isinstance(value, float) and not math.isfinite(value):
-                raise GrammarError("the schema has a number that is too large")
-            elif isinstance(value, str):
-                _check_text(value)
-        if not below:
-            return
-        level = below
+        level = [
+            one
+            for value in level
+            if isinstance(value, dict | list)
+            for one in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return schema
     raise GrammarError(f"the schema is nested more than {MAX_DEPTH} deep")
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise GrammarError("the schema has half a surrogate pair in a string") from None

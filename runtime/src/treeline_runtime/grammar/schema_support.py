@@ -1,54 +1,40 @@
-"""Which keywords of JSON Schema each backend honours. What it would ignore is refused here, by keyword and path.
+"""Which keywords of JSON Schema each library honours. What it would ignore is refused here, by keyword and path.
 
-`for_xgrammar` and `for_llguidance` give the schema as the backend is to be given it, after `json_schema.simplify`, or
+`for_llguidance` and `for_xgrammar` give the schema as the library is to be given it, after `json_schema.simplify`, or
 raise `UnsupportedError`. Both are for the versions that are pinned: their outputs are validated over thousands of
 schemas by tests/runtime/grammar.
 
-Neither has `minProperties` of 2 and more where keys are free (an output could say one key twice), nor what
-`json_schema.simplify` refuses.
-
-xgrammar looks at one of `$ref`, `enum`, `anyOf`, `allOf` and `type`, in this order, and at no keyword beside it; of a
-string at either its pattern or its length. llguidance intersects. It has no `propertyNames`.
-
-Not decided here: whether schemas that are intersected (`allOf`, keywords beside `$ref`) leave a value, whether a number
-lies within bounds and is a multiple, whether a pattern has a text of the length; llguidance refuses these when it
-compiles.
+llguidance intersects schemas, and refuses by itself what it has not: a `oneOf` whose members may share a value,
+schemas that leave no value together, a number that is within no bounds or no multiple, a pattern without a text of the
+length. xgrammar, which has the schemas within structural tags, looks at one of `$ref`, `enum`, `anyOf`, `allOf` and
+`type`, in this order, and at no keyword beside it; of a string at either its pattern or its length.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from treeline_runtime.grammar.json_schema import simplify
 from treeline_runtime.grammar.patterns import EmptyError, as_regex, but, whole
-from treeline_runtime.grammar.schema_document import (
-    Document,
-    Schema,
-    UnsupportedError,
-    UnsupportedHereError,
-    unsatisfiable,
-)
-from treeline_runtime.grammar.schema_words import DEFINITIONS, STRING, listed
+from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError
+from treeline_runtime.grammar.schema_words import DEFINITIONS, listed
 
-_AS_RULES = "(?:\u00e9){0}"
+_MOST_PROPERTIES = 300
+"""What llguidance can go through in one step."""
+AS_RULES = "(?:\u00e9){0}"
 """Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,
 where an optional part may be entered in its middle (`(?:xy+)?` takes `y`)."""
 _ESCAPED = ((0, 31), (34, 34), (92, 92))
-_MOST_PROPERTIES = 300
-"""What llguidance can go through in one step."""
+_IN_TAGS = "is not supported in structural tags and strict tools"
+_NOT_IN_TAGS = {
+    "oneOf": (),
+    "multipleOf": ("number",),
+    "exclusiveMinimum": ("number",),  # an exclusive 0 is taken, as a number
+    "exclusiveMaximum": ("number",),
+}
+"""By the types that it says something of; (): of all."""
 _MOST_MULTIPLE = 1024
 _MOST_RANGE = 10_000
-
-
-def for_xgrammar(source: str) -> str:
-    """The same schema as JSON. Raises GrammarError."""
-    document = Document(source)
-    simplify(document)
-    for path, schema in document.schemas:
-        _check_xgrammar(schema, path)
-        _close(schema, path)
-    return document.written()
 
 
 def for_llguidance(source: str) -> str:
@@ -56,14 +42,26 @@ def for_llguidance(source: str) -> str:
     document = Document(source)
     simplify(document)
     for path, schema in document.schemas:
-        if "propertyNames" in schema:
-            raise UnsupportedHereError("propertyNames", path)
         _check_free_keys(schema, path)
         _check_near_bounds(schema, path)
         if len(schema.get("properties", ())) > _MOST_PROPERTIES:
-            raise UnsupportedHereError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
-    _check_finite(document)
+            raise UnsupportedError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
     return document.written()
+
+
+def for_xgrammar(source: str) -> str:
+    """The same schema as JSON. Raises GrammarError."""
+    document = Document(source)
+    simplify(document)
+    for path, schema in document.schemas:
+        _check_in_tags(schema, path)
+        _check_free_keys(schema, path)
+        _close(schema)
+    return document.written()
+
+
+def _types(schema: Schema) -> list[str]:
+    return listed(schema.get("type", []))
 
 
 def _check_free_keys(schema: Schema, path: str) -> None:
@@ -79,94 +77,73 @@ def _check_near_bounds(schema: Schema, path: str) -> None:
     high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=math.inf)
     for key, bound in (("exclusiveMinimum", low), ("exclusiveMaximum", high)):
         if schema.get(key) == bound == round(bound) and high - low < 1:
-            raise UnsupportedHereError(key, path, "within 1 of the other bound is not supported")
+            raise UnsupportedError(key, path, "within 1 of the other bound is not supported")
 
 
-def _types(schema: Schema) -> list[str]:
-    return listed(schema.get("type", []))
-
-
-def _check_xgrammar(schema: Schema, path: str) -> None:
+def _check_in_tags(schema: Schema, path: str) -> None:
+    types = _types(schema)
     leading = next((key for key in ("$ref", "enum", "anyOf", "allOf") if key in schema), "type")
     for key in schema:
         if key != leading and leading != "type" and key not in DEFINITIONS:
-            raise UnsupportedError(key, path, f"is not supported beside {leading!r}")
+            raise UnsupportedError(key, path, f"beside {leading!r} {_IN_TAGS}")
+        if key in _NOT_IN_TAGS and (not _NOT_IN_TAGS[key] or set(_NOT_IN_TAGS[key]) & set(types)):
+            raise UnsupportedError(key, path, _IN_TAGS)
     if len(schema.get("allOf", ())) > 1:
-        raise UnsupportedError("allOf", path)
-    types = _types(schema)
+        raise UnsupportedError("allOf", path, f"of more than one schema {_IN_TAGS}")
     if "string" in types and "pattern" in schema:
-        if STRING & set(schema) != {"pattern"}:
-            raise UnsupportedError("pattern", path, "is not supported beside a length")
+        if {"minLength", "maxLength"} & set(schema):
+            raise UnsupportedError("pattern", path, f"beside a length {_IN_TAGS}")
         schema["pattern"] = _unescaped(schema["pattern"], f"{path}/pattern")
-    if "number" in types:
-        _check_number(schema, path)
-    if "integer" in types:
-        _check_integer(schema, path)
+    for key in ("minimum", "maximum"):
+        if "number" in types and key in schema and round(schema[key], 6) != schema[key]:
+            raise UnsupportedError(key, path, f"with more than 6 digits after the point {_IN_TAGS}")
+    if "integer" in types and "multipleOf" in schema:
+        _check_multiple(schema, path)
     if "array" in types:
-        _check_array(schema, path)
+        prefix = schema.get("prefixItems", [])
+        if len(prefix) > schema.get("maxItems", math.inf) or False in prefix:
+            raise UnsupportedError("prefixItems", path, f"of which some cannot be there {_IN_TAGS}")
     if "object" in types:
-        _check_object(schema, path)
+        _check_object_in_tags(schema, path)
+
+
+def _check_object_in_tags(schema: Schema, path: str) -> None:
+    names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    if any(inner is False for inner in names.values()):
+        raise UnsupportedError("properties", path, f"with false {_IN_TAGS}")
+    if names and schema.get("additionalProperties", False) is not False:
+        # the keys of others may be those of properties, spelt with escapes
+        raise UnsupportedError("additionalProperties", path, f"beside 'properties' {_IN_TAGS}")
+    if schema.get("required") and not names:
+        raise UnsupportedError("required", path, f"of others than 'properties' {_IN_TAGS}")
+    if len(patterns) > 1 or (patterns and names):
+        raise UnsupportedError("patternProperties", path, f"of several, or beside 'properties', {_IN_TAGS}")
+    if patterns:
+        there = f"{path}/patternProperties"
+        schema["patternProperties"] = {_unescaped(key, there): inner for key, inner in patterns.items()}
+
+
+def _check_multiple(schema: Schema, path: str) -> None:
+    """xgrammar counts the remainder, or lists what is between two bounds."""
+    low = max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=None)
+    high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=None)
+    if not isinstance(schema["multipleOf"], int) or schema["multipleOf"] > _MOST_MULTIPLE:
+        raise UnsupportedError("multipleOf", path, f"of a fraction, or above {_MOST_MULTIPLE}, {_IN_TAGS}")
+    if (low is None) != (high is None):
+        raise UnsupportedError("multipleOf", path, f"beside one bound {_IN_TAGS}")
+    if low is not None and high is not None and high - low > _MOST_RANGE:
+        raise UnsupportedError("multipleOf", path, f"within more than {_MOST_RANGE} {_IN_TAGS}")
 
 
 def _unescaped(pattern: str, path: str) -> str:
     """Without the characters that JSON writes with a backslash, which xgrammar would write as they are."""
     try:
-        return _AS_RULES + as_regex(but(whole(pattern), _ESCAPED))
+        return AS_RULES + as_regex(but(whole(pattern), _ESCAPED))
     except EmptyError:
-        raise UnsupportedError("pattern", path, "with a character that JSON escapes is not supported") from None
+        raise UnsupportedError("pattern", path, f"with a character that JSON escapes {_IN_TAGS}") from None
 
 
-def _check_number(schema: Schema, path: str) -> None:
-    for key in ("multipleOf", "exclusiveMinimum", "exclusiveMaximum"):  # an exclusive 0 is taken, as a number
-        if key in schema:
-            raise UnsupportedError(key, path)
-    for key in ("minimum", "maximum"):
-        if key in schema and round(schema[key], 6) != schema[key]:
-            raise UnsupportedError(key, path, "with more than 6 digits after the point is not supported")
-
-
-def _check_integer(schema: Schema, path: str) -> None:
-    if "multipleOf" not in schema:
-        return
-    low = max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=None)
-    high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=None)
-    bounds = (low is not None) + (high is not None)
-    if not isinstance(schema["multipleOf"], int) or schema["multipleOf"] > _MOST_MULTIPLE or bounds == 1:
-        raise UnsupportedError("multipleOf", path)
-    if low is not None and high is not None and high - low > _MOST_RANGE:
-        raise UnsupportedError("multipleOf", path)
-
-
-def _check_array(schema: Schema, path: str) -> None:
-    if len(schema.get("prefixItems", ())) > schema.get("maxItems", len(schema.get("prefixItems", ()))):
-        raise UnsupportedError("maxItems", path, "below the number of 'prefixItems' is not supported")
-    if any(item is False for item in schema.get("prefixItems", ())):
-        raise UnsupportedError("prefixItems", path, "with false is not supported")
-
-
-def _check_object(schema: Schema, path: str) -> None:
-    _check_free_keys(schema, path)
-    names, others = schema.get("properties"), schema.get("additionalProperties", True)
-    if names and any(inner is False for inner in names.values()):
-        raise UnsupportedError("properties", path, "with false is not supported")
-    if names and "additionalProperties" in schema and others is not False:
-        # The keys of others may be those of properties, spelt with escapes.
-        raise UnsupportedError("additionalProperties", path, "beside 'properties' is not supported")
-    for key in ("patternProperties", "propertyNames"):
-        if key in schema and names:
-            raise UnsupportedError(key, path, "is not supported beside 'properties'")
-    if len(schema.get("patternProperties", ())) > 1 or {"patternProperties", "propertyNames"} <= set(schema):
-        raise UnsupportedError("patternProperties", path, "is not supported more than once, or with 'propertyNames'")
-    if "patternProperties" in schema:
-        keys = schema["patternProperties"]
-        schema["patternProperties"] = {_unescaped(key, f"{path}/patternProperties"): keys[key] for key in keys}
-    if "propertyNames" in schema and others not in (True, {}):
-        raise UnsupportedError("propertyNames", path, "is not supported beside 'additionalProperties'")
-    if schema.get("required") and not names:
-        raise UnsupportedError("required", path)
-
-
-def _close(schema: Schema, path: str) -> None:
+def _close(schema: Schema) -> None:
     """xgrammar is strict: without a word about others, there are none. That is meant for properties that are named and
     items that are counted out; where none are, others are what is there."""
     types = _types(schema)
@@ -176,52 +153,6 @@ def _close(schema: Schema, path: str) -> None:
             schema["items"] = {}
     if "array" in types and "prefixItems" in schema:
         schema["prefixItems"] = [{} if item is True else item for item in schema["prefixItems"]]
-    named = {"properties", "patternProperties", "propertyNames", "additionalProperties"} & set(schema)
+    named = {"properties", "patternProperties", "additionalProperties"} & set(schema)
     if "object" in types and not named and len(schema) > 1:
         schema["additionalProperties"] = {}
-
-
-def _check_finite(document: Document) -> None:
-    """Raises GrammarError for a schema whose values would have to hold such a value again, for ever."""
-    finite = set[int]()
-    waiting = document.schemas
-    while True:
-        still = [(path, schema) for path, schema in waiting if not _is_finite(schema, document, finite)]
-        if not still:
-            return
-        if len(still) == len(waiting):
-            path = min((path for path, _ in still), key=len)
-            raise unsatisfiable(path, "each value would have to hold another one of its kind:")
-        finite.update(id(schema) for _path, schema in waiting)
-        finite.difference_update(id(schema) for _path, schema in still)
-        waiting = still
-
-
-def _is_finite(schema: Schema, document: Document, finite: set[int]) -> bool:
-    """Whether it has a value, as far as is known of those within."""
-
-    def known(inner: Any) -> bool:
-        return inner is True or id(inner) in finite
-
-    if "enum" in schema:
-        return True
-    if "$ref" in schema and not known(document.target(schema)):
-        return False
-    if not all(known(inner) for inner in schema.get("allOf", ())):
-        return False
-    if "anyOf" in schema and not any(known(inner) for inner in schema["anyOf"]):
-        return False
-    types = _types(schema)
-    if not types or set(types) - {"array", "object"}:
-        return True
-    return ("object" in types and _has_object(schema, known)) or ("array" in types and _has_array(schema, known))
-
-
-def _has_object(schema: Schema, known: Any) -> bool:
-    properties = schema.get("properties", {})
-    return all(known(properties[name]) for name in schema.get("required", ()) if name in properties)
-
-
-def _has_array(schema: Schema, known: Any) -> bool:
-    least, prefix = schema.get("minItems", 0), schema.get("prefixItems", [])
-    return all(known(inner) for inner in prefix[:least]) and (least <= len(prefix) or known(schema.get("items", True)))

@@ -5,7 +5,6 @@ The standard has it that words and formats which are not known are annotations. 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,7 +36,7 @@ UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItem
 DYNAMIC = frozenset(["$dynamicRef", "$recursiveRef"])
 NOBODYS = frozenset(
     [
-        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "oneOf"),
+        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "propertyNames"),
         *("contains", "minContains", "maxContains", "uniqueItems"),
     ]
 )
@@ -95,19 +94,3 @@ def ignored(schema: Any) -> list[str]:
             found[f"format.{name}"] = None
         waiting += reversed([below for _, below in inner(one, *DEFINITIONS)])
     return list(found)
-
-
-def meant(word: str) -> str:
-    """The word that this one may be a misspelling of; "" where none is near."""
-    if len(word) > _LONGEST:
-        return ""
-    near = difflib.get_close_matches(_plain(word), _PLAIN, 1, 0.85)
-    return _PLAIN[near[0]] if near and _PLAIN[near[0]] != word else ""
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("_", "").replace("-", "").removeprefix("$")
-
-
-_PLAIN = {_plain(word): word for word in [*sorted(KNOWN), *(f"format.{name}" for name in FORMATS)]}
-_LONGEST = 40

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.patterns import as_ebnf, whole
-from treeline_runtime.grammar.schema_support import for_xgrammar
+from treeline_runtime.grammar.patterns import as_regex, whole
+from treeline_runtime.grammar.schema_support import AS_RULES, for_xgrammar
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 
 MAX_SPACES = 1
@@ -74,6 +74,6 @@ def _prepared(part: Any) -> Any:
             most = MAX_SPACES if part.get("max_whitespace_cnt") is None else part["max_whitespace_cnt"]
             return {**part, "json_schema": json.loads(for_xgrammar(json.dumps(schema))), "max_whitespace_cnt": most}
         case {"type": "regex", "pattern": str(pattern)}:
-            return {"type": "grammar", "grammar": f"root ::= {as_ebnf(whole(pattern))}"}
+            return {"type": "regex", "pattern": AS_RULES + as_regex(whole(pattern))}
         case _:
             return {key: _prepared(inner) for key, inner in part.items()}

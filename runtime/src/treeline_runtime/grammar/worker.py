@@ -1,28 +1,20 @@
-"""The process that compiles grammars: `python -m treeline_runtime.grammar.worker BACKEND`.
+"""The process that compiles grammars: `python -m treeline_runtime.grammar.worker`.
 
-It is confined (`confined.child`). The first request is a `Vocabulary`, all others are `Order`s, in MessagePack; an
+It is confined (`confined.child`). The first request is a `Vocabulary`, all others are `Grammar`s, in MessagePack; an
 answer is one byte, an `Answer`, and what was compiled or why it was not.
 """
 
 from __future__ import annotations
 
 import enum
-import sys
 
 import msgspec
 
 from treeline_runtime.confined.child import serve
-from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
-from treeline_runtime.grammar.backends import load_backend
+from treeline_runtime.grammar.backend import GrammarError
+from treeline_runtime.grammar.backends import Backends, load_libraries
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
-
-
-class Order(msgspec.Struct, frozen=True):
-    """otherwise: not as it was the last time (`GrammarBackend.compile_otherwise`)."""
-
-    grammar: Grammar
-    otherwise: bool = False
 
 
 class Answer(enum.IntEnum):
@@ -43,21 +35,19 @@ def _refused(reason: str) -> bytes:
     return bytes([Answer.REFUSED]) + reason[:_MOST_REASON].encode(errors="replace")
 
 
-def main(name: str) -> None:
+def main() -> None:
     """Serve requests from standard input until it ends."""
-    new_backend = load_backend(name)
-    decode = msgspec.msgpack.Decoder(Order).decode
-    backend: GrammarBackend | None = None
+    load_libraries()
+    decode = msgspec.msgpack.Decoder(Grammar).decode
+    backend: Backends | None = None
 
     def answer(frame: bytearray) -> bytes:
         nonlocal backend
         if backend is None:
-            backend = new_backend(msgspec.msgpack.decode(frame, type=Vocabulary))
+            backend = Backends(msgspec.msgpack.decode(frame, type=Vocabulary))
             return bytes([Answer.COMPILED])
         try:
-            order = decode(frame)
-            compile = backend.compile_otherwise if order.otherwise else backend.compile
-            return bytes([Answer.COMPILED]) + compile(order.grammar)
+            return bytes([Answer.COMPILED]) + backend.compile(decode(frame))
         except GrammarError as error:
             return _refused(str(error))
         except _UNFORESEEN as error:
@@ -67,4 +57,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

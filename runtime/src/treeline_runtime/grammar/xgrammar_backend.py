@@ -1,4 +1,4 @@
-"""Grammars by xgrammar (https://github.com/mlc-ai/xgrammar): a pushdown automaton with masks computed beforehand."""
+"""EBNF and structural tags by xgrammar (https://github.com/mlc-ai/xgrammar): masks are computed beforehand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeline_runtime.grammar.backend import FILL_THREADS, NO_OTHER_WAY, Compiled, GrammarError, Matcher, certain_text
-from treeline_runtime.grammar.patterns import as_ebnf, whole
-from treeline_runtime.grammar.satisfiable import check_satisfiable
-from treeline_runtime.grammar.schema_support import for_xgrammar
+from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, certain_text
+from treeline_runtime.grammar.satisfiable import Kind, check_satisfiable
 from treeline_runtime.grammar.structural_tags import for_xgrammar_tags
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.grammar.xgrammar_library import load as load_library
@@ -24,7 +22,6 @@ from treeline_runtime.messages import Grammar
 
 if TYPE_CHECKING:
     import torch
-from treeline_runtime.grammar.satisfiable import Kind
 
 MAX_THREADS = 8
 _STEP_SECONDS = 0.1
@@ -37,7 +34,7 @@ _TRIED_STEPS = 4
 
 
 class XGrammarBackend:
-    """Implements `GrammarBackend`."""
+    """Implements `GrammarBackend`, for EBNF and structural tags."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._library: Any = load_library()
@@ -62,9 +59,6 @@ class XGrammarBackend:
                 raise MemoryError from None
             raise GrammarError(_reason(error)) from None
         return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
-
-    def compile_otherwise(self, grammar: Grammar) -> bytes:
-        raise GrammarError(NO_OTHER_WAY)
 
     def load(self, compiled: bytes) -> Compiled:
         info = self._info(compiled[:1] == _MARKED[True])
@@ -119,21 +113,9 @@ class XGrammarBackend:
         return self._marked if marked else self._text
 
     def _rules(self, grammar: Grammar) -> Any:
-        parsed = self._library.Grammar
-        match grammar.kind:
-            case "json":
-                return parsed.from_json_schema(for_xgrammar(grammar.source), any_whitespace=False)
-            case "regex":
-                return parsed.from_ebnf(f"root ::= {as_ebnf(whole(grammar.source))}")
-            case "ebnf":
-                return parsed.from_ebnf(grammar.source)
-            case "structural_tag":
-                return parsed.from_structural_tag(for_xgrammar_tags(grammar.source))
-            case "choice":
-                texts = [{"type": "const_string", "value": text} for text in json.loads(grammar.source)]
-                return parsed.from_structural_tag(
-                    {"type": "structural_tag", "format": {"type": "or", "elements": texts}}
-                )
+        if grammar.kind == "ebnf":
+            return self._library.Grammar.from_ebnf(grammar.source)
+        return self._library.Grammar.from_structural_tag(for_xgrammar_tags(grammar.source))
 
 
 _MARKED = {False: b"t", True: b"m"}
@@ -203,14 +185,6 @@ class XGrammarMatcher:
     @property
     def gave_up(self) -> str:
         return f"one took more than {1000 * _STEP_SECONDS:.0f} ms" if self.slow else ""
-
-
-def parse_ebnf(source: str) -> str:
-    """The rules, as the library serialises them. Raises GrammarError."""
-    try:
-        return str(load_library().Grammar.from_ebnf(source).serialize_json())
-    except RuntimeError as error:
-        raise GrammarError(_reason(error)) from None
 
 
 def _reason(error: Exception) -> str:

@@ -16,12 +16,11 @@ from treeline_runtime.grammar.compiler import GrammarBudgetError, GrammarBusyErr
 from treeline_runtime.grammar.constraint import GrammarConstraint
 from treeline_runtime.grammar.jump_forward import JumpForward, jump_forward
 from treeline_runtime.grammar.vocabulary import Vocabulary
-from treeline_runtime.grammar.vocabulary_process import read_vocabulary
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelConfig
 
 _SMALL_VOCABULARY = 32_768
-"""Tokens: so few are read sooner than a process starts."""
+"""Tokens: with so few nothing is worth making ready before the first grammar."""
 
 
 class Grammars:
@@ -32,8 +31,7 @@ class Grammars:
     ) -> None:
         """wake: called by other threads when `take_ready` has something. jumps: whether what is forced is not sampled.
         used: whether outputs are text. Raises ConfigError."""
-        is_small = model.vocab_size <= _SMALL_VOCABULARY
-        self._warms = used and not is_small
+        self._warms = used and model.vocab_size > _SMALL_VOCABULARY
         self.jump_forward: JumpForward | None = None
         """There once the first grammar is compiled; None where nothing jumps."""
 
@@ -42,26 +40,24 @@ class Grammars:
 
         def vocabulary() -> Vocabulary:
             try:
-                read = Vocabulary.of if is_small else read_vocabulary
-                return read(bundle(), model.vocab_size, model.eos_token_ids)
+                return Vocabulary.of(bundle(), model.vocab_size, model.eos_token_ids)
             except BundleError as error:
                 raise GrammarError(f"this server cannot follow grammars: {error}") from None
 
         def prepare(vocabulary: Vocabulary) -> None:
             self.jump_forward = jump_forward(bundle(), vocabulary) if jumps else None
 
-        self._compiler = GrammarCompiler(config.grammar_backend, vocabulary, on_done=wake, prepare=prepare)
+        self._compiler = GrammarCompiler(vocabulary, on_done=wake, prepare=prepare)
         self.waiting: dict[str, tuple[Req, Future[Compiled]]] = {}
         self._wanted: Counter[Future[Compiled]] = Counter()
         """How many wait for each."""
         self._clients: Counter[str | None] = Counter()
         """How many wait of each."""
 
-    def warm(self, is_idle: Callable[[], bool]) -> None:
-        """Make ready, in the background, what the first grammar needs, if that takes long. is_idle: no request would
-        notice a pause; called by another thread."""
+    def warm(self) -> None:
+        """Make ready, in the background, what the first grammar needs, if that takes long."""
         if self._warms:
-            self._compiler.warm(is_idle)
+            self._compiler.warm()
 
     def enter(self, req: Req) -> bool:
         """→ whether the request waits here now: it has a grammar. `take_ready` gives it back, perhaps at once."""
@@ -101,7 +97,7 @@ class Grammars:
 
     def fault(self, req: Req, message: str) -> FinishReason:
         """Of a request that cannot go on. Where its grammar takes too much work for another token, that is the client's
-        to mend, and the next one gets what `GrammarCompiler.outgrown` decides; else it is ours, as `message` says."""
+        to mend, and the grammar is refused for a while; else it is ours, as `message` says."""
         grammar, constraint = req.sampling.grammar, req.constraint
         if grammar is None or not isinstance(constraint, GrammarConstraint) or not (why := constraint.gave_up):
             return FinishReason("error", message=message, status=500)
@@ -127,12 +123,8 @@ class Grammars:
         try:
             error = future.exception()  # to raise what is kept would tie this request to it
             if error is None:
-                req.constraint = self._compiler.constraint(
-                    future.result(),
-                    stop_ids=req.stop_ids,
-                    after=grammar.after,
-                    min_tokens=req.sampling.min_new_tokens,
-                )
+                compiled = future.result()
+                req.constraint = self._compiler.constraint(compiled, stop_ids=req.stop_ids, after=grammar.after)
                 return None
         except Exception as fault:
             error = fault

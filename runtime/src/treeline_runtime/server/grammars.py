@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from treeline_runtime.grammar.schema_words import ignored, meant
+from treeline_runtime.grammar.schema_words import ignored
 from treeline_runtime.messages import Grammar
 from treeline_runtime.server.errors import ApiError, invalid, short
 from treeline_runtime.server.fields import check_unknown, ignore, why_not_json
@@ -86,8 +86,7 @@ def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
     shown = list[str]()
     for word in ignored(schema):
         ignore(f"{param}/{word}")
-        hint = meant(word) if len(shown) < _MOST_SHOWN else ""
-        shown.append(f"{short(word)!r}" + (f" (did you mean {hint!r}?)" if hint else ""))
+        shown.append(repr(short(word)))
     if shown and strict and STRICT.get():
         raise invalid(param, f"with 'strict', a schema has no words that say nothing: {', '.join(shown[:_MOST_SHOWN])}")
     if shown:
