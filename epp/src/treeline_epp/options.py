@@ -296,8 +296,10 @@ class Options:
     @property
     def own_proxy(self) -> bool:
         """Is the proxy ours, which tries destinations in order and keeps our response headers from clients? Gateways
-        take the destination for one address, and are strangers; they are spoken to by TLS without names."""
-        return not self.secure_serving or (self.require_client_certificates and bool(self.gateway))
+        take the destination for one address, and are strangers, spoken to by TLS. Over TLS the proxy is ours if it
+        shows a certificate and other settings already believe what it says of clients."""
+        says_clients = self.trust_edge or self.max_client_requests is not None
+        return not self.secure_serving or (self.require_client_certificates and bool(self.gateway) and says_clients)
 
 
 def parser() -> argparse.ArgumentParser:

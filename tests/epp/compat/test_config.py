@@ -54,6 +54,12 @@ def test_a_plugin_does_not_hide_behind_the_name_of_another() -> None:
     assert why(f"{GIE}schedulingProfiles: {{name: a}}") == "plugins and schedulingProfiles must be lists"
 
 
+def test_engines_that_must_be_asked_over_https_are_not_asked_in_vain() -> None:
+    told = why(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: https}}}}]")
+    assert told == "metrics-data-source: scheme https is not known here: engines are asked over plain HTTP only"
+    check_config(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: http}}}}, {{type: tokenizer}}]")
+
+
 def test_prefill_only_pods_get_no_requests_by_a_decode_filter_that_is_passed_over() -> None:
     assert FATES["decode-filter"] == "refused"
     assert "decode-filter: refused" in why(f"{GIE}plugins: [{{type: decode-filter}}]")

@@ -51,7 +51,9 @@ def test_a_proxy_that_is_not_ours_gets_one_endpoint_and_gives_clients_all_header
     assert not options_of(["--gateway", "g", "--secure-serving"]).own_proxy
     assert not options_of(["--pool-name", "p"]).own_proxy
     mutual = ["--secure-serving", "--cert-path", "x", "--require-client-certificates"]
-    assert options_of(["--gateway", "g", *mutual]).own_proxy, "our own Envoy has a certificate to show"
+    assert not options_of(["--gateway", "g", *mutual]).own_proxy, "anybody's proxy may have a certificate"
+    for ours in ("--max-client-requests=9", "--trust-edge"):
+        assert options_of(["--gateway", "g", *mutual, ours]).own_proxy, "our own Envoy is believed about clients"
     assert not options_of(["--pool-name", "p", *mutual]).own_proxy
 
 

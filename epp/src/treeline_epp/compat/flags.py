@@ -63,6 +63,7 @@ class Foreign(NamedTuple):
 _LOGS = "logs are JSON lines on standard error, from --log-level on"
 _PLAIN = "/metrics is plain HTTP; leave the flag out, and let a NetworkPolicy say who may reach port 9090"
 _METRICS = "the metrics of the engines in docs/engines.md are known by their names, at each endpoint's own port"
+_HTTP = "engines are asked over plain HTTP only"
 _SIZES = "a message may be 4 MiB longer than --max-body-bytes, and answers as long as the body that they give back"
 
 FOREIGN: dict[str, Foreign] = {
@@ -87,7 +88,7 @@ FOREIGN: dict[str, Foreign] = {
     "--model-server-metrics-https-insecure-skip-verify": Foreign("no engine is asked over HTTPS", "false"),
     "--model-server-metrics-path": Foreign(_METRICS, "/metrics"),
     "--model-server-metrics-port": Foreign(_METRICS),
-    "--model-server-metrics-scheme": Foreign("engines are asked over plain HTTP only", "http", refused=True),
+    "--model-server-metrics-scheme": Foreign(_HTTP, "http", refused=True),
     "--refresh-metrics-interval": Foreign("load is pushed, or read from an engine's page twice a second at most"),
     "--refresh-prometheus-metrics-interval": Foreign("metrics are computed when they are read"),
     "--tls-cipher-suites": Foreign("TLS is spoken with OpenSSL's own suites; leave the flag out", refused=True),
@@ -158,6 +159,11 @@ def check_config(text: str) -> None:
         raise ConfigError("plugins and schedulingProfiles must be lists")
     if not all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in plugins):
         raise ConfigError("each of the plugins must have a type")
+    for one in plugins:
+        given = one.get("parameters")
+        scheme = given.get("scheme", "http") if isinstance(given, dict) else "http"
+        if one["type"] == "metrics-data-source" and scheme != "http":
+            raise ConfigError(f"metrics-data-source: scheme {scheme} is not known here: {_HTTP}")
     types = [(str(one.get("name") or one["type"]), str(one["type"])) for one in plugins]
     twice = [name for name, count in Counter(name for name, _ in types).items() if count > 1]
     if twice:

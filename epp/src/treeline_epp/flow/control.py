@@ -132,7 +132,12 @@ class FlowControl(Generic[R]):
             raise shutting_down()
         ticket = self._hold(asked, flow, size, decide, why)
         if why is None:  # there is room: for it, if those who wait before it wait for other endpoints
-            self.pump()
+            try:
+                self.pump()
+            except Exception:
+                if not ticket.done:  # its caller gets the error, and no ticket to cancel
+                    self.cancel(ticket)
+                    raise
         return ticket
 
     def pump(self) -> bool:
