@@ -235,19 +235,19 @@ class GieMetrics(Observer):
         now, pool_of = time.monotonic(), ("name",)
         for name, text, read in _LOADS:
             values = {(pool,): _known(endpoints, now, read).values() for pool, endpoints in pools.items()}
-            means = {labels: statistics.fmean(known) for labels, known in values.items() if known}
+            means: dict[Labels, float] = {had: statistics.fmean(known) for had, known in values.items() if known}
             text = f"Mean over the endpoints that tell: {text}"
             yield shown(f"inference_pool_average_{name}", "gauge", text, pool_of, means)
-        ready = {(pool,): sum(one.eligible for one in endpoints) for pool, endpoints in pools.items()}
+        ready: dict[Labels, float] = {(pool,): sum(one.eligible for one in ends) for pool, ends in pools.items()}
         yield shown("inference_pool_ready_pods", "gauge", "Endpoints that may be picked.", pool_of, ready)
-        queues = {
+        queues: dict[Labels, float] = {
             (pool, endpoint): value
             for pool, endpoints in pools.items()
             for endpoint, value in _known(endpoints, now, _waiting).items()
         }
         text, names = "Requests that wait at an endpoint.", ("name", "model_server_pod")
         yield shown("inference_pool_per_pod_queue_size", "gauge", text, names, queues)
-        blocks = {(): self._picker.index.totals()["blocks"]}
+        blocks: dict[Labels, float] = {(): self._picker.index.totals()["blocks"]}
         yield shown(f"{_E}prefix_indexer_size", "gauge", "Blocks in the index of prefixes.", (), blocks)
 
 
