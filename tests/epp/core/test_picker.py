@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 
-import msgspec
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
@@ -291,30 +290,6 @@ def test_a_lease_closes_once() -> None:
     assert not picker.close(lease, 0.2, Outcome.OVERLOADED)
     assert load.reservations.tokens == 0
     assert load.overloaded_until < 0.2
-
-
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_a_decision_of_two_endpoints_charges_both_and_releases_both(outcome: Outcome) -> None:
-    picker = make(3)
-    decision = picker.pick(ask(prompt_tokens_estimate=900), now=0.0)
-    (other, *_) = (name for name in picker.endpoints if name != name_of(decision))
-    subset = frozenset({split_address(picker.endpoints[other].spec.address)[0]})
-    second = picker.pick(ask(prompt_tokens_estimate=900, subset=subset), now=0.0)
-    lease = picker.reserve(msgspec.structs.replace(decision, prefill=second.best), now=0.0)
-
-    def charged() -> dict[str, int]:
-        return {name: len(one.load.reservations) for name, one in picker.endpoints.items()}
-
-    both = {name_of(decision), name_of(second)}
-    assert len(both) == 2
-    assert charged() == {name: int(name in both) for name in picker.endpoints}
-    assert picker.close(lease, now=0.1, outcome=outcome, ttft_s=0.1)
-    assert set(charged().values()) == {0}
-    assert not picker.close(lease, now=0.2, outcome=outcome)
-    picker.remove_endpoint(name_of(second))
-    with pytest.raises(NoEndpoints):
-        picker.reserve(msgspec.structs.replace(decision, prefill=second.best), now=0.3)
-    assert set(charged().values()) == {0}, "the one that is left is not charged either"
 
 
 def test_a_lost_stream_holds_its_reservation_for_three_times_the_prediction_at_most() -> None:
