@@ -13,8 +13,8 @@ ports="--grpc-port {port} --grpc-health-port {health_port} --metrics-port {metri
 pool="--pool-name {pool} --pool-namespace {namespace} --secure-serving=false"
 pods="--endpoint a={pod0} --endpoint b={pod1} --endpoint c={pod2}"
 # Conformance headers, as a picker in the conformance tests of Gateways has them; objectives by header, as behind a Gateway.
-start=(--start "Treeline=treeline pick $pool $ports --admin-port {admin_port} --conformance-headers --metrics-families treeline,gie,llm-d"
-  --start "Treeline (without Kubernetes)=treeline pick $pods $ports --admin-port {admin_port} --trust-request-headers true --metrics-families treeline,gie,llm-d")
+start=(--start "Treeline=treeline pick $pool $ports --admin-port {admin_port} --conformance-headers --metrics-families treeline,gie"
+  --start "Treeline (without Kubernetes)=treeline pick $pods $ports --admin-port {admin_port} --trust-request-headers true --metrics-families treeline,gie")
 if [ -z "$only_ours" ]; then
   mapfile -t folders < <(scripts/control_plane.sh gie-picker lwepp-picker)
   PATH=$PATH:${folders[0]}:${folders[1]}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Self
 
 from treeline_wire.tracing_env import TracingError
 
-from treeline_epp.compat.families import GIE, LLMD, Families
+from treeline_epp.compat.gie_metrics import GieMetrics
 from treeline_epp.metrics import Metrics
-from treeline_epp.options import OURS, Options
+from treeline_epp.options import GIE, OURS, Options
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.exchange import Observer, Observers
 
@@ -27,11 +27,9 @@ class Observing:
 
     def __init__(self, options: Options, picker: Picker, metrics: Metrics) -> None:
         self._metrics, self._shows_ours = metrics, OURS in options.metrics_families
-        others = [family for family in (GIE, LLMD) if family in options.metrics_families]
-        namespace = options.pool_namespace if options.kubernetes else ""
-        self._families = Families(others, picker, namespace, lambda: float(metrics.open_streams)) if others else None
+        self._gie = GieMetrics(picker) if GIE in options.metrics_families else None
         self._tracing = _tracing() if options.tracing else None
-        found: Sequence[Observer | None] = (self._families, self._tracing)
+        found: Sequence[Observer | None] = (self._gie, self._tracing)
         self.observers = Observers([observer for observer in found if observer is not None])
 
     async def __aenter__(self) -> Self:
@@ -44,13 +42,11 @@ class Observing:
     def forget(self, endpoint: str) -> None:
         """It has gone for good."""
         self._metrics.forget(endpoint)
-        if self._families is not None:
-            self._families.forget(endpoint)
 
     def page(self) -> bytes:
         """What a scrape gets: each family in turn."""
         ours = self._metrics.render() if self._shows_ours else b""
-        return ours if self._families is None else ours + self._families.render()
+        return ours if self._gie is None else ours + self._gie.render()
 
 
 def _tracing() -> Tracing | None:

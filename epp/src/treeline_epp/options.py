@@ -14,7 +14,6 @@ from treeline_wire.command_line import Parser
 from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
-from treeline_epp.compat.families import GIE, LLMD
 from treeline_epp.compat.flags import add_foreign, flag_bool, ignored, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.spec import EndpointSpec
@@ -24,7 +23,8 @@ from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
 OURS = "treeline"
-METRICS_FAMILIES = (OURS, GIE, LLMD)
+GIE = "gie"
+METRICS_FAMILIES = (OURS, GIE)
 
 
 def _families(text: str) -> tuple[str, ...]:
@@ -250,8 +250,8 @@ class Options:
         ("treeline",),
         metavar="NAME,…",
         parse=_families,
-        help="whose names /metrics has: treeline, gie (inference_objective_…, as GIE 1.5) and llm-d (llm_d_epp_…); "
-        "what each has is in docs/migrating.md (default treeline)",
+        help="whose names /metrics has: treeline and gie (inference_objective_…, as GIE 1.5; docs/migrating.md has "
+        "them); default treeline",
     )
     tracing: bool = setting(
         False,
@@ -296,8 +296,10 @@ class Options:
     @property
     def own_proxy(self) -> bool:
         """Is the proxy ours, which tries destinations in order and keeps our response headers from clients? Gateways
-        take the destination for one address, and are strangers; they are spoken to by TLS without names."""
-        return not self.secure_serving or (self.require_client_certificates and bool(self.gateway))
+        take the destination for one address, and are strangers, spoken to by TLS. Over TLS the proxy is ours if it
+        shows a certificate and other settings already believe what it says of clients."""
+        says_clients = self.trust_edge or self.max_client_requests is not None
+        return not self.secure_serving or (self.require_client_certificates and bool(self.gateway) and says_clients)
 
 
 def parser() -> argparse.ArgumentParser:

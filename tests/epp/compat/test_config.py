@@ -51,7 +51,15 @@ def test_a_plugin_that_decides_who_gets_a_request_is_refused(name: str) -> None:
 def test_a_plugin_does_not_hide_behind_the_name_of_another() -> None:
     two = "plugins: [{name: a, type: decode-filter}, {name: a, type: queue-scorer}]"
     assert why(f"{GIE}{two}") == "two of the plugins are called 'a'"
-    assert why(f"{GIE}schedulingProfiles: {{name: a}}") == "plugins and schedulingProfiles must be lists"
+    assert why(f"{GIE}schedulingProfiles: {{name: a}}") == (
+        "no configuration: Expected `array | null`, got `object` - at `$.schedulingProfiles`"
+    )
+
+
+def test_engines_that_must_be_asked_over_https_are_not_asked_in_vain() -> None:
+    told = why(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: https}}}}]")
+    assert told == "metrics-data-source: scheme https is not known here: engines are asked over plain HTTP only"
+    check_config(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: http}}}}, {{type: tokenizer}}]")
 
 
 def test_prefill_only_pods_get_no_requests_by_a_decode_filter_that_is_passed_over() -> None:
@@ -85,10 +93,10 @@ def test_a_picker_does_not_start_with_a_configuration_that_is_refused_or_not_the
         ("", "no configuration: it is empty"),
         ("a: [", "no YAML"),
         ("[]", "Expected `object`, got `array`"),
-        ("kind: Pool", "kind must be EndpointPickerConfig"),
-        (GIE + "plugins:\n- {name: a}", "must have a type"),
-        (GIE + "plugins: {}", ""),
-        (GIE + "plugins: 7", "must be lists"),
+        ("kind: Pool", "Invalid enum value 'Pool' - at `$.kind`"),
+        (GIE + "plugins:\n- {name: a}", "missing required field `type`"),
+        (GIE + "plugins:", ""),
+        (GIE + "plugins: 7", "Expected `array | null`, got `int`"),
         (GIE + "plugins: [{type: mine}]", "mine: refused"),
         (GIE + "parser: {pluginRef: mine}", "mine: refused"),
         (GIE + "flowControl: {defaultPriorityBand: {fairnessPolicyRef: mine}}", "mine: refused"),

@@ -91,6 +91,23 @@ def test_a_target_without_room_holds_nobody_else_up() -> None:
     assert queue.head({*blocked, Target(None, "free", None)}) is None
 
 
+def test_a_flow_that_took_less_than_was_believed_is_next_at_once() -> None:
+    queue = filled(ticket(A, model="m"), ticket(A, model="m"), ticket(B, model="n"), ticket(B, model="n"))
+    first = queue.head(())
+    assert first is not None
+    queue.serve(first, 100.0)
+    second = queue.head(())
+    assert second is not None
+    assert (first.flow, second.flow) == (A, B)
+    queue.serve(second, 50.0)
+    assert (head := queue.head(())) is not None
+    assert head.flow == B
+    assert first.served is not None
+    first.served(10.0)
+    assert (head := queue.head(())) is not None
+    assert head.flow == A, "without a look at the whole queue"
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_targets_that_cannot_be_compared_wait_beside_each_other(seed: int) -> None:
     subsets = (None, frozenset({"a"}), frozenset({"b", "c"}))

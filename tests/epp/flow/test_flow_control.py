@@ -327,6 +327,21 @@ def test_a_defect_in_one_decision_does_not_hold_the_others() -> None:
     assert good.result() == "good"
 
 
+def test_who_comes_when_the_queue_fails_gets_the_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(room={"m": 0, "n": 1})
+    waiting = world.held("1")
+    with monkeypatch.context() as broken:
+        broken.setattr(world.control, "pump", lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            world.send("2", model="n")
+    world.pump()
+    assert world.decided == []
+    assert [(held.requests, world.room["n"]) for held in world.control.held().values()] == [(1, 1)]
+    world.room["m"] = 1
+    world.pump()
+    assert waiting.result() == "1"
+
+
 def test_refusals_have_words_for_the_client() -> None:
     errors = [waited_too_long(60.0, empty=True), queue_full("so", empty=False)]
     assert str(errors[0]) == "The request waited 60 s, and no endpoint of its pool was ready."

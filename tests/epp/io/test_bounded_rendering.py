@@ -11,7 +11,7 @@ from epp.io.test_large_bodies import BUFFERED, longest_turn
 from support.cpu import reference_s
 from support.epp_io import small_bundle
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer, Bounds
+from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES, BoundedRenderer, Bounds
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request

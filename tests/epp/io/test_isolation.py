@@ -226,3 +226,5 @@ def test_sessions_are_of_a_pool_and_of_a_client_that_the_edge_knows() -> None:
     assert session("ada", isolation=Isolation(True, b"another key")) != ada
     assert TRUSTING.session({names.CLIENT: "ada"}, "p") == session("ada", named="") == 0
     assert TRUSTING.session({names.CLIENT: "ada", "x-smg-routing-key": "s"}, "p") == ada, "as sgl-model-gateway has it"
+    both = {names.CLIENT: "ada", "x-smg-routing-key": "s", names.SESSION_ID: "t"}
+    assert TRUSTING.session(both, "p") == ada, "sgl-model-gateway reads its own alone"

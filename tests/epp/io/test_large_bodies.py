@@ -18,7 +18,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.cpu import reference_s
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
-from treeline_epp.keyers.rendering import MAX_MESSAGES
+from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_epp.keyers import learnt_chats, rendering
+from treeline_epp.keyers import learnt_chats, prompt_keyer
+from treeline_epp.keyers.base import Shares
 from treeline_epp.keyers.learnt_chats import LearntTemplate
-from treeline_epp.keyers.rendering import MAX_MESSAGES, BoundedRenderer, Bounds
-from treeline_epp.keyers.shares import Shares
+from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES, BoundedRenderer, Bounds
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_wire import headers as names
@@ -65,7 +65,7 @@ def test_what_one_client_has_sent_makes_no_chat_of_another_faster(monkeypatch: p
 
 
 def test_how_many_messages_fit_is_learnt_of_each_clients_chats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "_REMEMBERED", 4)
+    monkeypatch.setattr(prompt_keyer, "_REMEMBERED", 4)
     bounds = Bounds()
     bounds.keep(["x"], 20, "ada")
     assert [bounds.of(["x"], who) for who in ("ada", "bob", None)] == [20, MAX_MESSAGES, MAX_MESSAGES]

@@ -1,9 +1,9 @@
 """What a command line of another endpoint picker has that is none of our settings: taken, and mostly without effect.
 
-The flags are those of the reference picker (lwepp 1.6), of GIE 1.5 and of llm-d's router (August 2026). `FOREIGN` says
-what is done here instead: nothing is said where the value asks for just that, else a line of the log tells it; where it
-would matter, the picker does not start. Flags that have a meaning here are settings of `options.Options`; `-v` and the
-log level of zap become `--log-level`.
+The flags are those of the reference picker (lwepp 1.6), of GIE 1.5 and of llm-d's router (August 2026). Those of
+`FOREIGN` have no effect, which a line of the log tells; with those of `REFUSED`, which would matter, the picker does
+not start. Flags that have a meaning here are settings of `options.Options`; `-v` and the log level of zap become
+`--log-level`.
 
 An `EndpointPickerConfig` is looked through and never followed: a Deployment of theirs starts with it where leaving it
 out changes only how good a choice is. Where it decides who may get a request, or asks for what something downstream
@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,10 +25,8 @@ from treeline_epp.yaml_text import decode_yaml
 
 TABLE = "docs/migrating.md#endpointpickerconfig"
 UNFOLLOWED = f"the configuration is not followed; {TABLE} says which flags do what it asks for"
-_KIND = "EndpointPickerConfig"
-_MOST_CHARACTERS = 1024 * 1024
-_MOST_VALUES = 20_000
-"""Of the document with its aliases written out."""
+_MOST_CHARACTERS, _MOST_VALUES = 1024 * 1024, 20_000
+"""The latter of the document with its aliases written out."""
 
 _UNNEEDED = """
 max-score-picker random-picker weighted-random-picker queue-scorer kv-cache-utilization-scorer
@@ -51,56 +49,33 @@ UNNEEDED = frozenset(_UNNEEDED.split())
 are refused, those that are not known, too: each could leave out endpoints that must not get requests."""
 
 
-class Foreign(NamedTuple):
-    """A flag of others. `told` says what is done here. `as_here` are the values, apart by blanks, that ask for it;
-    `refused`: with any other value the picker does not start."""
-
-    told: str
-    as_here: str = ""
-    refused: bool = False
-
-
-_LOGS = "logs are JSON lines on standard error, from --log-level on"
+FLAGS = "docs/migrating.md#flags"
+_FOREIGN = """
+--allow-experimental-plugins --cache-info-metric --disable-endpoint-subset-filter --emit-endpoint-scores
+--enable-cert-reload --enable-grpc-stream-metrics --enable-pprof --grpc-max-recv-msg-size --grpc-max-send-msg-size
+--ha-enable-leader-election --kv-cache-usage-percentage-metric --lora-info-metric --metrics-endpoint-auth
+--metrics-staleness-threshold --model-server-metrics-https-insecure-skip-verify --model-server-metrics-path
+--model-server-metrics-port --refresh-metrics-interval --refresh-prometheus-metrics-interval
+--total-queued-requests-metric --total-running-requests-metric --zap-devel --zap-encoder --zap-stacktrace-level
+--zap-time-encoding
+"""
+FOREIGN = tuple(_FOREIGN.split())
+"""Flags without effect."""
+_AS_HERE = ("--health-checking", "--kubernetes")
+"""The same of what is done anyway: nothing is said."""
 _PLAIN = "/metrics is plain HTTP; leave the flag out, and let a NetworkPolicy say who may reach port 9090"
-_METRICS = "the metrics of the engines in docs/engines.md are known by their names, at each endpoint's own port"
-_SIZES = "a message may be 4 MiB longer than --max-body-bytes, and answers as long as the body that they give back"
-
-FOREIGN: dict[str, Foreign] = {
-    "--allow-experimental-plugins": Foreign("no plugins are loaded", "false"),
-    "--cache-info-metric": Foreign(_METRICS, "vllm:cache_config_info"),
-    "--disable-endpoint-subset-filter": Foreign("endpoints that the proxy does not allow are never chosen", "false"),
-    "--emit-endpoint-scores": Foreign("/debug/decisions has the costs of each choice", "false"),
-    "--enable-cert-reload": Foreign("the files of --cert-path are always read again when they change", "true"),
-    "--enable-grpc-stream-metrics": Foreign("open streams are always counted (treeline_epp_extproc_streams)", "true"),
-    "--enable-pprof": Foreign("`py-spy` profiles any process of Python", "false"),
-    "--grpc-max-recv-msg-size": Foreign(_SIZES),
-    "--grpc-max-send-msg-size": Foreign(_SIZES),
-    "--ha-enable-leader-election": Foreign("all replicas are ready and serve, each with an index of its own", "false"),
-    "--health-checking": Foreign("the ext_proc port always serves gRPC health, too", "true false"),
-    "--kubernetes": Foreign("implied by --gateway, --pool-name and --endpoint-selector", "true"),
-    "--kv-cache-usage-percentage-metric": Foreign(_METRICS, "vllm:kv_cache_usage_perc vllm:gpu_cache_usage_perc"),
-    "--lora-info-metric": Foreign("adapters are known from /v1/models and from KV events", "vllm:lora_requests_info"),
-    "--metrics-cert-dir": Foreign(_PLAIN, refused=True),
-    "--metrics-client-ca-file": Foreign(_PLAIN, refused=True),
-    "--metrics-endpoint-auth": Foreign("who may reach port 9090 is for a NetworkPolicy to say", "false"),
-    "--metrics-staleness-threshold": Foreign("load that was read from an engine's page counts for 3 seconds"),
-    "--model-server-metrics-https-insecure-skip-verify": Foreign("no engine is asked over HTTPS", "false"),
-    "--model-server-metrics-path": Foreign(_METRICS, "/metrics"),
-    "--model-server-metrics-port": Foreign(_METRICS),
-    "--model-server-metrics-scheme": Foreign("engines are asked over plain HTTP only", "http", refused=True),
-    "--refresh-metrics-interval": Foreign("load is pushed, or read from an engine's page twice a second at most"),
-    "--refresh-prometheus-metrics-interval": Foreign("metrics are computed when they are read"),
-    "--tls-cipher-suites": Foreign("TLS is spoken with OpenSSL's own suites; leave the flag out", refused=True),
-    "--tls-min-version": Foreign(
-        "TLS 1.2 and 1.3 are spoken; have proxies refuse 1.2", "VersionTLS10 VersionTLS11 VersionTLS12", refused=True
+_HTTP = "engines are asked over plain HTTP only"
+REFUSED: dict[str, tuple[str, str]] = {
+    "--metrics-cert-dir": ("", _PLAIN),
+    "--metrics-client-ca-file": ("", _PLAIN),
+    "--model-server-metrics-scheme": ("http", _HTTP),
+    "--tls-cipher-suites": ("", "TLS is spoken with OpenSSL's own suites; leave the flag out"),
+    "--tls-min-version": (
+        "VersionTLS10 VersionTLS11 VersionTLS12",
+        "TLS 1.2 and 1.3 are spoken; have proxies refuse 1.2",
     ),
-    "--total-queued-requests-metric": Foreign(_METRICS, "vllm:num_requests_waiting"),
-    "--total-running-requests-metric": Foreign(_METRICS, "vllm:num_requests_running"),
-    "--zap-devel": Foreign(_LOGS, "false"),
-    "--zap-encoder": Foreign(_LOGS, "json"),
-    "--zap-stacktrace-level": Foreign(_LOGS),
-    "--zap-time-encoding": Foreign("times in logs are ISO 8601 in UTC", "iso8601 rfc3339 rfc3339nano"),
 }
+"""Flags with which the picker does not start, but for the values that ask for what is done here; and why."""
 _CONFIGS = ("--config-file", "--config-text")
 _BOOLEANS = {"1": "true", "t": "true", "true": "true", "0": "false", "f": "false", "false": "false"}
 """As Go's `strconv.ParseBool` reads them, but for their case."""
@@ -111,22 +86,21 @@ _VERBOSITY_OF_DEBUG = 4
 
 def add_foreign(parser: argparse._ActionsContainer) -> None:
     """Let a command line have the flags of others; `ignored` then reads them."""
-    for flag in (*FOREIGN, *_CONFIGS):
+    for flag in (*FOREIGN, *_AS_HERE, *REFUSED, *_CONFIGS):
         parser.add_argument(flag, dest=flag, nargs="?", const="true", action="append", help=argparse.SUPPRESS)
     for flag in ("--zap-log-level", "-v", "--v"):
         parser.add_argument(flag, dest="verbosity", type=_level, default=None, help=argparse.SUPPRESS)
 
 
 def ignored(given: argparse.Namespace) -> tuple[str, ...]:
-    """A sentence for each flag of others that has no effect. Raises ValueError where the picker must not start."""
+    """Sentences on the flags of others that have no effect. Raises ValueError where the picker must not start."""
     sentences = []
-    for flag, meaning in FOREIGN.items():
+    for flag, (as_here, why) in REFUSED.items():
         for value in getattr(given, flag) or ():
-            if not value or _BOOLEANS.get(value.lower(), value) in meaning.as_here.split():
-                continue
-            if meaning.refused:
-                raise ValueError(f"{flag} {value} is not known here: {meaning.told}")
-            sentences.append(f"{flag}: {meaning.told}")
+            if value and value not in as_here.split():
+                raise ValueError(f"{flag} {value} is not known here: {why}")
+    if found := [flag for flag in FOREIGN if getattr(given, flag)]:
+        sentences.append(f"without effect: {', '.join(found)}; {FLAGS} says what is done here")
     for flag in _CONFIGS:
         for value in getattr(given, flag) or ():
             try:
@@ -139,6 +113,18 @@ def ignored(given: argparse.Namespace) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+class _Plugin(msgspec.Struct):
+    type: str
+    name: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Config(msgspec.Struct):
+    kind: Literal["EndpointPickerConfig"]
+    plugins: list[_Plugin] | None = None
+    schedulingProfiles: list[dict[str, Any]] | None = None
+
+
 class ConfigError(ValueError):
     """With this configuration the picker must not start. The message says why and what to do."""
 
@@ -148,22 +134,20 @@ def check_config(text: str) -> None:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"the configuration has more than {_MOST_CHARACTERS} characters")
     try:
-        config = decode_yaml(text, dict[str, Any], _MOST_VALUES)
+        config = msgspec.convert(document := decode_yaml(text, dict[str, Any], _MOST_VALUES), _Config)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"no configuration: {error}") from None
-    if config.get("kind") != _KIND:
-        raise ConfigError(f"kind must be {_KIND}, got {config.get('kind')!r}")
-    plugins, profiles = config.get("plugins") or [], config.get("schedulingProfiles") or []
-    if not isinstance(plugins, list) or not isinstance(profiles, list):
-        raise ConfigError("plugins and schedulingProfiles must be lists")
-    if not all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in plugins):
-        raise ConfigError("each of the plugins must have a type")
-    types = [(str(one.get("name") or one["type"]), str(one["type"])) for one in plugins]
+    plugins, profiles = config.plugins or [], config.schedulingProfiles or []
+    for one in plugins:
+        scheme = (one.parameters or {}).get("scheme", "http")
+        if one.type == "metrics-data-source" and scheme != "http":
+            raise ConfigError(f"metrics-data-source: scheme {scheme} is not known here: {_HTTP}")
+    types = [(one.name or one.type, one.type) for one in plugins]
     twice = [name for name, count in Counter(name for name, _ in types).items() if count > 1]
     if twice:
         raise ConfigError(f"two of the plugins are called {twice[0]!r}")
     # One that is not listed is referred to by its type.
-    used = {kind for _, kind in types} | {dict(types).get(name, name) for name in _references(config)}
+    used = {kind for _, kind in types} | {dict(types).get(name, name) for name in _references(document)}
     if refused := sorted(used - UNNEEDED):
         raise ConfigError(f"{', '.join(refused)}: refused; {TABLE} says why, and what to use instead")
     if len(profiles) > 1:

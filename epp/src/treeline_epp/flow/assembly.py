@@ -9,11 +9,12 @@ from typing import Any
 
 from prometheus_client import Histogram
 
-from treeline_epp.flow.control import OUTCOMES, FlowControl, Room
+from treeline_epp.flow.control import OUTCOMES, FlowControl
 from treeline_epp.flow.quotas import QuotaFile
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R
 from treeline_epp.metrics import Metrics, Sample
+from treeline_epp.picking.picker import Picker
 
 PUMP_S = 0.005
 """As late may a request go on that has room."""
@@ -23,7 +24,7 @@ _WAIT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 
 
 def flow_control(
-    settings: FlowSettings, room: Room, metrics: Metrics, clock: Callable[[], float], cost: Callable[[R], float]
+    settings: FlowSettings, picker: Picker, metrics: Metrics, clock: Callable[[], float], cost: Callable[[R], float]
 ) -> FlowControl[R] | None:
     """As the flags ask for it, pumped by the running loop; None where nothing may wait."""
     if not settings.may_hold:
@@ -34,7 +35,7 @@ def flow_control(
         buckets=_WAIT_BUCKETS,
         registry=metrics.registry,
     )
-    control = FlowControl(settings, room, clock, cost, waited.observe)
+    control = FlowControl(settings, picker, clock, cost, waited.observe)
     Pump(control)
     metrics.observe(lambda: samples(control))
     return control

@@ -12,13 +12,14 @@ import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
-from typing import Generic, NamedTuple, Protocol
+from typing import Generic, NamedTuple
 
 from treeline_epp.flow.fair_queue import FairQueue
 from treeline_epp.flow.refused import queue_full, shutting_down, waited_too_long
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R, Target, Ticket
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
 
 OUTCOMES = ("dispatched", "refused", "expired", "cancelled", "shutting_down", "failed", "displaced", "queue_full")
@@ -31,18 +32,6 @@ MOST_ENDED = 64
 MOST_LOOKS = 64
 """For room, between two turns of others, where requests wait for many models: some milliseconds with many endpoints."""
 _MOST_POOLS = 1000
-
-
-class Room(Protocol):
-    """What flow control asks the picker."""
-
-    def check_room(self, request: Request, now: float) -> None:
-        """Raises what `pick` would, `Saturated` or `NoEndpoints`, without a look at the prompt."""
-        ...
-
-    def uncached_tokens(self, request: Request, now: float) -> int:
-        """Of its prompt, what the endpoint that holds most of it would compute."""
-        ...
 
 
 class Held(NamedTuple):
@@ -84,7 +73,7 @@ class FlowControl(Generic[R]):
     def __init__(
         self,
         settings: FlowSettings,
-        room: Room,
+        picker: Picker,
         clock: Callable[[], float],
         cost: Callable[[R], float],
         dispatched: Callable[[float], None] = lambda _waited_s: None,
@@ -94,7 +83,7 @@ class FlowControl(Generic[R]):
         """Called when something waits."""
         self.outcomes: Counter[str] = Counter()
         """How tickets ended."""
-        self._room = room
+        self._picker = picker
         self._clock = clock
         self._cost = cost
         self._dispatched = dispatched
@@ -123,7 +112,7 @@ class FlowControl(Generic[R]):
         try:
             if queue is None or not queue.waits(asked.priority):
                 return decide()
-            self._room.check_room(asked, self._clock())
+            self._picker.check_room(asked, self._clock())
         except (Saturated, NoEndpoints) as error:
             if self._may_not_wait(asked, error):
                 raise
@@ -132,7 +121,12 @@ class FlowControl(Generic[R]):
             raise shutting_down()
         ticket = self._hold(asked, flow, size, decide, why)
         if why is None:  # there is room: for it, if those who wait before it wait for other endpoints
-            self.pump()
+            try:
+                self.pump()
+            except Exception:
+                if not ticket.done:  # its caller gets the error, and no ticket to cancel
+                    self.cancel(ticket)
+                    raise
         return ticket
 
     def pump(self) -> bool:
@@ -198,7 +192,7 @@ class FlowControl(Generic[R]):
         now = self._clock()
         limit_s = settings.hold_empty_pool_seconds if empty else settings.ttl_seconds
         ticket = Ticket(asked, flow, size, decide, since=now, limit_s=limit_s)
-        ticket.uncached_tokens = self._room.uncached_tokens(asked, now)
+        ticket.uncached_tokens = self._picker.uncached_tokens(asked, now)
         if queue is None:
             queue = self._queues[asked.pool] = Queue()
             if len(self._pools) < _MOST_POOLS:
@@ -262,9 +256,9 @@ class FlowControl(Generic[R]):
         *others, last = ticket.room_for
         for asked in others:
             with contextlib.suppress(NoEndpoints):
-                self._room.check_room(asked, now)
+                self._picker.check_room(asked, now)
                 return
-        self._room.check_room(last, now)
+        self._picker.check_room(last, now)
 
     def _serve(self, queue: Queue, ticket: Ticket[R], result: R, now: float) -> None:
         queue.serve(ticket, max(1.0, self._cost(result)))

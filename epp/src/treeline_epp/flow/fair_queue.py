@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -42,7 +43,9 @@ class Flow:
 class Band:
     """The flows of one priority."""
 
-    def __init__(self) -> None:
+    def __init__(self, sooner: Callable[[Target], object]) -> None:
+        """`sooner` is called with a target for which somebody may be next sooner than was known."""
+        self._sooner = sooner
         self.flows: dict[str, Flow] = {}
         self.requests = 0
         self.bytes = 0
@@ -58,8 +61,8 @@ class Band:
         do; one that says too much is put right when it comes up."""
         self._forget_at = 2 * MOST_IDLE
 
-    def push(self, ticket: Ticket[Any]) -> bool:
-        """It waits behind the others of its flow; whether that is the first of it for this target. O(log flows)."""
+    def push(self, ticket: Ticket[Any]) -> None:
+        """It waits behind the others of its flow. O(log flows)."""
         flow = self.flows.get(ticket.flow)
         if flow is None:
             self._forget_some()
@@ -67,7 +70,7 @@ class Band:
         if not flow.tickets:
             flow.served = max(flow.served, self._floor)
         line = flow.lines.get(ticket.target)
-        if first := line is None:
+        if line is None:
             line = flow.lines[ticket.target] = OrderedDict()
             self._place(flow, ticket.target)
         line[ticket] = flow.tickets[ticket] = None
@@ -79,7 +82,6 @@ class Band:
                 heap[:] = {id(entry[2]): entry for entry in heap if -entry[0] == entry[2].tops[at]}.values()
                 heapq.heapify(heap)
             heapq.heappush(heap, (-flow.tops[at], next(self._entries), flow))
-        return first
 
     def head(self, target: Target) -> tuple[float, Ticket[Any]] | None:
         """Who is next of this target, with what its flow was served. O(log flows), amortized."""
@@ -156,6 +158,7 @@ class Band:
             order[:] = [(one.served, next(self._entries), one) for one in known.values()]
             heapq.heapify(order)
         heapq.heappush(order, (flow.served, next(self._entries), flow))
+        self._sooner(target)
 
     def _count(self, ticket: Ticket[Any], sign: int) -> None:
         self.requests += sign
@@ -196,10 +199,9 @@ class FairQueue:
         priority = ticket.asked.priority
         band = self.bands.get(priority)
         if band is None:
-            band = self.bands[priority] = Band()
+            band = self.bands[priority] = Band(partial(self._sooner, priority))
             self.bands = dict(sorted(self.bands.items(), reverse=True))
-        if band.push(ticket) and self._heads is not None:
-            heapq.heappush(self._heads, (-priority, 0.0, 0, next(self._entries), ticket.target))
+        band.push(ticket)
 
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
         """Who is next of those whose target is not blocked. O(log targets), and O(targets) once after a rewind."""
@@ -241,6 +243,10 @@ class FairQueue:
         """Priorities and the targets for which somebody waits there, or did lately."""
         for priority, band in self.bands.items():
             yield from ((priority, target) for target in band.orders)
+
+    def _sooner(self, priority: int, target: Target) -> None:
+        if self._heads is not None:
+            heapq.heappush(self._heads, (-priority, 0.0, 0, next(self._entries), target))
 
     def _close(self, priority: int) -> None:
         if not self.bands[priority].requests:

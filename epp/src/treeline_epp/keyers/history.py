@@ -11,9 +11,8 @@ from treeline_wire.dialects import ChatDialect
 from treeline_wire.keys import escape
 from treeline_wire.prompt import Prompt, PromptError, TooDeep
 
-from treeline_epp.keyers.base import TokenLengths
-from treeline_epp.keyers.rendering import MAX_MESSAGES
-from treeline_epp.keyers.shares import Owner
+from treeline_epp.keyers.base import Owner, TokenLengths
+from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 
 _BEFORE_MESSAGES: Final = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
 """What templates write at the beginning, if they write it at all."""

@@ -18,7 +18,7 @@ from treeline_wire.chat import ChatTemplate, NeedsWorkerError, Renderer, Templat
 from treeline_wire.template_inline import MAX_CHARS, MAX_SECONDS
 from treeline_wire.template_trace import MAX_TEXTS, DependsOnTextError, Trace, TracedTemplate, has_mark, watched
 
-from treeline_epp.keyers.shares import Owner, Shares
+from treeline_epp.keyers.base import Owner, Shares
 
 CHECK_EVERY: Final = 512
 MAX_SHAPES: Final = 1024

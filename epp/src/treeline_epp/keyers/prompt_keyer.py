@@ -1,17 +1,146 @@
-"""The keyer of a model's tokenizer and chat template."""
+"""The keyer of a model's tokenizer and chat template.
+
+Chats are rendered in the event loop, where no request may wait for long.
+
+A template may take time that grows with the square of the messages (one that looks ahead for the results of each tool
+call does). So a rendering has 3 ms of the processor. One that takes longer is given up, and the chat's beginning is
+rendered instead, a quarter of its messages; how many fit is remembered for the next chats that begin alike, and grows
+again while they take a small part of their time: what takes long in one client's chats says nothing of another's. The
+key of a beginning is the beginning of the key.
+"""
 
 from __future__ import annotations
 
-from treeline_wire.chat import TemplateError
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from treeline_wire.apis.conversion import takes_inline_system
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateError
+from treeline_wire.dialects import ChatDialect, dialect_of
 from treeline_wire.keys import PrefixKeys
 from treeline_wire.normalization import long_run
-from treeline_wire.prompt import Prompt
+from treeline_wire.prompt import Prompt, beginning_of_chat, prompt_of_chat
 from treeline_wire.tokenizer import TokenizerBundle
 
-from treeline_epp.keyers.base import TokenLengths
+from treeline_epp.keyers.base import Owner, Shares, TokenLengths
 from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
-from treeline_epp.keyers.rendering import RENDER_SECONDS, BoundedRenderer
+
+MAX_MESSAGES: Final = 256
+"""Messages that a template is given; rendering costs by each."""
+RENDER_SECONDS: Final = 0.003
+_MIN_MESSAGES: Final = 16
+"""So few are always tried; where they take too long, it is not for their number."""
+_SMALL_PART: Final = 0.4
+"""Half as many messages more take at most 2.25 times as long, where time grows with their square."""
+_REMEMBERED: Final = 1024
+"""Chats of which more than `MAX_MESSAGES` says is remembered, of all clients; of others only a rendering tells."""
+
+
+class Bounds:
+    """How many messages of a chat fit: of one that continues another whatever was learnt of that. A chat is known by
+    its client and the texts of its first two messages, the system's and the first question."""
+
+    def __init__(self) -> None:
+        self._most: Shares[int, int] = Shares(_REMEMBERED)
+
+    def of(self, messages: Sequence[Any], client: Owner = None) -> int:
+        """Messages that a rendering of this chat is given. O(characters of the first two)."""
+        own = self._most.of(client)
+        return own.get(_beginning(messages), MAX_MESSAGES) if own else MAX_MESSAGES
+
+    def keep(self, messages: Sequence[Any], most: int, client: Owner = None) -> None:
+        """So many from now on, at most `MAX_MESSAGES`."""
+        chat = _beginning(messages)
+        if most < MAX_MESSAGES:
+            self._most.put(client, chat, most)
+        else:
+            self._most.drop(client, chat)
+
+
+def _beginning(messages: Sequence[Any]) -> int:
+    return hash(tuple(_text(message) for message in messages[:2]))
+
+
+def _text(message: Any) -> str | None:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list):
+        parts = (part.get("text") for part in content if isinstance(part, Mapping))
+        return next((text for text in parts if isinstance(text, str)), None)
+    return content if isinstance(content, str) else None
+
+
+class BoundedRenderer:
+    """Renders the chats of one template. `clock` is the processor's time, in seconds."""
+
+    def __init__(self, template: ChatTemplate, clock: Callable[[], float] = time.thread_time) -> None:
+        self.bounds = Bounds()
+        self._clock = clock
+        self._template = template
+        for with_tools in (False, True):  # which takes longer than a request may
+            for engine in ("vllm", "sglang"):
+                dialect_of(engine).takes_lists(template.source(with_tools))
+        self._inline_system: dict[bool, bool] = {}
+
+    @property
+    def joined(self) -> int:
+        """How many chats were joined instead of rendered, ever."""
+        return self._template.joined if isinstance(self._template, LearntTemplate) else 0
+
+    @property
+    def differed(self) -> bool:
+        """Whether joining and rendering were found to differ, and so all chats are rendered."""
+        return isinstance(self._template, LearntTemplate) and self._template.differed
+
+    def most(self, messages: Sequence[Any], client: Owner = None) -> int:
+        """How many messages of this chat a rendering is given."""
+        return self.bounds.of(messages, client)
+
+    def whole(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
+        """The prompt of a chat; None if it takes too long or must not be rendered here. Raises `PromptError`,
+        `TemplateError`."""
+        return self._timed(prompt_of_chat, body, dialect, client)
+
+    def beginning(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
+        """The prompt as far as the text of the last message that is given. None and raises as `whole`."""
+        return self._timed(beginning_of_chat, body, dialect, client)
+
+    def takes_lists(self, body: Mapping[str, Any], dialect: ChatDialect) -> bool:
+        """Whether the template of this request takes the parts of a message as a list."""
+        return dialect.takes_lists(self._template.source(dialect.tools(body) is not None))
+
+    def inline_system(self, *, must_show: bool) -> bool:
+        """Whether the template takes a system message in the midst of a chat; `must_show`: and prints it."""
+        known = self._inline_system.get(must_show)
+        if known is None:
+            known = self._inline_system[must_show] = self._try_inline_system(must_show)
+        return known
+
+    def _try_inline_system(self, must_show: bool) -> bool:
+        try:
+            return takes_inline_system(self._template, must_show=must_show)
+        except NeedsWorkerError:
+            return False
+
+    def _timed(
+        self, render: Callable[..., Prompt], body: Mapping[str, Any], dialect: ChatDialect, client: Owner
+    ) -> Prompt | None:
+        messages = body["messages"]
+        count, most = len(messages), self.bounds.of(messages, client)
+        if isinstance(self._template, LearntTemplate):
+            self._template.client = client
+        may_grow = most < min(MAX_MESSAGES, 2 * count)
+        began = self._clock() if may_grow else 0.0  # the processor's time is a system call
+        try:
+            prompt = render(body, self._template, dialect)
+        except NeedsWorkerError:
+            if count > _MIN_MESSAGES:
+                self.bounds.keep(messages, max(_MIN_MESSAGES, min(most, count) // 4), client)
+            return None
+        if may_grow and self._clock() - began < _SMALL_PART * RENDER_SECONDS:
+            self.bounds.keep(messages, most * 3 // 2, client)
+        return prompt
 
 
 class PromptKeyer(TokenLengths):

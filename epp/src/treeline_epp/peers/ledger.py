@@ -216,6 +216,6 @@ class Others:
         outcome = Outcome.HEADERS if how in (How.PREFILLED, How.ANSWERED) else Outcome.CANCELLED
         if how is How.OVERLOADED:
             outcome = Outcome.OVERLOADED
-        self.picker.close_elsewhere(held.endpoint, held.reservation, outcome, now, began=how is How.PREFILLED)
+        self.picker.discharge(held.endpoint, held.reservation, outcome, now, began=how is How.PREFILLED)
         if outcome is not Outcome.HEADERS and held.foresight is not None:
             self.landmarks.withdraw(held.opened, held.foresight)

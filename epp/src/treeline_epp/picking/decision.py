@@ -23,7 +23,8 @@ class Lease:
     `added` are request headers that go on to the endpoint. `pod` is the rank of it that is to hold the prompt.
 
     `queued_tokens` were before the request when it was picked; `predicted_until` names the prediction that its prompt
-    will be held, None without one.
+    will be held, None without one. `prefill` is charged besides where the prompt is computed elsewhere: the endpoint,
+    and its reservation.
     """
 
     decision: Decision
@@ -33,6 +34,7 @@ class Lease:
     queued_tokens: int
     reservation: Reservation
     predicted_until: float | None = None
+    prefill: tuple[Endpoint, Reservation] | None = None
     closed: bool = False
     added: tuple[tuple[str, str], ...] = ()
 
@@ -100,13 +102,15 @@ class Decision(Struct, frozen=True):
     """Where a request goes, and why.
 
     `ranked` are the endpoints that came out best, as far as they were scored, the chosen one first. `fallbacks` come
-    after it in the destination list; no address occurs twice.
+    after it in the destination list; no address occurs twice. `prefill` computes the prompt, and the chosen endpoint
+    the answer; None: one does both. No policy makes such a decision yet, and no prompt is predicted at `prefill`.
     """
 
     request: Request
     ranked: tuple[Scored, ...]
     fallbacks: tuple[EndpointSpec, ...]
     policy: str
+    prefill: Scored | None = None
 
     @property
     def best(self) -> Scored:

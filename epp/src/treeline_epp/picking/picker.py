@@ -276,32 +276,33 @@ class Picker:
     def reserve(self, decision: Decision, now: float) -> Lease:
         """Open the lease of a decision; the endpoint is at once expected to hold the prompt. O(prompt bytes).
 
-        Raises NoEndpoints if the endpoint left since. Close the lease in a `finally`.
+        Raises NoEndpoints if an endpoint left since; then nothing is counted. Close the lease in a `finally`.
         """
-        endpoint = self.endpoints.get(decision.endpoint.name)
-        if endpoint is None:
-            raise NoEndpoints(f"endpoint {decision.endpoint.name} is gone")
-        load, request, best = endpoint.load, decision.request, decision.best
+        endpoint = self._present(decision.best)
+        prefill = None if decision.prefill is None else self._present(decision.prefill)
+        request, best = decision.request, decision.best
         pod = endpoint.expecting(best.candidate.rank)
-        lease = Lease(
-            decision,
-            endpoint,
-            pod,
-            opened_at=now,
-            queued_tokens=load.queue(now)[0],
-            reservation=load.reservations.open(best.candidate.uncached_tokens, now, best.ttft_s),
-        )
+        queued_tokens = endpoint.load.queue(now)[0]
+        reservation = self.charge(endpoint, best.candidate.uncached_tokens, best.ttft_s, now)
+        lease = Lease(decision, endpoint, pod, now, queued_tokens, reservation)
+        if prefill is not None and (part := decision.prefill) is not None:
+            lease.prefill = prefill, self.charge(prefill, part.candidate.uncached_tokens, part.ttft_s, now)
         if request.key:
             lease.predicted_until = self.index.predict(pod, request.namespace, request.key, best.candidate.hit, now)
         if request.session:
             self.sessions.remember(request.session, endpoint.spec.name, now)
         endpoint.unanswered += 1
         endpoint.breaker.on_pick(now)
-        self._reserved.add(endpoint)
         self._touch(endpoint)
         if self.elsewhere is not None:
             self.elsewhere.opened(lease, now)
         return lease
+
+    def _present(self, chosen: Scored) -> Endpoint:
+        name = chosen.candidate.spec.name
+        if name not in self.endpoints:
+            raise NoEndpoints(f"endpoint {name} is gone")
+        return self.endpoints[name]
 
     def close(
         self,
@@ -328,13 +329,12 @@ class Picker:
         load = endpoint.load
         answered = outcome is Outcome.HEADERS
         other = served if served != endpoint.spec.address else None
-        if answered and not other:
-            load.on_answered(lease.reservation, now, began=ttft_s is not None)
-        else:
-            load.reservations.close(lease.reservation)
-        self._touch(endpoint)
+        ours, began = Outcome.CANCELLED if other else outcome, ttft_s is not None
+        self.discharge(endpoint, lease.reservation, ours, now, began=began)
+        if lease.prefill is not None:  # its part is over when the answer begins; what failed is not known to be its own
+            self.discharge(*lease.prefill, Outcome.HEADERS if answered else Outcome.CANCELLED, now, began=True)
         if self.elsewhere is not None:
-            self.elsewhere.closed(lease, Outcome.CANCELLED if other else outcome, began=ttft_s is not None)
+            self.elsewhere.closed(lease, ours, began=began)
         if other or not answered:
             self._withdraw(lease)
         if other or outcome is Outcome.ERROR:
@@ -345,8 +345,6 @@ class Picker:
             return True
         if outcome is Outcome.ERROR:
             endpoint.breaker.on_error(now)
-        elif outcome is Outcome.OVERLOADED:
-            load.on_overloaded(now)
         elif outcome is Outcome.REFUSED:
             endpoint.breaker.on_answer()
         elif answered:
@@ -366,17 +364,22 @@ class Picker:
     ) -> Reservation | None:
         """Another picker has sent a request there: so many tokens to prefill, which should take `prefill_s` of which
         `age_s` are over. None where it would have ended by now. O(1)."""
-        reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
+        reservation = self.charge(endpoint, tokens, prefill_s, now)
         reservation.expires_at -= age_s
         reservation.done_at -= age_s
         if reservation.expires_at <= now:
             endpoint.load.reservations.close(reservation)
             return None
+        return reservation
+
+    def charge(self, endpoint: Endpoint, tokens: int, prefill_s: float, now: float) -> Reservation:
+        """So many tokens to prefill there, which should take `prefill_s`, until `discharge`. O(1)."""
+        reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
         self._reserved.add(endpoint)
         self._touch(endpoint)
         return reservation
 
-    def close_elsewhere(
+    def discharge(
         self, endpoint: Endpoint, reservation: Reservation, outcome: Outcome, now: float, *, began: bool
     ) -> None:
         """What became of it. Whether an endpoint answers errors each picker judges by its own requests. O(1)."""

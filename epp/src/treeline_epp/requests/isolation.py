@@ -21,7 +21,7 @@ from treeline_epp.requests.model_registry import ModelRegistry
 
 _CACHE_SALT, _EXTRA_KEY = "cache_salt", "extra_key"
 ROUTING_KEY: Final = "x-smg-routing-key"
-"""What sgl-model-gateway calls `x-session-id`."""
+"""The session's header in sgl-model-gateway, which pays no regard to `x-session-id`; so this one goes before it."""
 
 
 class Cache(msgspec.Struct, frozen=True, gc=False):
@@ -59,7 +59,7 @@ class Isolation(msgspec.Struct, frozen=True, gc=False):
     def session(self, headers: Mapping[str, str], pool: str | None) -> int:
         """The session that a request says it belongs to (see `picking.sessions`); 0 without one. Clients that the edge
         knows have sessions of their own, as pools have: no client can name another's."""
-        named = headers.get(names.SESSION_ID) or headers.get(ROUTING_KEY)
+        named = headers.get(ROUTING_KEY) or headers.get(names.SESSION_ID)
         return session_number(self.key, pool or "", self.client(headers) or "", named) if named else 0
 
     def must_salt(self, headers: Mapping[str, str], registry: ModelRegistry) -> bool:

@@ -25,7 +25,7 @@ from treeline_wire.normalization import long_run
 from treeline_wire.prompt import Prompt, PromptError, TooDeep, prompt_of_completion
 
 from treeline_epp.keyers.base import Keyer, Renderer
-from treeline_epp.keyers.rendering import MAX_MESSAGES
+from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 

@@ -90,10 +90,11 @@ class Router:
             return replace(known, closed=True)
         started = time.perf_counter()
         kept = self.observers or self.flow is not None or self.quotas is not None
-        exchange = self._exchange(asked) if kept else None
+        client = self.isolation.client(asked.headers)
+        exchange = self._exchange(asked, client) if kept else None
         result: Routed | Ticket[Routed]
         try:
-            result = self._route(asked, outline, exchange)
+            result = self._route(asked, outline, client, exchange)
         except Exception as error:
             result = self._failed(asked.id, error)
         self.metrics.pick_seconds.observe(time.perf_counter() - started)
@@ -174,8 +175,8 @@ class Router:
 
     # The decision
 
-    def _exchange(self, asked: RouteRequest) -> Exchange:
-        client, flow = self.isolation.client(asked.headers), self.rules.fairness_id(asked.headers) or DEFAULT_FLOW
+    def _exchange(self, asked: RouteRequest, client: str | None) -> Exchange:
+        flow = self.rules.fairness_id(asked.headers) or DEFAULT_FLOW
         size = 0 if asked.body is None else len(asked.body)
         exchange = Exchange(
             asked.id, asked.path, client, flow, size, asked.shows_response, asked.observed, self.clock()
@@ -184,9 +185,8 @@ class Router:
         return exchange
 
     def _route(
-        self, asked: RouteRequest, outline: Outline | None, exchange: Exchange | None
+        self, asked: RouteRequest, outline: Outline | None, client: str | None, exchange: Exchange | None
     ) -> Routed | Ticket[Routed]:
-        client = self.isolation.client(asked.headers)
         self.metrics.asked(client)
         request = self._parsed(asked, outline, partial(self._ready, asked))
         if not isinstance(request, Request):

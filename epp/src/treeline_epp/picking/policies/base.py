@@ -197,7 +197,7 @@ class Recent(Generic[Key, Value]):
             self._values.popitem(last=False)
 
 
-def lowest(values: Floats, count: int) -> list[int]:
+def lowest(values: Floats | npt.NDArray[np.uint64], count: int) -> list[int]:
     """The places of the lowest values, in order; of equal ones always the same. O(n + count log count)."""
     if count >= len(values):
         order: list[int] = np.argsort(values, kind="stable").tolist()

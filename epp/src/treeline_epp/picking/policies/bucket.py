@@ -82,6 +82,8 @@ class Buckets:
         while self._window and (now - self._window[0][0] > self._interval_s or len(self._window) > MOST_REQUESTS):
             _, chars, owner = self._window.popleft()
             self.sent[owner] -= chars
+            if not self.sent[owner]:
+                del self.sent[owner]
         if changed := size != self._size:
             self.edges, self._share = [max(1, FIRST_CHARS // size) * at - 1 for at in range(1, size)], 0
         if changed or now >= self._adjust_at:

@@ -25,11 +25,8 @@ Weights = npt.NDArray[np.uint64]
 
 def key_of(*parts: bytes) -> int:
     """64 bits of a key's parts; where one ends and the next begins counts."""
-    hashed = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "little"))
-        hashed.update(part)
-    return int.from_bytes(hashed.digest(), "little")
+    data = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def weights(key: int, identity: Floats) -> Weights:
@@ -43,14 +40,6 @@ def weights(key: int, identity: Floats) -> Weights:
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return mixed
-
-
-def heaviest(weight: Weights, count: int) -> list[int]:
-    """The places of the greatest weights, in order. O(n + count log count)."""
-    size = len(weight)
-    places = np.argpartition(weight, size - count)[-count:] if count < size else np.arange(size)
-    order: list[int] = places[np.argsort(weight[places])[::-1]].tolist()
-    return order
 
 
 class HashPolicy(Policy):
@@ -74,4 +63,4 @@ class HashPolicy(Policy):
         if not request.key:
             return led_by(lightest(load, self._rng), lowest(load, count), count)
         weight = weights(self.key(request, request.key), candidates.identity)
-        return led_by(self.first(weight, load), heaviest(weight, count), count)
+        return led_by(self.first(weight, load), lowest(~weight, count), count)

@@ -1,4 +1,4 @@
-"""Metrics under other pickers' names: what is known is there, what is not has no series, and labels are bounded."""
+"""Metrics under GIE's names: what is known is there, what is not has no series, and labels are bounded."""
 
 from __future__ import annotations
 
@@ -9,53 +9,39 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as parsed
-from support.epp_io import engines, running_picker, until
+from support.epp_io import engines, running_picker
 from support.epp_kube import asked
 from support.http import client
 from support.proxy import NONE, Proxy
-from treeline_epp.compat import families
-from treeline_epp.compat.families import CHOICES, GIE, LLMD, REQUESTS, Families, Histogram, head, label_text, shown
+from treeline_epp.compat import gie_metrics
+from treeline_epp.compat.gie_metrics import CHOICES, REQUESTS, GieMetrics, Histogram, head, label_text, shown
 from treeline_epp.endpoints.scraped import ScrapedLoad
-from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.options import options_of
 from treeline_epp.picking.picker import Picker
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
 
-KNOWN_GIE = """
-inference_objective_request_total inference_objective_running_requests inference_objective_inference_request_metric
-inference_objective_request_ttft_seconds inference_objective_request_predicted_ttft_seconds
+KNOWN = """
+inference_objective_request_total inference_objective_running_requests inference_objective_request_ttft_seconds
 inference_objective_request_tpot_seconds inference_objective_request_duration_seconds inference_objective_request_sizes
 inference_objective_response_sizes inference_objective_input_tokens inference_objective_output_tokens
 inference_objective_prompt_cached_tokens inference_objective_normalized_time_per_output_token_seconds
 inference_pool_average_kv_cache_utilization inference_pool_average_queue_size inference_pool_average_running_requests
 inference_pool_ready_pods inference_pool_per_pod_queue_size inference_extension_scheduler_e2e_duration_seconds
-inference_extension_scheduler_attempts_total inference_extension_prefix_indexer_size
-inference_extension_prefix_indexer_hit_ratio inference_extension_prefix_indexer_hit_bytes
-"""
-KNOWN_LLMD = """
-llm_d_epp_request_total llm_d_epp_request_running llm_d_epp_request_ttft_seconds
-llm_d_epp_request_streaming_tpot_seconds
-llm_d_epp_request_duration_seconds llm_d_epp_request_size_bytes llm_d_epp_response_size_bytes
-llm_d_epp_request_input_tokens llm_d_epp_request_output_tokens llm_d_epp_request_cached_tokens
-llm_d_epp_request_ntpot_seconds llm_d_epp_average_kv_cache_utilization llm_d_epp_average_queue_size
-llm_d_epp_average_running_requests llm_d_epp_std_dev_kv_cache_utilization llm_d_epp_std_dev_queue_size
-llm_d_epp_std_dev_running_requests llm_d_epp_ready_endpoints llm_d_epp_per_endpoint_queue_size
-llm_d_epp_scheduler_e2e_duration_seconds llm_d_epp_scheduler_attempts_total llm_d_epp_prefix_indexer_size
-llm_d_epp_prefix_indexer_hit_ratio llm_d_epp_prefix_indexer_hit_bytes
+inference_extension_prefix_indexer_size inference_extension_prefix_indexer_hit_ratio
 """
 
 
 class Page:
-    """A picker that counts for both families."""
+    """A picker that counts under GIE's names."""
 
     def __init__(self) -> None:
-        self.families = Families((GIE, LLMD), Picker(), "team")
-        self.proxy = Proxy([self.families])
-        self.families._picker = self.proxy.picker
+        self.metrics = GieMetrics(Picker())
+        self.proxy = Proxy([self.metrics])
+        self.metrics._picker = self.proxy.picker
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        text = self.families.render().decode()
+        text = self.metrics.render().decode()
         found = [(s.name, frozenset(s.labels.items()), s.value) for f in parsed(text) for s in f.samples]
         assert len(found) == len({(name, labels) for name, labels, _ in found}), "each series once"
         return {(name, labels): value for name, labels, value in found}
@@ -78,10 +64,9 @@ def page() -> Page:
 def test_a_request_that_is_shown_to_its_end_fills_all_that_is_known(page: Page) -> None:
     # A report counts for 3 s, and a slow machine may take longer to read the page so often.
     page.proxy.picker.on_load("e0", ScrapedLoad(3, 5, 0.25, 1000), time.monotonic() + 60.0)
-    page.proxy.stream(11, headers={names.FAIRNESS_ID: "team-a"})
-    assert page.named() == set((KNOWN_GIE + KNOWN_LLMD).split())
+    page.proxy.stream(11)
+    assert page.named() == set(KNOWN.split())
     model = {"model_name": "tiny", "target_model_name": "tiny"}
-    flow = {**model, "fairness_id": "team-a", "priority": "0"}
     for name, value in {
         "inference_objective_input_tokens_sum": 200,
         "inference_objective_output_tokens_sum": 11,
@@ -93,8 +78,6 @@ def test_a_request_that_is_shown_to_its_end_fills_all_that_is_known(page: Page) 
     }.items():
         assert page.value(name, **model) == pytest.approx(value), name
     assert page.value("inference_objective_request_total", **model, priority="0") == 1
-    assert page.value("llm_d_epp_request_total", **flow) == 1
-    assert page.value("llm_d_epp_request_ttft_seconds_sum", **flow, streaming="true") == 0.5
     assert page.value("inference_pool_average_queue_size", name="default") == 5
     assert page.value("inference_pool_average_kv_cache_utilization", name="default") == 0.25
     assert page.value("inference_pool_per_pod_queue_size", name="default", model_server_pod="e0") == 5
@@ -106,8 +89,7 @@ def test_a_request_that_is_shown_to_its_end_fills_all_that_is_known(page: Page) 
 def test_the_page_for_those_who_come_from_elsewhere_has_every_histogram() -> None:
     text = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
     for row in (*REQUESTS, *CHOICES):
-        ours, theirs = (f"`{name}`" if name else "" for name in (row.gie, row.llmd))
-        assert f"| {ours} | {theirs} | {row.help} |" in text
+        assert f"| `{row.name}` | {row.help} |" in text
 
 
 def test_what_the_proxy_does_not_show_has_no_series(page: Page) -> None:
@@ -121,8 +103,6 @@ def test_what_the_proxy_does_not_show_has_no_series(page: Page) -> None:
         "inference_objective_input_tokens",
         "inference_objective_output_tokens",
         "inference_objective_running_requests",
-        "llm_d_epp_request_ttft_seconds",
-        "llm_d_epp_request_running",
         "inference_pool_average_kv_cache_utilization",
         "inference_pool_average_queue_size",
     }
@@ -159,15 +139,12 @@ def test_refusals_and_errors_of_engines_are_counted_by_code(page: Page) -> None:
     page.proxy.close()
     for name in ("e0", "e1"):
         page.proxy.picker.set_ready(name, False)
-    page.proxy.open(headers={names.FAIRNESS_ID_LLMD: "b", names.FAIRNESS_ID: "a"})
+    page.proxy.open()
     page.proxy.close()
     name = "inference_objective_request_error_total"
     assert page.value(name, model_name="", target_model_name="", error_code="NotFound") == 1
     assert page.value(name, model_name="tiny", target_model_name="tiny", error_code="ModelServerError") == 1
     assert page.value(name, model_name="tiny", error_code="ServiceUnavailable") == 1
-    assert page.value("llm_d_epp_request_error_total", fairness_id="b") == 1
-    failed = page.value("inference_extension_scheduler_attempts_total", status="failure", target_model_name="tiny")
-    assert failed == 1
     assert page.value("inference_objective_request_total") == 1
 
 
@@ -181,39 +158,22 @@ def test_a_client_that_leaves_and_a_request_that_is_only_shown_are_no_errors(pag
     assert page.value("inference_objective_running_requests") == 0
 
 
-def test_pods_that_are_gone_have_no_series_and_ranks_are_their_pods(page: Page) -> None:
-    for name in ("e0", "e1"):
-        page.proxy.picker.remove_endpoint(name)
-    page.proxy.picker.add_endpoint(EndpointSpec("vllm-7-rank-1", "10.0.0.9:8001", models=("tiny",)))
-    page.proxy.router.registry.set_endpoint("vllm-7-rank-1", "default", ("tiny",), None)
+def test_a_name_of_unreasonable_length_is_another(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gie_metrics, "_LONGEST", 3)
     page.proxy.stream()
-    pod = {"pod_name": "vllm-7", "namespace": "team", "port": "8001"}
-    assert page.value("inference_extension_scheduler_attempts_total", status="success", **pod) == 1
-    assert page.value("llm_d_epp_scheduler_attempts_total", endpoint_name="vllm-7-rank-1", port="8001") == 1
-    page.families.forget("vllm-7-rank-1")
-    assert page.value("inference_extension_scheduler_attempts_total") is None
-
-
-def test_a_name_of_unreasonable_length_is_another(page: Page) -> None:
-    page.proxy.stream(headers={names.FAIRNESS_ID: "x" * 257})
-    assert page.value("llm_d_epp_request_total", fairness_id="other") == 1
+    assert page.value("inference_objective_request_total", model_name="other") == 1
 
 
 def test_sets_of_labels_are_bounded_where_each_is_hundreds_of_lines(
     page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(families, "MOST_SETS", 3)
-    for at in range(7):
-        page.proxy.stream(headers={names.FAIRNESS_ID: f"flow-{at}"})
-    assert len(page.families._of_requests) == 4
-    assert page.value("llm_d_epp_request_duration_seconds_count", fairness_id="other") == 4
-    assert page.value("inference_objective_request_duration_seconds_count") == 7, "and nothing is lost"
-
-
-def test_pairs_of_models_and_endpoints_are_bounded(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "_MOST_ATTEMPTS", 0)
-    page.proxy.stream()
-    assert page.value("llm_d_epp_scheduler_attempts_total", endpoint_name="other") == 1
+    monkeypatch.setattr(gie_metrics, "MOST_SETS", 1)
+    page.proxy.open(model="nobody-serves-this")
+    page.proxy.close()
+    for _ in range(3):
+        page.proxy.stream()
+    assert len(page.metrics._of_requests) == 1
+    assert page.value("inference_objective_request_duration_seconds_count", model_name="other") == 3
 
 
 @given(st.text(max_size=20), st.lists(st.floats(0, 1e6), max_size=30))
@@ -221,8 +181,8 @@ def test_the_page_is_what_the_library_reads_back(value: str, observed: list[floa
     series = Histogram((0.5, 1.0, 250.0))
     for one in observed:
         series.observe(one)
-    text = head("h", "histogram", "words") + series.lines("h", label_text(("a", "b"), (value, "x")), (0.5, 250.0))
-    text += shown("g", "gauge", "words", ("a",), [((value,), 1.5)])
+    text = head("h", "histogram", "words") + series.lines("h", label_text(("a", "b"), (value, "x")))
+    text += shown("g", "gauge", "words", ("a",), {(value,): 1.5})
     histogram, gauge = parsed(text)
     had = {(s.name, s.labels.get("le")): s.value for s in histogram.samples if s.labels["a"] == value}
     assert had["h_bucket", "0.5"] == sum(one <= 0.5 for one in observed)
@@ -240,12 +200,10 @@ def test_our_runtimes_say_nothing_of_running_requests_share_of_the_cache(page: P
 
 
 def test_a_histogram() -> None:
-    series, more = Histogram((1.0, 2.0, 3.0)), Histogram((1.0, 2.0, 3.0))
-    for value in (0.5, 1.0, 2.5, 9.0):
+    series = Histogram((1.0, 3.0))
+    for value in (0.5, 1.0, 2.5, 3.0, 9.0):
         series.observe(value)
-    more.observe(3.0)
-    series.add(more)
-    assert series.lines("h", 'a="b"', (1.0, 3.0)).splitlines() == [
+    assert series.lines("h", 'a="b"').splitlines() == [
         'h_bucket{a="b",le="1.0"} 2',
         'h_bucket{a="b",le="3.0"} 4',
         'h_bucket{a="b",le="+Inf"} 5',
@@ -254,27 +212,17 @@ def test_a_histogram() -> None:
     ]
 
 
-@pytest.mark.parametrize(("wanted", "shown"), [("gie", (False, True)), ("treeline,llm-d", (True, False))])
+@pytest.mark.parametrize(("wanted", "shown"), [("gie", (False, True)), ("treeline", (True, False))])
 async def test_the_flag_says_whose_names_the_page_has(wanted: str, shown: tuple[bool, bool]) -> None:
     async with engines(1) as (engine,):
         flags = ("--endpoint", f"e0={engine.address}", "--metrics-families", wanted)
         async with running_picker(*flags) as picker, client() as http:
             assert await asked(picker, "tiny") == engine.address
-
-            async def page() -> str:
-                return (await http.get(f"http://127.0.0.1:{picker.options.metrics_port}/metrics")).text
-
-            async def ended() -> bool:  # the client has left; the picker hears of it a little later
-                return "llm_d_epp_extproc_streams_inflight 1.0" not in await page()
-
-            await until(ended, "the picker to hear that the client has left")
-            text = await page()
+            text = (await http.get(f"http://127.0.0.1:{picker.options.metrics_port}/metrics")).text
     assert ("treeline_epp_decisions_total" in text, "inference_objective_request_total" in text) == shown
-    assert ("llm_d_epp_request_total" in text) == ("llm-d" in wanted)
-    assert ("llm_d_epp_extproc_streams_inflight 0.0" in text) == ("llm-d" in wanted)
 
 
 def test_a_family_that_nobody_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options_of(["--gateway", "g", "--metrics-families", "treeline,kserve"])
-    assert "'kserve' is none of treeline, gie, llm-d" in capsys.readouterr().err
+    assert "'kserve' is none of treeline, gie" in capsys.readouterr().err
