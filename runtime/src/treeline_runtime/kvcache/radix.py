@@ -26,7 +26,8 @@ import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
 from treeline_runtime.kvcache.events import EventLog
-from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue, Node
+from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue
+from treeline_runtime.kvcache.node import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
 from treeline_runtime.messages import CacheEvent
 

@@ -8,11 +8,12 @@ from itertools import islice
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import Match, key_of
+from treeline_runtime.kvcache import MIN_SHARED_TOKENS, Match, key_of
+from treeline_runtime.kvcache.filling import Place, place_of
+from treeline_runtime.kvcache.radix import TOKEN_BYTES, common_prefix
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import candidates, fewest
-from treeline_runtime.scheduler.dedup import MIN_SHARED_TOKENS, PendingPrefixes, QueuedPrefixes
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.waiting import Ranked, WaitingOrder
 
@@ -23,6 +24,22 @@ TRIED_CLIENTS = 32
 SPARE = 8
 """One row and page in so many stays free for clients that have nothing running, so that long answers of others do not
 keep them out. A request that comes without a client may take all."""
+
+
+class QueuedPrefixes:
+    """Prompts of a queue, in their order: what each shares with the last one before it that begins as it does, which
+    is nearly always the most that it shares with any."""
+
+    def __init__(self) -> None:
+        self._last: dict[Place, bytes] = {}
+
+    def add(self, req: Req) -> int:
+        """→ the tokens that one before `req` will have computed for it. One comparison, O(length) memcmp."""
+        if len(req.tokens) < MIN_SHARED_TOKENS:
+            return 0
+        place = place_of(req.key, req.namespace)
+        before, self._last[place] = self._last.get(place, b""), req.key
+        return min(common_prefix(before, req.key) // TOKEN_BYTES, req.cacheable_len)
 
 
 class PrefillManager:
@@ -37,8 +54,7 @@ class PrefillManager:
         self._chunk_tokens = limits.chunked_prefill_size
         self._spare_rows = limits.max_running_requests // SPARE
         self._spare_pages = cache.pool.num_pages // SPARE
-        self._waits_for_prefixes = config.prefix_cache == "radix"
-        """A request finds what another one with its prefix is about to compute."""
+        self._keeps_prefixes = config.prefix_cache != "off"
         self._by_priority = config.schedule_policy == "priority"
         cached = (lambda req: cache.match(req).num_pages) if config.schedule_policy == "lpm" else None
         self._order = WaitingOrder(config.starvation_bound, by_priority=self._by_priority, cached=cached)
@@ -110,9 +126,7 @@ class PrefillManager:
         """shared_tokens: what another request will have computed before."""
         before = req.uncached_tokens
         cached = self._cache.match(req).num_pages * self._page_size
-        if (
-            self._waits_for_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS
-        ):  # else it does not wait for the other
+        if self._keeps_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
         req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before
@@ -140,18 +154,13 @@ class PrefillManager:
             return None
         reserved = reserved_pages(running, ratio, self._page_size)
         batch = Batch(Phase.PREFILL, [], [], [], [])
-        pending = PendingPrefixes()
         tokens_left = max(self._chunk_tokens - riding, self._page_size)
         if self.chunked is not None:
             req = self.chunked
             tokens_left -= self._append(batch, req, tokens_left)
-            pending.add(req)
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        for req in running:
-            if req.in_flight and req.kv_len < req.prompt_len:  # launched, and not in the tree yet
-                pending.add(req)
         busy = {req.client for req in (*running, *batch.reqs)}
         full: set[str | None] = set()
 
@@ -164,7 +173,7 @@ class PrefillManager:
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
-            if self._waits_for_prefixes and pending.saves_tokens(req, matched):
+            if self._cache.waits(req, match):
                 continue
             alone = not running and not batch.reqs
             if not self._fits(req, match, None if alone else reserved + spare):
@@ -177,7 +186,6 @@ class PrefillManager:
             self._admit(req, match)
             tokens_left -= self._append(batch, req, tokens_left)
             reserved += reserved_pages([req], ratio, self._page_size)
-            pending.add(req)
             busy.add(req.client)
             free_rows -= 1
         return batch if batch.reqs else None
