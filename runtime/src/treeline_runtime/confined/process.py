@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Self
 
 import msgspec
 
@@ -103,6 +104,12 @@ class ConfinedProcess:
         self._process.wait()
 
     def end(self) -> None:
-        """Kill it and close the socket. For the thread that owns it."""
+        """Kill it and close the socket. For the thread that owns it. Leaving a `with` does it, too."""
         self.kill()
         self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()

@@ -7,7 +7,6 @@ confined (`confined.child`): one request, a `Source` in MessagePack; its answer 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Final
 
 import msgspec
@@ -37,7 +36,7 @@ class Read(msgspec.Struct, frozen=True):
 
 def read_vocabulary(bundle: TokenizerBundle, size: int, stop_ids: Sequence[int]) -> Vocabulary:
     """As `Vocabulary.of`; other threads go on meanwhile. Raises BundleError, and OSError where the process failed."""
-    with closing(_Process()) as process:
+    with ConfinedProcess(__name__, _LIMITS) as process:
         try:
             answer = process.ask(msgspec.msgpack.encode(Source(bundle, size, stop_ids)))
         except Killed as error:
@@ -46,14 +45,6 @@ def read_vocabulary(bundle: TokenizerBundle, size: int, stop_ids: Sequence[int])
     if read.vocabulary is None:
         raise BundleError(read.problem)
     return read.vocabulary
-
-
-class _Process(ConfinedProcess):
-    def __init__(self) -> None:
-        super().__init__(__name__, _LIMITS)
-
-    def close(self) -> None:
-        self.end()
 
 
 def _answer(frame: bytearray) -> bytes:

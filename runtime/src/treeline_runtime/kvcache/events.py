@@ -11,35 +11,22 @@ class EventLog:
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
-    def stored(
-        self,
-        *,
-        block_hashes: list[int],
-        parent_hash: int | None,
-        token_ids: list[int],
-        namespace: str | None,
-        output_from: int,
-    ) -> None:
+    def stored(self, run: Stored) -> None:
         last = self._events[-1] if self._events else None
         if (
-            isinstance(last, Stored)
-            and last.namespace == namespace
-            and last.block_hashes[-1] == parent_hash
+            not isinstance(last, Stored)
+            or last.namespace != run.namespace
+            or last.block_hashes[-1] != run.parent_hash
             # one index must describe the joined run: prompt, then output
-            and (last.output_from == len(last.token_ids) or output_from == 0)
+            or (run.output_from and last.output_from < len(last.token_ids))
         ):
-            joined_from = last.output_from
-            if joined_from == len(last.token_ids):
-                joined_from += output_from
-            self._events[-1] = Stored(
-                last.block_hashes + block_hashes,
-                last.parent_hash,
-                last.token_ids + token_ids,
-                namespace,
-                joined_from,
-            )
-        else:
-            self._events.append(Stored(block_hashes, parent_hash, token_ids, namespace, output_from))
+            self._events.append(run)
+            return
+        output_from = last.output_from
+        if output_from == len(last.token_ids):
+            output_from += run.output_from
+        hashes, tokens = last.block_hashes + run.block_hashes, last.token_ids + run.token_ids
+        self._events[-1] = Stored(hashes, last.parent_hash, tokens, run.namespace, output_from)
 
     def removed(self, block_hashes: list[int]) -> None:
         last = self._events[-1] if self._events else None

@@ -29,7 +29,7 @@ from treeline_runtime.kvcache.events import EventLog
 from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue
 from treeline_runtime.kvcache.node import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
-from treeline_runtime.messages import CacheEvent
+from treeline_runtime.messages import CacheEvent, Stored
 
 TOKEN_BYTES = 4
 
@@ -320,13 +320,9 @@ class RadixCache:
         self._queue.add(node)
         self.evictable_pages += end - start
         self.version += 1
-        self._events.stored(
-            block_hashes=[hash_of(d) for d in digests],
-            parent_hash=hash_of(parent.digests[-1]) if parent.parent is not None else None,
-            token_ids=tokens,
-            namespace=namespace,
-            output_from=min(max(prompt_tokens - start * self.page_size, 0), len(tokens)),
-        )
+        parent_hash = hash_of(parent.digests[-1]) if parent.parent is not None else None
+        output_from = min(max(prompt_tokens - start * self.page_size, 0), len(tokens))
+        self._events.stored(Stored([hash_of(d) for d in digests], parent_hash, tokens, namespace, output_from))
         return node
 
     def _split(self, node: Node, at: int) -> Node:
