@@ -25,11 +25,10 @@ from itertools import pairwise
 import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
-from treeline_runtime.kvcache.events import EventLog
 from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue
 from treeline_runtime.kvcache.node import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
-from treeline_runtime.messages import CacheEvent, Stored
+from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
 
 TOKEN_BYTES = 4
 
@@ -60,6 +59,44 @@ def common_prefix(a: bytes, b: bytes) -> int:
         else:
             high = middle
     return low
+
+
+class EventLog:
+    """Collects Stored, Removed and Cleared in order. A run that continues the one before is joined to it."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = []
+
+    def stored(self, run: Stored) -> None:
+        last = self._events[-1] if self._events else None
+        if (
+            not isinstance(last, Stored)
+            or last.namespace != run.namespace
+            or last.block_hashes[-1] != run.parent_hash
+            # one index must describe the joined run: prompt, then output
+            or (run.output_from and last.output_from < len(last.token_ids))
+        ):
+            self._events.append(run)
+            return
+        output_from = last.output_from
+        if output_from == len(last.token_ids):
+            output_from += run.output_from
+        hashes, tokens = last.block_hashes + run.block_hashes, last.token_ids + run.token_ids
+        self._events[-1] = Stored(hashes, last.parent_hash, tokens, run.namespace, output_from)
+
+    def removed(self, block_hashes: list[int]) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, Removed):
+            last.block_hashes.extend(block_hashes)
+        else:
+            self._events.append(Removed(block_hashes))
+
+    def cleared(self) -> None:
+        self._events = [Cleared()]
+
+    def take(self) -> list[CacheEvent]:
+        events, self._events = self._events, []
+        return events
 
 
 @dataclass(frozen=True, slots=True)
