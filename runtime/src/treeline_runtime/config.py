@@ -232,11 +232,7 @@ class SchedulerConfig(EngineConfig):
         group=None,
         help="what structured output is made with (default: auto: llguidance, and xgrammar for what it has not)",
     )
-    jump_forward: Literal["auto", "on", "off"] = setting(
-        "auto",
-        group=None,
-        help="text that a grammar forces is not sampled (default: auto: on)",
-    )
+    jump_forward: bool = setting(True, group=None, help="text that a grammar forces is not sampled")
     schedule_conservativeness: float = setting(
         1.0,
         group=None,

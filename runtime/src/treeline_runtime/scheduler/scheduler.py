@@ -88,7 +88,7 @@ class Scheduler:
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake, jumps=limits.jump_forward, used=not pooling)
+        self.grammars = Grammars(config, model.config, transport.wake, jumps=config.jump_forward, used=not pooling)
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
