@@ -191,14 +191,6 @@ class SchedulerConfig(EngineConfig):
         at_least=0,
         help="a request that has waited longer is next, whatever the policy (default: 30)",
     )
-    priority_preemption_threshold: int | None = setting(
-        None,
-        group="scheduling",
-        rare=True,
-        metavar="N",
-        at_least=0,
-        help="a waiting request takes the place of running ones whose priority is lower by more than N (default: none)",
-    )
     schedule_low_priority_values_first: bool = setting(
         False,
         group="scheduling",
@@ -247,11 +239,6 @@ class SchedulerConfig(EngineConfig):
         help="launched batches whose results are not processed yet when the next one is launched (None: 1 on CUDA, "
         "0 on a CPU, where a launch computes)",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.priority_preemption_threshold is not None and self.schedule_policy != "priority":
-            raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
 
     @property
     def uses_priority(self) -> bool:

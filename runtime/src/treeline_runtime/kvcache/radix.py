@@ -18,7 +18,7 @@ A page of the pool is either free, or in the tree, or held by a request; this cl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -199,22 +199,6 @@ class RadixCache:
             total += len(node.pages)
             node = node.parent
         return total
-
-    def pages_of_unlock(self, handles: Iterable[Node | None], kept: Match) -> int:
-        """Pages that unlocking all of `handles` would make evictable, without those of the match `kept`. O(depth)."""
-        held: dict[Node, int] = {}
-        for handle in handles:
-            node = handle
-            while node is not None and node.parent is not None:
-                held[node] = held.get(node, 0) + 1
-                node = node.parent
-        spared: dict[Node, int] = {}
-        node, used = kept.node, kept.used_pages
-        while node is not None:
-            spared[node] = used
-            node = node.parent
-            used = len(node.pages) if node is not None else 0
-        return sum(len(n.pages) - spared.get(n, 0) for n, locks in held.items() if n.lock_ref == locks)
 
     # ---- keeping ------------------------------------------------------------------------------------------
 

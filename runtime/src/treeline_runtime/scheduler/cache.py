@@ -154,11 +154,6 @@ class CacheManager:
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed
 
-    def pages_of_release(self, reqs: list[Req], kept: Match) -> int:
-        """Pages that would be available besides if `reqs` were released, without those of the match `kept`."""
-        unlocked = self.tree.pages_of_unlock([req.handle for req in reqs], kept)
-        return unlocked + sum(self.held_pages(req) for req in reqs)
-
     def flush(self) -> None:
         """Empty the tree; no request may hold a lock."""
         self.pool.free(self.tree.reset())

@@ -162,8 +162,6 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         """Prefill first; but decode has a step after every few prefills, or rides along with each (`mixed_chunk`)."""
-        if not self._preempt():
-            return None
         config, runnable = self.config, self.decode.runnable()
         short = self.decode.missing_pages(runnable) > self.cache.available_pages
         riding = self.decode.next_batch(runnable) if config.mixed_chunk and runnable and not short else None
@@ -320,17 +318,6 @@ class Scheduler:
         self.ratio.on_retract(self.decode.running.values())
         logger.info("retracted %d requests, new token ratio %.2f", retracted, self.ratio.value)
         return runnable
-
-    def _preempt(self) -> bool:
-        """Retract those who give way to a more urgent request. → False: not yet, since results are in flight."""
-        victims = self.prefill.to_preempt(self.decode.running.values(), self.table.num_free, self.ratio.value)
-        if victims and self._pending:
-            return False
-        for req in victims:
-            self._retract(req)
-        if victims:
-            logger.info("%d requests gave way to a more urgent one", len(victims))
-        return True
 
     def _retract(self, req: Req) -> None:
         """Release without caching, and wait at the front of the queue."""
