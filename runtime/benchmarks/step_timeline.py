@@ -289,7 +289,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         kind = Bench
         if args.grammars is not None:
-            kind, settings = Constrained, settings | {"jump_forward": "off"}
+            kind, settings = Constrained, settings | {"jump_forward": False}
             shutil.copy(args.grammars, Path(folder) / "tokenizer.json")
         events = record(kind(args.shape, Path(folder), settings), args.batch, args.context)
     tell_kernels(events)

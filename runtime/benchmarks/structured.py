@@ -254,8 +254,8 @@ def main() -> int:
     with model(args.shape, args.tokenizer) as (folder, load_format):
         settings = {"load_format": load_format, "threads": args.threads, "context_length": 2048, "mem_fraction": 0.4}
         with (
-            Engine(folder, jump_forward="on", **settings) as on,
-            Engine(folder, jump_forward="off", **(settings | {"mem_fraction": 0.8})) as off,
+            Engine(folder, **settings) as on,
+            Engine(folder, jump_forward=False, **(settings | {"mem_fraction": 0.8})) as off,
         ):
             measure_jumps(on, off, rng, batches, rounds)
             measure_steps(off, rng, many, rounds)

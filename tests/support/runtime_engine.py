@@ -182,6 +182,12 @@ class Harness(Scheduler):
     def abort(self, rid: str = "") -> None:
         self.inbox.append(AbortReq(rid))
 
+    def retract_one(self, rng: random.Random) -> None:
+        """One of those who run goes back to the queue, as if memory had run out, when nothing is in flight."""
+        self._process_all_but(0)
+        if self.decode.running:
+            self._retract(rng.choice(list(self.decode.running.values())))
+
     def run(self, max_steps: int = 5000) -> None:
         """Until nothing is left to do; then nothing may be held."""
         for _ in range(max_steps):

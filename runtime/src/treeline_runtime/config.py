@@ -191,14 +191,6 @@ class SchedulerConfig(EngineConfig):
         at_least=0,
         help="a request that has waited longer is next, whatever the policy (default: 30)",
     )
-    priority_preemption_threshold: int | None = setting(
-        None,
-        group="scheduling",
-        rare=True,
-        metavar="N",
-        at_least=0,
-        help="a waiting request takes the place of running ones whose priority is lower by more than N (default: none)",
-    )
     schedule_low_priority_values_first: bool = setting(
         False,
         group="scheduling",
@@ -227,11 +219,7 @@ class SchedulerConfig(EngineConfig):
         "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
         "thinking_budget (default: none; code is never taken from requests)",
     )
-    jump_forward: Literal["auto", "on", "off"] = setting(
-        "auto",
-        group=None,
-        help="text that a grammar forces is not sampled (default: auto: on)",
-    )
+    jump_forward: bool = setting(True, group=None, help="text that a grammar forces is not sampled")
     schedule_conservativeness: float = setting(
         1.0,
         group=None,
@@ -246,11 +234,6 @@ class SchedulerConfig(EngineConfig):
         help="launched batches whose results are not processed yet when the next one is launched (None: 1 on CUDA, "
         "0 on a CPU, where a launch computes)",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.priority_preemption_threshold is not None and self.schedule_policy != "priority":
-            raise ConfigError("priority_preemption_threshold needs schedule_policy priority")
 
     @property
     def uses_priority(self) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
@@ -252,20 +251,9 @@ class Batch:
     """So many of the last requests decode, along with the prefill of the others (a mixed batch)."""
 
     @property
-    def q_lens(self) -> list[int]:
-        """Tokens computed for each request."""
-        return [end - start for start, end in zip(self.starts, self.ends, strict=True)]
-
-    @property
     def sampling(self) -> list[int]:
         """Indices of the requests that sample."""
         return [i for i, samples in enumerate(self.samples) if samples]
-
-    @property
-    def lasts(self) -> list[int]:
-        """Of those who sample, the last token's index among all tokens of the batch."""
-        ends = list(accumulate(self.q_lens))
-        return [ends[i] - 1 for i in self.sampling]
 
     @property
     def num_tokens(self) -> int:

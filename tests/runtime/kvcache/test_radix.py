@@ -227,24 +227,6 @@ def test_pages_are_as_urgent_as_the_most_urgent_request_that_used_them() -> None
     assert cache.evict(1).tolist() == [2], "what was evicted is forgotten"
 
 
-def test_what_a_release_would_free_is_known_before() -> None:
-    tree = Tree()
-    tree.insert([1, 2, 3, 4, 5, 6])
-    tree.insert([1, 2, 9, 9])
-    nothing = tree.cache.match(key_of([7, 7]))
-    held = [tree.lock([1, 2, 3, 4, 5, 6]), tree.lock([1, 2, 9, 9]), None]
-    assert tree.cache.pages_of_unlock(held[:1], nothing) == 2
-    assert tree.cache.pages_of_unlock(held, nothing) == 4
-    assert tree.cache.pages_of_unlock(held, tree.cache.match(key_of([1, 2, 3, 4, 8, 8]))) == 2
-    third = tree.lock([1, 2, 3, 4])
-    assert tree.cache.pages_of_unlock(held, nothing) == 2
-    before = tree.cache.evictable_pages
-    for handle in held:
-        tree.unlock(handle)
-    assert tree.cache.evictable_pages == before + 2
-    tree.unlock(third)
-
-
 def test_every_policy_is_covered_and_unknown_ones_are_refused() -> None:
     assert EVICTION_POLICIES.keys() == ORDERS.keys()
     with pytest.raises(ConfigError, match="eviction_policy must be lru, lfu or priority, got 'best'"):

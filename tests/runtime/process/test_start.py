@@ -51,10 +51,6 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         (["--model", "m", "--max-bytes-in-flight", "1"], "--max-bytes-in-flight: must be at least 1048576"),
         (["--model", "m", "--schedule-policy", "dfs-weight"], "invalid choice: 'dfs-weight' (choose from"),
         (["--model", "m", "--eviction-policy", "slru"], "invalid choice: 'slru' (choose from"),
-        (
-            ["--model", "m", "--priority-preemption-threshold", "5"],
-            "priority_preemption_threshold needs schedule_policy priority",
-        ),
         (["--model", "m", "--api-key", ""], "--api-key"),
         (["--model", "m", "--admin-port", "none"], "--admin-port: expected a whole number, got 'none'"),
         (

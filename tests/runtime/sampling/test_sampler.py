@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from treeline_runtime.messages import Grammar, SamplingParams
 from treeline_runtime.sampling import Row, check_sampling, needs_more, sample
-from treeline_runtime.sampling.logprobs import Logprobs
+from treeline_runtime.sampling.sampler import Logprobs
 
 VOCAB = 8
 LOGITS = torch.tensor([0.0, 3.0, 1.0, -2.0, 2.5, -1.0, 0.5, -9.0])

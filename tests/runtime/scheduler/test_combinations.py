@@ -1,4 +1,4 @@
-"""Everything at once: mixed chunks, priorities that preempt, time limits, hidden states, an fp8 cache, aborts."""
+"""Everything at once: mixed chunks, priorities, time limits, hidden states, an fp8 cache, aborts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ pytestmark = pytest.mark.deep
 
 SETTINGS: dict[str, Any] = {
     "schedule_policy": "priority",
-    "priority_preemption_threshold": 0,
     "enable_return_hidden_states": True,
     "chunked_prefill_size": 16,
     "max_running_requests": 5,
@@ -94,6 +93,8 @@ def test_survivors_say_what_they_say_alone(tmp_path: Path, model: str, kv: str, 
             engine.abort(rng.choice(list(asked)))
         elif rng.random() < 0.03:
             engine.inbox.append(FlushReq("f"))
+        elif rng.random() < 0.1:
+            engine.retract_one(rng)
         engine.step()
     engine.run()
     ends = {rid: engine.last(rid) for rid in asked}

@@ -175,7 +175,7 @@ def test_a_jump_that_would_read_too_much_again_is_computed_as_a_prompt_is(monkey
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_it_takes_fewer_steps(depth: int) -> None:
-    on, off = engine_of(depth), engine_of(depth, jump_forward="off")
+    on, off = engine_of(depth), engine_of(depth, jump_forward=False)
     for engine in (on, off):
         ask(engine, "long")
         engine.run()
@@ -186,7 +186,7 @@ def test_it_takes_fewer_steps(depth: int) -> None:
 
 
 def test_free_neighbours_say_what_they_say_without_jumps(alone: dict[int, dict[str, list[int]]]) -> None:
-    engine = engine_of(1, jump_forward="off")
+    engine = engine_of(1, jump_forward=False)
     for rid in ASKED:
         ask(engine, rid, max_new_tokens=20)
     engine.run()

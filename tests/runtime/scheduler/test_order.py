@@ -6,17 +6,8 @@ from pathlib import Path
 
 import pytest
 from support.runtime_engine import Harness, prompt
-from treeline_runtime.core import Phase, Req
+from treeline_runtime.core import Phase
 from treeline_runtime.kvcache import key_of
-from treeline_runtime.messages import GenerateReq, SamplingParams
-from treeline_runtime.scheduler.dedup import PendingPrefixes
-
-
-def request(rid: str, ids: list[int], arrival: int = 0, namespace: str | None = None) -> Req:
-    message = GenerateReq(rid, ids, SamplingParams(), namespace=namespace)
-    req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=8, arrival=arrival)
-    req.key = key_of(req.tokens)
-    return req
 
 
 class Recorder(Harness):
@@ -56,20 +47,6 @@ def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
 # ---- shared prefixes ------------------------------------------------------------------------------------
 
 
-def test_pending_prefixes() -> None:
-    pending = PendingPrefixes()
-    shared = prompt(1, 60)
-    pending.add(request("a", [*shared, 1]))
-    assert pending.saves_tokens(request("b", [*shared, 2]), 0)
-    assert pending.saves_tokens(request("b", [*shared, 2]), 28)
-    assert not pending.saves_tokens(request("b", [*shared, 2]), 32), "28 more are not worth a step"
-    assert not pending.saves_tokens(request("b", shared[:31] + [95] * 40), 0)
-    assert not pending.saves_tokens(request("b", [*shared, 2], namespace="other"), 0)
-    assert not pending.saves_tokens(request("b", prompt(2, 60)), 0)
-    pending.add(request("short", [1, 2]))
-    assert not pending.saves_tokens(request("short", [1, 2]), 0)
-
-
 def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
     engine = Recorder(tiny, chunked_prefill_size=16)
     shared = prompt(1, 100)
@@ -77,6 +54,45 @@ def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
         engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3)
     engine.run()
     assert [engine.last(str(i)).cached_tokens for i in range(3)] == [0, 96, 100], "4 more are not worth waiting for"
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, how: str) -> None:
+    """As soon as it is known; and what was known of it before is found."""
+    beginning = prompt(1, 48)
+    engine = Harness(tiny, overlap_depth=depth, chunked_prefill_size=16)
+    engine.submit("dies", beginning + prompt(2, 4))
+    engine.submit("waits", beginning + prompt(3, 4))
+    engine.step()
+    dying = engine.prefill.chunked
+    assert dying is not None
+    assert dying in engine.cache.filling
+    assert "waits" in engine.prefill.waiting
+    if how == "aborted":
+        engine.abort("dies")
+    else:
+        engine._fail(dying, "a fault")
+    engine.run()
+    assert not engine.cache.filling.fillers()
+    assert engine.last("waits").cached_tokens == (0 if depth else 16)
+    assert engine.tokens("waits") == Harness(tiny).generate("alone", beginning + prompt(3, 4))
+
+
+def test_a_request_waits_for_whoever_fills_its_pages(tiny: Path) -> None:
+    engine = Harness(tiny)
+    filler, ids = "not a request", prompt(1, 60)
+    engine.cache.filling.begin(filler, key_of(ids))
+    engine.submit("waits", ids)
+    engine.submit("other", prompt(2, 60))
+    while engine.step():
+        pass
+    assert engine.last("other").finish is not None
+    assert list(engine.prefill.waiting) == ["waits"]
+    assert not engine.is_idle
+    engine.cache.filling.end(filler)
+    engine.run()
+    assert engine.tokens("waits") == Harness(tiny).generate("alone", ids)
 
 
 def test_a_chunk_is_cached_before_the_prompt_is_done(tiny: Path) -> None:

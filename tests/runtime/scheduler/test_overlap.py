@@ -114,7 +114,7 @@ def test_pages_are_held_until_the_launched_batch_is_processed(tiny: Path) -> Non
 
 
 def test_duplicates_found_while_in_flight_are_freed_later(tiny: Path) -> None:
-    """Equal prompts too short for dedup are computed twice; the second finds its pages in the tree already."""
+    """Equal prompts too short to wait for each other are computed twice; the second finds pages in the tree already."""
     engine = Harness(tiny, overlap_depth=1, chunked_prefill_size=64)
     same = prompt(1, 24)
     engine.submit("a", same, max_new_tokens=6)

@@ -193,13 +193,6 @@ class Comings(RuleBasedStateMachine):
         self.turns.remove(client)
         self.turns += [client] if any(req.client == client for req in self.waiting) else []
 
-    @rule(which=st.integers(0, 2))
-    def advance(self, which: int) -> None:
-        if self.turns:
-            client = self.turns.pop(which % len(self.turns))
-            self.order.advance(client)
-            self.turns.insert(0, client)
-
     @rule(skipped=st.lists(st.booleans(), min_size=1, max_size=6))
     def admit(self, skipped: list[bool]) -> None:
         """In order, but for some that are passed over; each leaves as soon as it is given."""
@@ -229,7 +222,6 @@ class Comings(RuleBasedStateMachine):
         own = [[req for req in self.waiting if req.client == client] for client in self.turns]
         wanted = one_of_each([by_definition(reqs, self.policy, self.match, self.now, 10.0) for reqs in own])
         assert list(self.order.in_order(self.now)) == wanted
-        assert list(self.order.firsts(self.now)) == wanted[: len(self.turns)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -190,18 +190,18 @@ def test_a_batch_that_fails_is_tried_again_without_counting_twice(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_one_that_gives_way_in_the_middle_begins_anew(mean: tuple[Any, Path], depth: int) -> None:
-    expected = {rid: engine(mean[1]).pool("a", ids(seed, 90)) for rid, seed in (("long", 1), ("urgent", 2))}
-    priority = {"schedule_policy": "priority", "priority_preemption_threshold": 1}
-    running = engine(mean[1], chunked_prefill_size=16, max_total_tokens=96, overlap_depth=depth, **priority)
+def test_one_that_is_retracted_in_the_middle_begins_anew(mean: tuple[Any, Path], depth: int) -> None:
+    expected = engine(mean[1]).pool("a", ids(1, 90))
+    running = engine(mean[1], chunked_prefill_size=16, max_total_tokens=96, overlap_depth=depth)
     running.submit("long", ids(1, 90), pools=True, max_new_tokens=0)
     for _ in range(3):
         running.step()
-    running.submit("urgent", ids(2, 90), pools=True, max_new_tokens=0, priority=9)
+    running._process_all_but(0)
+    assert running.prefill.chunked is not None
+    running._retract(running.prefill.chunked)
     running.run()
-    assert (running.last("long").retractions, running.last("urgent").retractions) == (1, 0)
-    for rid, vector in expected.items():
-        close(running.vector(rid), torch.from_numpy(vector.copy()))
+    assert running.last("long").retractions == 1
+    close(running.vector("long"), torch.from_numpy(expected.copy()))
 
 
 def test_load_counts_what_is_in_flight(last: tuple[Any, Path]) -> None:

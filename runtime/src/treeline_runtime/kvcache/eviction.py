@@ -1,44 +1,11 @@
-"""A node of the radix tree; in which order nodes leave: policies, and the queue of those that may leave now."""
+"""In which order nodes leave the radix tree: policies, and the queue of those that may leave now."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
 
-from treeline_runtime.kvcache.pool import Pages
-
-
-class Node:
-    """One run of pages. Roots have an empty run, no parent, and are never evicted."""
-
-    __slots__ = (
-        "children",
-        "digests",
-        "hit_count",
-        "key",
-        "last_access",
-        "lock_ref",
-        "pages",
-        "parent",
-        "priority",
-    )
-
-    def __init__(
-        self, parent: Node | None, key: bytes, pages: Pages, digests: list[bytes], now: int, priority: int = 0
-    ) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.digests = digests
-        self.children: dict[bytes, Node] = {}
-        self.lock_ref = 0
-        self.hit_count = 0
-        self.last_access = now
-        self.priority = priority
-
-    def __repr__(self) -> str:
-        return f"Node({len(self.pages)} pages, {len(self.children)} children, lock_ref={self.lock_ref})"
-
+from treeline_runtime.kvcache.node import Node
 
 EvictionKey = Callable[[Node], tuple[int, ...]]
 """The leaf with the smallest key goes first."""

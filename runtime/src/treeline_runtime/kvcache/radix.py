@@ -18,17 +18,17 @@ A page of the pool is either free, or in the tree, or held by a request; this cl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
-from treeline_runtime.kvcache.events import EventLog
-from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue, Node
+from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue
+from treeline_runtime.kvcache.node import Node
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
-from treeline_runtime.messages import CacheEvent
+from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
 
 TOKEN_BYTES = 4
 
@@ -59,6 +59,44 @@ def common_prefix(a: bytes, b: bytes) -> int:
         else:
             high = middle
     return low
+
+
+class EventLog:
+    """Collects Stored, Removed and Cleared in order. A run that continues the one before is joined to it."""
+
+    def __init__(self) -> None:
+        self._events: list[CacheEvent] = []
+
+    def stored(self, run: Stored) -> None:
+        last = self._events[-1] if self._events else None
+        if (
+            not isinstance(last, Stored)
+            or last.namespace != run.namespace
+            or last.block_hashes[-1] != run.parent_hash
+            # one index must describe the joined run: prompt, then output
+            or (run.output_from and last.output_from < len(last.token_ids))
+        ):
+            self._events.append(run)
+            return
+        output_from = last.output_from
+        if output_from == len(last.token_ids):
+            output_from += run.output_from
+        hashes, tokens = last.block_hashes + run.block_hashes, last.token_ids + run.token_ids
+        self._events[-1] = Stored(hashes, last.parent_hash, tokens, run.namespace, output_from)
+
+    def removed(self, block_hashes: list[int]) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, Removed):
+            last.block_hashes.extend(block_hashes)
+        else:
+            self._events.append(Removed(block_hashes))
+
+    def cleared(self) -> None:
+        self._events = [Cleared()]
+
+    def take(self) -> list[CacheEvent]:
+        events, self._events = self._events, []
+        return events
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +199,6 @@ class RadixCache:
             total += len(node.pages)
             node = node.parent
         return total
-
-    def pages_of_unlock(self, handles: Iterable[Node | None], kept: Match) -> int:
-        """Pages that unlocking all of `handles` would make evictable, without those of the match `kept`. O(depth)."""
-        held: dict[Node, int] = {}
-        for handle in handles:
-            node = handle
-            while node is not None and node.parent is not None:
-                held[node] = held.get(node, 0) + 1
-                node = node.parent
-        spared: dict[Node, int] = {}
-        node, used = kept.node, kept.used_pages
-        while node is not None:
-            spared[node] = used
-            node = node.parent
-            used = len(node.pages) if node is not None else 0
-        return sum(len(n.pages) - spared.get(n, 0) for n, locks in held.items() if n.lock_ref == locks)
 
     # ---- keeping ------------------------------------------------------------------------------------------
 
@@ -319,13 +341,9 @@ class RadixCache:
         self._queue.add(node)
         self.evictable_pages += end - start
         self.version += 1
-        self._events.stored(
-            block_hashes=[hash_of(d) for d in digests],
-            parent_hash=hash_of(parent.digests[-1]) if parent.parent is not None else None,
-            token_ids=tokens,
-            namespace=namespace,
-            output_from=min(max(prompt_tokens - start * self.page_size, 0), len(tokens)),
-        )
+        parent_hash = hash_of(parent.digests[-1]) if parent.parent is not None else None
+        output_from = min(max(prompt_tokens - start * self.page_size, 0), len(tokens))
+        self._events.stored(Stored([hash_of(d) for d in digests], parent_hash, tokens, namespace, output_from))
         return node
 
     def _split(self, node: Node, at: int) -> Node:

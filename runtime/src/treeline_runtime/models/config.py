@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from treeline_runtime.models.keys import unknown_settings
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
-from treeline_runtime.models.settings import FULL, ModelError, flag
+from treeline_runtime.models.settings import FULL, ModelError, flag, read_object
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
@@ -33,12 +32,12 @@ def read_config(path: str | Path) -> ModelConfig:
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory")
-    config = _read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
     for name, problem in FOREIGN_FILES.items():
         if (directory / name).exists():
             raise ModelError(problem.format(name))
     generation = directory / "generation_config.json"
-    return parse_config(config, _read_json(generation) if generation.is_file() else {})
+    return parse_config(config, read_object(generation) if generation.is_file() else {})
 
 
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -94,18 +93,6 @@ def _check(model: ModelConfig, family: Family) -> None:
         if rope.partial_rotary_factor != 1 and not family.partial_rotary:
             what = f"partial_rotary_factor {rope.partial_rotary_factor}"
             raise ModelError(f"{what} is not supported for {model.architecture}; only 1.0 is")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: a model directory has the Hugging Face layout") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return data
 
 
 def decoder_architecture(name: str) -> str:

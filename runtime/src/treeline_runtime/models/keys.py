@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-READ = _words(
+READ = words(
     "architectures eos_token_id head_dim hidden_size intermediate_size max_position_embeddings model_type "
     "num_attention_heads num_hidden_layers num_key_value_heads original_max_position_embeddings partial_rotary_factor "
     "quantization_config rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings vocab_size "
@@ -23,7 +23,7 @@ READ = _words(
 )
 """For every family."""
 
-NO_EFFECT = _words(
+NO_EFFECT = words(
     # where it comes from, and who wrote it
     "_commit_hash _name_or_path auto_map finetuning_task is_llama_config max_sequence_length model_max_length "
     "name_or_path task_specific_params tokenizer_class transformers.js_config transformers_version unsloth_fixed "
@@ -66,7 +66,7 @@ NOT_USED: dict[str, tuple[object, ...]] = {
 }
 """Key → its values that mean "not used"; with any other it changes what is computed."""
 
-ROPE = _words(
+ROPE = words(
     "attention_factor beta_fast beta_slow factor finetuned high_freq_factor long_factor low_freq_factor mscale "
     "mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta rope_type short_factor truncate "
     "type"

@@ -7,13 +7,13 @@ model of a decoder, `LogitScore` a reranker of a language model (the log-odds of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from treeline_runtime.models.config import BASE, CAUSAL, CLASSIFIER, ModelError
+from treeline_runtime.models.settings import read_json, read_object
 
 PoolingTask = Literal["embed", "score", "reward"]
 Task = Literal["generate"] | PoolingTask
@@ -103,7 +103,7 @@ def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: 
 
 def _pooling_of(directory: Path, asked: AskedTask, *, matryoshka: bool) -> Pooling | None:
     """The same. Raises ModelError, or TypeError or OverflowError for values of wrong types."""
-    config = _read(directory / "config.json")
+    config = read_object(directory / "config.json")
     names = [str(name) for name in config.get("architectures") or ()]
     if asked == "generate":
         if names and not any(name.endswith(CAUSAL) for name in names):
@@ -189,7 +189,7 @@ def _modules(directory: Path) -> dict[str, Path]:
     path = directory / MODULES
     if not path.is_file():
         return {}
-    listed = _read_any(path)
+    listed = read_json(path)
     found: dict[str, Path] = {}
     for module in listed if isinstance(listed, list) else [None]:
         kind, folder = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
@@ -231,7 +231,7 @@ def _embedder(directory: Path, modules: Mapping[str, Path], shorter: tuple[int, 
 
 
 def _method(path: Path) -> Method:
-    config = _read(path)
+    config = read_object(path)
     mode = config.get("pooling_mode") or [new for old, new in _OLD_METHODS.items() if config.get(old)]
     modes = mode if isinstance(mode, list) else [mode]
     if len(modes) != 1 or modes[0] not in _METHODS:
@@ -241,7 +241,7 @@ def _method(path: Path) -> Method:
 
 
 def _answers(folder: Path) -> tuple[int, ...]:
-    config = _read(folder / "config.json")
+    config = read_object(folder / "config.json")
     yes, no = config.get("true_token_id"), config.get("false_token_id")
     tokens: tuple[Any, ...] = (yes,) if no is None else (yes, no)
     if not all(type(token) is int and token >= 0 for token in tokens):
@@ -259,21 +259,5 @@ def _shorter(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     return None if config.get("is_matryoshka") is True else ()
 
 
-def _read(path: Path) -> dict[str, Any]:
-    data = _read_any(path)
-    if not isinstance(data, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return data
-
-
 def _read_optional(path: Path) -> dict[str, Any]:
-    return _read(path) if path.is_file() else {}
-
-
-def _read_any(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path} is missing: a model directory has the Hugging Face layout") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+    return read_object(path) if path.is_file() else {}

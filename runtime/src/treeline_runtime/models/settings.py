@@ -1,8 +1,10 @@
-"""Values of config.json, read with errors that name the key."""
+"""Files of a checkpoint and values of config.json, read with errors that name the file or the key."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 SLIDING = "sliding_attention"
@@ -11,6 +13,24 @@ FULL = "full_attention"
 
 class ModelError(Exception):
     """The checkpoint cannot be served; the message says which file or setting, and what would do."""
+
+
+def read_json(path: Path) -> Any:
+    """What a file of the checkpoint says. Raises ModelError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing: a model directory has the Hugging Face layout") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The same of a file that has to be a JSON object."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return data
 
 
 def flag(config: Mapping[str, Any], key: str) -> bool:

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""From logits to tokens and their log probabilities.
 
 A sampled token is a function of its row alone: the logits, the parameters, the request's seed, the token's index.
 Whatever else is in the batch, and however often a request is retracted, it draws the same numbers.
@@ -18,12 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from treeline_runtime.messages import SamplingParams
+from treeline_runtime.messages import SamplingParams, TokenLogprob
 from treeline_runtime.sampling.noise import negative_exponentials, row_keys
-from treeline_runtime.transfer import upload
+from treeline_runtime.transfer import Readback, upload
 
 RANKED = 1024
 """Tokens that are put in order for top_p and min_p before the whole vocabulary is."""
+ROWS_AT_ONCE = 256
+"""Prompt positions whose logits exist at the same time."""
 BLOCK = 1 << 18
 """Elements of (rows x vocabulary) computed at once: what stays in a CPU's cache from one operation to the next."""
 
@@ -200,3 +202,21 @@ def _ranked(probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
     best = keys.topk(width, dim=-1).values
     ids = vocab - 1 - best.bitwise_and_((1 << 32) - 1)
     return probs.gather(1, ids), ids
+
+
+class Logprobs:
+    """Log probabilities of some rows by the model's own distribution, before penalties, bias and temperature: of a
+    token each, and of the `top` likeliest; on their way from the device until asked for."""
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> None:
+        """logits (rows, vocabulary) float32, tokens (rows,)"""
+        logprobs = torch.log_softmax(logits, dim=-1)
+        best = logprobs.topk(min(top, logprobs.shape[1]), dim=-1)
+        values = logprobs.gather(1, tokens[:, None]).squeeze(1)
+        self._copies = Readback(values, tokens, best.values, best.indices)
+
+    def get(self) -> tuple[list[TokenLogprob], list[list[TokenLogprob]]]:
+        """→ per row the pair of its token, and the `top` likeliest pairs."""
+        values, tokens, top_values, top_ids = (copy.tolist() for copy in self._copies.get())
+        best = [list(zip(v, i, strict=True)) for v, i in zip(top_values, top_ids, strict=True)]
+        return list(zip(values, tokens, strict=True)), best

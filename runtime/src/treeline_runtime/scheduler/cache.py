@@ -1,4 +1,4 @@
-"""The one owner of pages: the free list, the radix tree, and what requests hold.
+"""The one owner of pages: the free list, the radix tree, what requests hold, and who fills which.
 
     page table of a request:   | in the tree, locked | its own                   |
     in tokens:                 0 …               tree_len …      num_pages x page_size
@@ -14,7 +14,8 @@ import numpy as np
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
+from treeline_runtime.kvcache import MIN_SHARED_TOKENS, Filling, Match, PagePool, Pages, RadixCache, key_of
+from treeline_runtime.kvcache.radix import TOKEN_BYTES
 from treeline_runtime.scheduler.table import TableManager
 
 
@@ -25,6 +26,8 @@ class CacheManager:
         self.page_size = config.page_size
         self.pool = PagePool(num_pages)
         self.tree = RadixCache(config.page_size, config.eviction_policy)
+        self.filling = Filling()
+        """Requests fill what they compute of their prompts, from their admission until it is in the tree."""
         self._keeps = config.prefix_cache != "off"
         """Whether anything ever gets into the tree."""
         self._table = table
@@ -47,14 +50,21 @@ class CacheManager:
         """What the cache could supply to a waiting request. Changes nothing."""
         return self.tree.match(req.key, req.namespace, req.cacheable_len)
 
+    def waits(self, req: Req, match: Match) -> bool:
+        """Whether it is better for `req` to wait: so much more than its match is on its way, whoever fills it."""
+        wanted = match.num_pages * self.page_size + MIN_SHARED_TOKENS
+        return req.cacheable_len >= wanted and self.filling.brings(req.key, req.namespace, wanted)
+
     def admit(self, req: Req, match: Match) -> None:
-        """Give `req` a row and lock its match, which must be fresh."""
+        """Give `req` a row, lock its match, which must be fresh, and have it fill the rest."""
         req.row = self._table.alloc(req.tokens)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
         if req.handle is not None:
             self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
+        if self._keeps:
+            self.filling.begin(req, req.key, req.namespace)
 
     # ---- while running ------------------------------------------------------------------------------------
 
@@ -81,6 +91,8 @@ class CacheManager:
         """
         if not self._keeps:
             return
+        if req.kv_len * TOKEN_BYTES >= len(req.key):
+            self.filling.end(req)
         total = req.kv_len // self.page_size
         held = req.tree_len // self.page_size
         if total <= held:
@@ -130,6 +142,7 @@ class CacheManager:
         assert req.row >= 0, f"released twice: {req}"
         if insert:
             self.cache_unfinished(req)
+        self.filling.end(req)
         own = self._table.pages[req.row, req.tree_len // self.page_size : req.num_pages]
         freed = np.concatenate([own, *(pages for _, pages in req.deferred)])
         self.pool.free(freed)
@@ -140,11 +153,6 @@ class CacheManager:
         req.row = -1
         req.num_pages = req.tree_len = req.kv_len = req.device_len = 0
         return freed
-
-    def pages_of_release(self, reqs: list[Req], kept: Match) -> int:
-        """Pages that would be available besides if `reqs` were released, without those of the match `kept`."""
-        unlocked = self.tree.pages_of_unlock([req.handle for req in reqs], kept)
-        return unlocked + sum(self.held_pages(req) for req in reqs)
 
     def flush(self) -> None:
         """Empty the tree; no request may hold a lock."""
@@ -166,6 +174,8 @@ class CacheManager:
         held = sum(self.held_pages(r) for r in reqs)
         free, cached, total = self.pool.num_free, self.tree.num_pages, self.pool.num_pages
         assert self.is_balanced(held), f"{free} free + {cached} cached + {held} held pages are not {total}"
+        fillers = {filler for filler in self.filling.fillers() if isinstance(filler, Req)}
+        assert fillers <= set(reqs), f"requests that hold no page fill some: {fillers - set(reqs)}"
         if not reqs:
             assert self.tree.locked_pages == 0, f"{self.tree.locked_pages} pages locked by nobody"
         used = self._table.num_rows - self._table.num_free

@@ -1,9 +1,6 @@
-"""The running set: what to decode next, and who of it gives way."""
+"""The running set: what to decode next, and who of it goes first when memory runs out."""
 
 from __future__ import annotations
-
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
 
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.scheduler.cache import CacheManager
@@ -48,18 +45,3 @@ def retraction_order(reqs: list[Req]) -> list[Req]:
     """Who goes first when memory runs out: the least urgent, then who loses least output, then who has the longest
     prompt (its prefix stays cached)."""
     return sorted(reqs, key=lambda req: (req.priority, req.output_len, -req.prompt_len))
-
-
-def candidates(req: Req, running: Iterable[Req], *, threshold: int, starvation_bound: float) -> list[Req]:
-    """Who may be retracted for `req`: whose priority is lower by more than `threshold`; least urgent first, then who
-    loses least. Who waited too long once is left alone: it would wait again."""
-    return retraction_order(
-        [other for other in running if req.priority - other.priority > threshold and other.waited_s < starvation_bound]
-    )
-
-
-def fewest(among: list[Req], enough: Callable[[list[Req]], bool]) -> list[Req]:
-    """The shortest beginning of `among` that is enough, as longer ones are then; [] if not even all of them are."""
-    if not among or not enough(among):
-        return []
-    return among[: bisect_left(range(len(among)), True, key=lambda count: enough(among[:count]))]

@@ -31,7 +31,7 @@ from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.pooler import Pooler, Vector
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
-from treeline_runtime.sampling.logprobs import ROWS_AT_ONCE, Logprobs
+from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.memory import bytes_per_token

@@ -8,21 +8,35 @@ from itertools import islice
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import Match, key_of
+from treeline_runtime.kvcache import MIN_SHARED_TOKENS, Match, key_of
+from treeline_runtime.kvcache.filling import Place, place_of
+from treeline_runtime.kvcache.radix import TOKEN_BYTES, common_prefix
 from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.decode import candidates, fewest
-from treeline_runtime.scheduler.dedup import MIN_SHARED_TOKENS, PendingPrefixes, QueuedPrefixes
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.waiting import Ranked, WaitingOrder
 
 ESTIMATED_WAITING = 64
 """Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
-TRIED_CLIENTS = 32
-"""Whose first requests a step asks whether others must give way to them; turns go round, so all are asked in time."""
 SPARE = 8
 """One row and page in so many stays free for clients that have nothing running, so that long answers of others do not
 keep them out. A request that comes without a client may take all."""
+
+
+class QueuedPrefixes:
+    """Prompts of a queue, in their order: what each shares with the last one before it that begins as it does, which
+    is nearly always the most that it shares with any."""
+
+    def __init__(self) -> None:
+        self._last: dict[Place, bytes] = {}
+
+    def add(self, req: Req) -> int:
+        """→ the tokens that one before `req` will have computed for it. One comparison, O(length) memcmp."""
+        if len(req.tokens) < MIN_SHARED_TOKENS:
+            return 0
+        place = place_of(req.key, req.namespace)
+        before, self._last[place] = self._last.get(place, b""), req.key
+        return min(common_prefix(before, req.key) // TOKEN_BYTES, req.cacheable_len)
 
 
 class PrefillManager:
@@ -37,13 +51,11 @@ class PrefillManager:
         self._chunk_tokens = limits.chunked_prefill_size
         self._spare_rows = limits.max_running_requests // SPARE
         self._spare_pages = cache.pool.num_pages // SPARE
-        self._waits_for_prefixes = config.prefix_cache == "radix"
-        """A request finds what another one with its prefix is about to compute."""
+        self._keeps_prefixes = config.prefix_cache != "off"
         self._by_priority = config.schedule_policy == "priority"
         cached = (lambda req: cache.match(req).num_pages) if config.schedule_policy == "lpm" else None
         self._order = WaitingOrder(config.starvation_bound, by_priority=self._by_priority, cached=cached)
         self._starvation_bound = config.starvation_bound
-        self._threshold = config.priority_preemption_threshold
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._uncached_waiting = 0
@@ -110,9 +122,7 @@ class PrefillManager:
         """shared_tokens: what another request will have computed before."""
         before = req.uncached_tokens
         cached = self._cache.match(req).num_pages * self._page_size
-        if (
-            self._waits_for_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS
-        ):  # else it does not wait for the other
+        if self._keeps_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
         req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before
@@ -140,18 +150,13 @@ class PrefillManager:
             return None
         reserved = reserved_pages(running, ratio, self._page_size)
         batch = Batch(Phase.PREFILL, [], [], [], [])
-        pending = PendingPrefixes()
         tokens_left = max(self._chunk_tokens - riding, self._page_size)
         if self.chunked is not None:
             req = self.chunked
             tokens_left -= self._append(batch, req, tokens_left)
-            pending.add(req)
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        for req in running:
-            if req.in_flight and req.kv_len < req.prompt_len:  # launched, and not in the tree yet
-                pending.add(req)
         busy = {req.client for req in (*running, *batch.reqs)}
         full: set[str | None] = set()
 
@@ -164,7 +169,7 @@ class PrefillManager:
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
-            if self._waits_for_prefixes and pending.saves_tokens(req, matched):
+            if self._cache.waits(req, match):
                 continue
             alone = not running and not batch.reqs
             if not self._fits(req, match, None if alone else reserved + spare):
@@ -177,7 +182,6 @@ class PrefillManager:
             self._admit(req, match)
             tokens_left -= self._append(batch, req, tokens_left)
             reserved += reserved_pages([req], ratio, self._page_size)
-            pending.add(req)
             busy.add(req.client)
             free_rows -= 1
         return batch if batch.reqs else None
@@ -186,11 +190,11 @@ class PrefillManager:
         """The rows and pages that a request of this client leaves free. `busy`: the clients that have one running."""
         return (self._spare_rows, self._spare_pages) if client is not None and client in busy else (0, 0)
 
-    def _fits(self, req: Req, match: Match, reserved: int | None, more: int = 0) -> bool:
+    def _fits(self, req: Req, match: Match, reserved: int | None) -> bool:
         """`reserved`: pages that admitted requests will take. None: there are none, and then a request is admitted if
-        its prompt fits, whatever it may produce: else it would wait for ever. `more`: pages besides those available."""
+        its prompt fits, whatever it may produce: else it would wait for ever."""
         matched = match.num_pages * self._page_size
-        available = self._cache.available_pages - self._cache.tree.unlocked_pages(match) + more
+        available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
         if reserved is None:
             prompt = len(req.tokens) + min(req.max_new_tokens, 1)
             return self._cache.pages_for(prompt) - match.num_pages <= available
@@ -203,40 +207,6 @@ class PrefillManager:
         own = [other for other in running if other.client == req.client]
         held = sum(other.num_pages for other in own) + reserved_pages(own, ratio, self._page_size)
         return held + self._spare_pages + cost_pages(req, 0, self._page_size) <= self._cache.pool.num_pages
-
-    def to_preempt(self, running: Collection[Req], free_rows: int, ratio: float) -> list[Req]:
-        """Who must be retracted so that the first request of a client can be admitted: the fewest, if more urgent than
-        they are by the threshold; that client has its turn now. [] if it need not, or may not, be done, or if it would
-        not help."""
-        everyone = [*running] if self.chunked is None else [*running, self.chunked]
-        if self._threshold is None or not self.waiting or not everyone:
-            return []
-        least = min(req.priority for req in everyone)
-        for first in islice(self._order.firsts(self._clock()), TRIED_CLIENTS):
-            if first.priority - least > self._threshold:
-                victims = self._gives_way(first, everyone, free_rows, ratio)
-                if victims:
-                    self._order.advance(first.client)
-                    return victims
-        return []
-
-    def _gives_way(self, first: Req, everyone: list[Req], free_rows: int, ratio: float) -> list[Req]:
-        assert self._threshold is not None
-        others = candidates(first, everyone, threshold=self._threshold, starvation_bound=self._starvation_bound)
-        others.sort(key=lambda req: req is not self.chunked)  # which loses nothing
-        match = self._cache.match(first)
-
-        def enough(victims: list[Req]) -> bool:
-            gone = set(victims)
-            staying = [req for req in everyone if req not in gone]
-            if self.chunked in staying:
-                return False  # no request is admitted before its last chunk
-            rows, pages = self._spare(first.client, {req.client for req in staying})
-            reserved = reserved_pages(staying, ratio, self._page_size) + pages if staying else None
-            more = self._cache.pages_of_release(victims, match)
-            return free_rows + len(victims) > rows and self._fits(first, match, reserved, more)
-
-        return fewest(others, enough)
 
     def _admit(self, req: Req, match: Match) -> None:
         self.leave(req)

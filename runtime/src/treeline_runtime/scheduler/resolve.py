@@ -37,7 +37,6 @@ class Resolved:
     max_running_requests: int
     chunked_prefill_size: int
     overlap_depth: int
-    jump_forward: bool
     max_graph_batch: int
     max_graph_tokens: int
     reserved_bytes: int
@@ -86,7 +85,6 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         # chunks end at page boundaries
         chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
-        jump_forward=config.jump_forward != "off",
         max_graph_batch=0 if on_cpu else graphs,
         max_graph_tokens=0 if on_cpu else prompt_graphs,
         reserved_bytes=reserved,

@@ -88,7 +88,7 @@ class Scheduler:
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
-        self.grammars = Grammars(config, model.config, transport.wake, jumps=limits.jump_forward, used=not pooling)
+        self.grammars = Grammars(config, model.config, transport.wake, jumps=config.jump_forward, used=not pooling)
         # with a launch under way, the first forced token is as late as if it were sampled
         least_gain = 1 + limits.overlap_depth
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
@@ -162,8 +162,6 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         """Prefill first; but decode has a step after every few prefills, or rides along with each (`mixed_chunk`)."""
-        if not self._preempt():
-            return None
         config, runnable = self.config, self.decode.runnable()
         short = self.decode.missing_pages(runnable) > self.cache.available_pages
         riding = self.decode.next_batch(runnable) if config.mixed_chunk and runnable and not short else None
@@ -321,17 +319,6 @@ class Scheduler:
         logger.info("retracted %d requests, new token ratio %.2f", retracted, self.ratio.value)
         return runnable
 
-    def _preempt(self) -> bool:
-        """Retract those who give way to a more urgent request. → False: not yet, since results are in flight."""
-        victims = self.prefill.to_preempt(self.decode.running.values(), self.table.num_free, self.ratio.value)
-        if victims and self._pending:
-            return False
-        for req in victims:
-            self._retract(req)
-        if victims:
-            logger.info("%d requests gave way to a more urgent one", len(victims))
-        return True
-
     def _retract(self, req: Req) -> None:
         """Release without caching, and wait at the front of the queue."""
         self.decode.running.pop(req.rid, None)
@@ -358,6 +345,7 @@ class Scheduler:
         self.decode.running.pop(req.rid, None)
         self._last_step.pop(req.rid, None)
         self._time_limits.end(req)
+        self.cache.filling.end(req)  # of what is in flight nothing will be kept
         self.reporter.tell(token_out(req, result))
         if req.row >= 0:
             self._leaving[req] = trusted

@@ -99,15 +99,6 @@ class WaitingOrder:
         if len(order):
             self._clients[req.client] = order
 
-    def advance(self, client: str | None) -> None:
-        """It has its next turn now."""
-        order = self._clients.pop(client)
-        self._clients = {client: order, **self._clients}
-
-    def firsts(self, now: float) -> Iterator[Req]:
-        """The first request of each client, in the order of their turns."""
-        return (next(order.in_order(now)) for order in self._clients.values())
-
     def in_order(self, now: float, may_come: Callable[[str | None], bool] = lambda _: True) -> Iterator[Req]:
         """While this goes on, requests that it gave may leave, and none may be put. `may_come` says before each turn of
         a client whether it has this turn; after a no it has no more."""

@@ -17,10 +17,6 @@ Config = Mapping[str, Any]
 """config.json, with the family's defaults for what is missing there."""
 
 
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 @dataclass(frozen=True)
 class Family:
     """One architecture of transformers."""

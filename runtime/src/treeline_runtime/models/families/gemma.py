@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.families.base import Config, Family
+from treeline_runtime.models.keys import words
 from treeline_runtime.models.model_config import ModelConfig, Norms
 from treeline_runtime.models.rope_config import RopeConfig, parse_rope
 from treeline_runtime.models.scoring import Scoring

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.families.base import Config, Family
 from treeline_runtime.models.families.moe import count_experts, whole
+from treeline_runtime.models.keys import words
 from treeline_runtime.models.model_config import ClampedGate, ModelConfig, MoeConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
 from treeline_runtime.models.scoring import Scoring

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.families.base import Config, Family
+from treeline_runtime.models.keys import words
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.scoring import Scoring
 from treeline_runtime.models.settings import FULL, SLIDING, ModelError, layer_types, windows

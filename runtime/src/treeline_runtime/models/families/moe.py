@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from treeline_runtime.models.families.base import Config, Family, words
+from treeline_runtime.models.families.base import Config, Family
 from treeline_runtime.models.families.mistral import window_on_all
+from treeline_runtime.models.keys import words
 from treeline_runtime.models.model_config import ModelConfig, MoeConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
 from treeline_runtime.models.scoring import Scoring

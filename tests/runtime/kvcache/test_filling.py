@@ -1,0 +1,236 @@
+"""Pages on their way: who waits for which filler, and that none is lost or freed too early, whatever fillers do."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.core import Req
+from treeline_runtime.kvcache import MIN_SHARED_TOKENS, NO_PAGES, Filling, Pages, key_of
+from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.table import TableManager
+
+LONG = list(range(60))
+
+
+def test_what_is_on_its_way_is_brought_until_its_filler_ends() -> None:
+    filling = Filling()
+    filling.begin("first", key_of([*LONG, 1]))
+    filling.begin("second", key_of([*LONG, 2]), "salt")
+    wanted = key_of([*LONG, 3])
+    assert filling.brings(wanted, None, 60)
+    assert not filling.brings(wanted, None, 61), "there they differ"
+    assert not filling.brings(wanted, "other", 60)
+    assert not filling.brings(key_of([9, *LONG]), None, 40)
+    filling.end("first")
+    filling.end("first")
+    assert not filling.brings(wanted, None, 60)
+    assert filling.brings(wanted, "salt", 60)
+    filling.end("second")
+    assert not filling.fillers()
+    assert not filling._keys
+
+
+def test_what_is_shorter_than_a_place_is_found_by_none_that_is_longer() -> None:
+    filling = Filling()
+    filling.begin("short", key_of([1, 2]))
+    assert not filling.brings(key_of([1, 2, *LONG]), None, 40)
+
+
+def test_a_filler_fills_one_sequence() -> None:
+    filling = Filling()
+    filling.begin("a", b"")
+    with pytest.raises(AssertionError, match="two sequences"):
+        filling.begin("a", b"")
+
+
+NUM_PAGES = 60
+PAGE_SIZE = 4
+
+
+class Outside:
+    """Fills pages, and is no request."""
+
+    def __init__(self, tokens: list[int], pages: Pages) -> None:
+        self.tokens = tokens
+        self.pages = pages
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests are admitted, computed in chunks, some launches behind, and end; others fill pages beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = SchedulerConfig(model="none", page_size=PAGE_SIZE)
+        self.table = TableManager(8, 128, PAGE_SIZE)
+        self.cache = CacheManager(config, NUM_PAGES, self.table)
+        self.waiting: list[Req] = []
+        self.admitted: list[Req] = []
+        self.ended: set[Req] = set()
+        self.trusted: dict[Req, bool] = {}
+        self.launched: deque[tuple[Req, int, Pages]] = deque()
+        self.outside: list[Outside] = []
+        self.count = 0
+
+    prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, 2)).map(
+        lambda drawn: [drawn[0], *range(drawn[1]), 200 + drawn[2]]
+    )
+    """Of two families, who begin alike."""
+
+    @rule(tokens=prompts, priority=st.integers(0, 1))
+    def arrive(self, tokens: list[int], priority: int) -> None:
+        self.count += 1
+        message = GenerateReq(str(self.count), tokens, SamplingParams())
+        req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=1, arrival=self.count, priority=priority)
+        req.key = key_of(tokens)
+        self.waiting.append(req)
+
+    def fillers(self) -> list[list[int]]:
+        """What is being filled, by what each filler is known to do."""
+        return [req.tokens for req in self.computing()] + [filler.tokens for filler in self.outside]
+
+    def computing(self) -> list[Req]:
+        return [req for req in self.admitted if req not in self.ended and req.kv_len < len(req.tokens)]
+
+    def waits(self, req: Req) -> bool:
+        wanted = self.cache.match(req).num_pages * PAGE_SIZE + MIN_SHARED_TOKENS
+        alike = any(tokens[:wanted] == req.tokens[:wanted] for tokens in self.fillers())
+        return len(req.tokens) > wanted and alike
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 30))
+    def look_at_a_waiting_one(self, which: int) -> None:
+        req = self.waiting[which % len(self.waiting)]
+        match = self.cache.match(req)
+        assert self.cache.waits(req, match) == self.waits(req)
+        if not self.waits(req) and self.table.num_free:
+            self.waiting.remove(req)
+            self.cache.admit(req, match)
+            self.admitted.append(req)
+
+    @precondition(lambda self: self.admitted)
+    @rule(which=st.integers(0, 30), tokens=st.integers(1, 60))
+    def launch(self, which: int, tokens: int) -> None:
+        req = self.admitted[which % len(self.admitted)]
+        end = min(req.device_len + tokens, len(req.tokens))
+        if req in self.ended or end == req.device_len:
+            return
+        if self.cache.missing_pages(req, end) > self.cache.available_pages:
+            return
+        self.cache.extend(req, end)
+        read_or_filled = self.table.pages[req.row, : req.num_pages].copy()
+        req.device_len = end
+        req.in_flight += 1
+        self.launched.append((req, end, read_or_filled))
+
+    @precondition(lambda self: self.launched)
+    @rule(succeeds=st.sampled_from([True, True, False]))
+    def take_the_oldest_result(self, succeeds: bool) -> None:
+        req, end, _ = self.launched.popleft()
+        req.in_flight -= 1
+        if req.deferred:
+            self.cache.batch_done(req)
+        if req in self.ended:
+            self.trusted[req] &= succeeds
+            self.release_if_idle(req)
+        elif succeeds:
+            req.kv_len = end
+            self.cache.cache_unfinished(req)
+        else:
+            self.finish(req, trusted=False)
+
+    @precondition(lambda self: self.admitted)
+    @rule(which=st.integers(0, 30), trusted=st.booleans())
+    def end_a_request(self, which: int, trusted: bool) -> None:
+        req = self.admitted[which % len(self.admitted)]
+        if req not in self.ended:
+            self.finish(req, trusted)
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 30))
+    def one_who_waits_leaves(self, which: int) -> None:
+        del self.waiting[which % len(self.waiting)]
+
+    def finish(self, req: Req, trusted: bool) -> None:
+        self.ended.add(req)
+        self.trusted[req] = trusted
+        self.cache.filling.end(req)
+        self.release_if_idle(req)
+
+    def release_if_idle(self, req: Req) -> None:
+        if req.in_flight == 0:
+            self.admitted.remove(req)
+            self.ended.remove(req)
+            self.cache.release(req, insert=self.trusted.pop(req))
+
+    @rule(tokens=prompts)
+    def begin_outside(self, tokens: list[int]) -> None:
+        count = len(tokens) // PAGE_SIZE
+        if len(self.outside) < 2 and count <= self.cache.pool.num_free:
+            filler = Outside(tokens, self.cache.pool.alloc(count))
+            self.cache.filling.begin(filler, key_of(tokens))
+            self.outside.append(filler)
+
+    @precondition(lambda self: self.outside)
+    @rule(done=st.booleans())
+    def end_outside(self, done: bool) -> None:
+        filler = self.outside.pop(0)
+        existing = len(filler.pages)
+        if done:
+            key = key_of(filler.tokens)
+            existing, _ = self.cache.tree.insert(key, filler.pages, prompt_tokens=len(filler.tokens))
+        self.cache.pool.free(filler.pages[:existing])
+        self.cache.filling.end(filler)
+
+    @rule(count=st.integers(1, 20))
+    def evict(self, count: int) -> None:
+        self.cache.pool.free(self.cache.tree.evict(count))
+
+    @invariant()
+    def every_page_has_one_owner(self) -> None:
+        cache = self.cache
+        cache.pool.check_integrity()
+        cache.tree.check_integrity()
+        held = sum(map(cache.held_pages, self.admitted)) + sum(len(filler.pages) for filler in self.outside)
+        assert cache.is_balanced(held)
+
+    @invariant()
+    def no_page_that_is_filled_or_read_is_free(self) -> None:
+        for pages in [*(pages for *_, pages in self.launched), *(filler.pages for filler in self.outside)]:
+            assert not self.cache.pool._is_free[pages].any()
+        requests = [self.table.pages[req.row, req.tree_len // PAGE_SIZE : req.num_pages] for req in self.admitted]
+        others = [filler.pages for filler in self.outside]
+        cached = [node.pages for node, _ in self.cache.tree._walk()]
+        numbers = np.concatenate([NO_PAGES, *requests, *others, *cached])
+        assert len(numbers) == len(np.unique(numbers)), "a page has two owners"
+
+    @invariant()
+    def fillers_are_alive(self) -> None:
+        assert self.cache.filling.fillers() == {*self.computing(), *self.outside}
+
+    def teardown(self) -> None:
+        """Whatever becomes of the fillers: when they have ended, the pages are free or cached, and no request waits."""
+        while self.launched:
+            self.take_the_oldest_result(succeeds=len(self.launched) % 2 == 0)
+        while self.outside:
+            self.end_outside(done=len(self.outside) % 2 == 0)
+        for req in list(self.admitted):
+            self.finish(req, trusted=True)
+        assert self.cache.is_balanced()
+        assert self.cache.tree.locked_pages == 0
+        assert not any(self.cache.waits(req, self.cache.match(req)) for req in self.waiting)
+
+
+TestFilling = Machine.TestCase
+TestFilling.settings = settings(
+    max_examples=60,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
