@@ -74,12 +74,6 @@ class ServedModel:
     pooling: Pooling | None
     formats: Formats
 
-    @property
-    def hidden_size(self) -> int:
-        """0 where config.json does not say it: then the scheduler refuses to start."""
-        size = self.config.get("hidden_size")
-        return size if isinstance(size, int) else 0
-
     @classmethod
     def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
         """Raises ServeError."""
@@ -126,7 +120,6 @@ def new_service(
         formats=model.formats,
         pool=pool,
         uses_priority=args.uses_priority,
-        hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
         tracing=_tracing(name) if args.tracing else None,
     )
     return service, pool

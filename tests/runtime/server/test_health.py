@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from treeline_runtime.messages import BatchTextOut, FinishReason, TextOut
 from treeline_runtime.server import health
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.health import EngineHealth
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.probes import Probes, ServerInfo
 from treeline_runtime.server.service import State
 from treeline_runtime.tokenizer_manager import InflightRequest
@@ -38,7 +39,7 @@ class Engine:
         if self.refusal is not None:
             raise self.refusal
 
-    async def open(self, job: GenerationJob) -> Engine:
+    async def open(self, job: Generations) -> Engine:
         assert job.generations == 1
         self.asked += 1
         return self
@@ -152,12 +153,12 @@ async def test_ready_turns_at_once_and_live_when_nothing_has_worked_for_the_watc
         await probes.health_generate(None)  # type: ignore[arg-type]
     assert told.value.status == 503
     with pytest.raises(ApiError, match="cannot answer: it broke"):
-        await probes.ready()
+        await probes.ready(mock.Mock())
     world.now += 59
-    assert (await probes.live()).status_code == 200
+    assert (await probes.live(mock.Mock())).status_code == 200
     world.now += 2
     with pytest.raises(ApiError, match="cannot answer"):
-        await probes.live()
+        await probes.live(mock.Mock())
 
 
 def test_a_server_whose_engine_fails_everything_says_so_until_it_answers_again(model: Path) -> None:

@@ -1,22 +1,33 @@
-"""One choice of a chat: its text as it comes → what OpenAI's API says of it, as deltas and as a whole message."""
+"""One choice of a chat: its text as it comes → its parts, and what OpenAI's API makes of them."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Final
+
+import msgspec
+from msgspec import UNSET
 
 from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, OutputParser, Part, Said, Thought
-from treeline_runtime.server.answers import ChatFinishReason
-from treeline_runtime.server.jobs import Shown
+from treeline_runtime.server.answers import (
+    CalledFunction,
+    ChatDelta,
+    ChatFinishReason,
+    ChatMessage,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from treeline_runtime.server.jobs import ChatTask, Shown
 from treeline_runtime.server.pacing import Pacer
+from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.special_tokens import SpecialTokens, Unmarked
 
 FED_CHARS: Final = 2 << 10
 """Of an answer, parsed before others get their turn."""
-
-Delta = dict[str, Any]
+_NOTHING_SPECIAL: Final = SpecialTokens(())
 
 
 class Choice:
@@ -39,23 +50,34 @@ class Choice:
         self._has_thought = False
         self.calls = 0
 
-    async def take(self, out: TextOut, pacer: Pacer) -> list[Delta]:
-        """What an output adds, as few deltas as tell it in its order."""
+    async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
+        """What an output adds of what the request wants to see, as few parts as tell it in its order."""
         if self._parser is None:
-            return [{"content": out.text}] if out.text else []
+            return [Said(out.text)] if out.text else []
         self._count(out.token_ids)
-        deltas = _Deltas()
+        found = list[Part]()
         for start in range(0, len(out.text), FED_CHARS):
-            self._tell(self._parser.feed(out.text[start : start + FED_CHARS]), deltas)
+            found += self._visible(self._parser.feed(out.text[start : start + FED_CHARS]), over=False)
             await pacer.rest()
         if out.finish is not None:
-            self._tell(self._parser.end(), deltas, over=True)
-        return deltas.whole()
+            found += self._visible(self._parser.end(), over=True)
+        return _joined(found)
 
-    def _tell(self, parts: Iterable[Part], deltas: _Deltas, *, over: bool = False) -> None:
+    def _visible(self, parts: Iterable[Part], *, over: bool) -> Iterator[Part]:
         for part in self._clean(parts, over=over):
-            if (delta := self._delta(part)) is not None:
-                deltas.add(delta)
+            match part:
+                case Said(text):
+                    shown = bool(text)
+                case Thought(text):
+                    self._thinks = self._thinks or bool(text)
+                    shown = bool(text) and self._shown.reasoning
+                case CallBegun(index, _, _):
+                    shown = not index or self._shown.several_calls
+                    self.calls += shown
+                case CallArguments(index, text):
+                    shown = bool(text) and index < self.calls
+            if shown:
+                yield part
 
     def _clean(self, parts: Iterable[Part], *, over: bool) -> Iterator[Part]:
         """The parts without special tokens. Text that was held back comes before a part of another kind."""
@@ -83,24 +105,6 @@ class Choice:
         if text:
             yield Thought(text)
 
-    def _delta(self, part: Part) -> Delta | None:
-        match part:
-            case Said(text):
-                return {"content": text} if text else None
-            case Thought(text):
-                self._thinks = self._thinks or bool(text)
-                return {"reasoning_content": text, "reasoning": text} if text and self._shown.reasoning else None
-            case CallBegun(index, name, id):
-                if index and not self._shown.several_calls:
-                    return None
-                self.calls += 1
-                function = {"name": name, "arguments": ""}
-                return _call({"index": index, "id": id or call_id(), "type": "function", "function": function})
-            case CallArguments(index, text):
-                if not text or index >= self.calls:
-                    return None
-                return _call({"index": index, "function": {"arguments": text}})
-
     def _count(self, ids: list[int]) -> None:
         if self._end_of_thinking is None or self._has_thought:
             return
@@ -123,80 +127,79 @@ class Choice:
         return finish.type
 
 
+def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
+    """The choices of an answer, of which nothing has come yet."""
+    parsing = task.parsing
+    if parsing is None:
+        return [Choice(None, task.shown, _NOTHING_SPECIAL) for _ in range(task.n)]
+    hidden = parsing.needs_special_tokens and not task.shown.special_tokens
+    special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
+    end = None if parsing.closing is None else prompts.token_of(parsing.closing)
+    return [Choice(parsing.parser(), task.shown, special, end) for _ in range(task.n)]
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Parts of one kind that follow each other become one."""
+    runs = list[tuple[Part, list[str]]]()
+    for part in parts:
+        before = runs[-1][0] if runs else None
+        if isinstance(part, CallBegun):
+            runs.append((part, []))
+        elif type(before) is type(part) and getattr(before, "index", 0) == getattr(part, "index", 0):
+            runs[-1][1].append(part.text)
+        else:
+            runs.append((part, [part.text]))
+    return [msgspec.structs.replace(part, text="".join(texts)) if len(texts) > 1 else part for part, texts in runs]
+
+
+def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
+    """The first delta of a call has the arguments that came with it."""
+    made = list[ChatDelta]()
+    begun: ToolCallDelta | None = None
+    for part in parts:
+        match part:
+            case Said(text):
+                made.append(ChatDelta(content=text))
+            case Thought(text):
+                made.append(ChatDelta(reasoning_content=text, reasoning=text))
+            case CallBegun(index, name, id):
+                begun = ToolCallDelta(index, FunctionDelta("", name), id or call_id(), "function")
+                made.append(ChatDelta(tool_calls=[begun]))
+                continue
+            case CallArguments(index, text):
+                if begun is not None and begun.index == index:
+                    begun.function.arguments = text
+                else:
+                    made.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))]))
+        begun = None
+    return made
+
+
 def call_id() -> str:
     """Of a call for which the model's format has no name."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def _call(call: dict[str, Any]) -> Delta:
-    return {"tool_calls": [call]}
-
-
-class _Deltas:
-    """Deltas one after another; those that only go on with a text are put together."""
-
-    def __init__(self) -> None:
-        self._made = list[tuple[Delta, list[str]]]()
-        """Each with the pieces of its text."""
-
-    def add(self, delta: Delta) -> None:
-        text = _text(delta)
-        if self._made and _goes_on(self._made[-1][0], delta):
-            self._made[-1][1].append(text)
-        else:
-            self._made.append((delta, [text]))
-
-    def whole(self) -> list[Delta]:
-        for delta, pieces in self._made:
-            if len(pieces) > 1:
-                _set_text(delta, "".join(pieces))
-        return [delta for delta, _ in self._made]
-
-
-def _goes_on(before: Delta, delta: Delta) -> bool:
-    """Whether a delta only adds to the text of the one before."""
-    if "tool_calls" not in delta:
-        return before.keys() == delta.keys()
-    (call,) = delta["tool_calls"]
-    return "id" not in call and "tool_calls" in before and before["tool_calls"][0]["index"] == call["index"]
-
-
-def _text(delta: Delta) -> str:
-    if "tool_calls" in delta:
-        text: str = delta["tool_calls"][0]["function"]["arguments"]
-    else:
-        text = next(iter(delta.values()))
-    return text
-
-
-def _set_text(delta: Delta, text: str) -> None:
-    if "tool_calls" in delta:
-        delta["tool_calls"][0]["function"]["arguments"] = text
-    else:
-        delta.update(dict.fromkeys(delta, text))
-
-
-def message(deltas: Iterable[Delta], *, reasons: bool) -> dict[str, Any]:
-    """A whole answer's deltas as its message. Content is null where there are calls alone. `reasons`: the reasoning
-    has its place, be there any or not."""
-    content, reasoning = list[str](), list[str]()
-    calls = list[dict[str, Any]]()
-    for delta in deltas:
-        match delta:
-            case {"content": text}:
+def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMessage:
+    """The parts of a whole answer as its message. Content is null where there are calls alone. `reasons`: the reasoning
+    has its place, be there any or not. `echo`: what the content begins with."""
+    content, reasoning, calls = list[str](), list[str](), list[ToolCall]()
+    for part in parts:
+        match part:
+            case Said(text):
                 content.append(text)
-            case {"reasoning_content": text}:
+            case Thought(text):
                 reasoning.append(text)
-            case {"tool_calls": [{"id": id, "function": function}]}:
-                calls.append({"id": id, "type": "function", "function": dict(function)})
-            case {"tool_calls": [{"index": index, "function": function}]}:
-                calls[index]["function"]["arguments"] += function["arguments"]
-    made: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(content) if content or not calls else None,
-        "refusal": None,
-    }
-    if reasons:
-        thought = "".join(reasoning) or None
-        made |= {"reasoning_content": thought, "reasoning": thought}
-    return made | ({"tool_calls": calls} if calls else {})
+            case CallBegun(_, name, id):
+                calls.append(ToolCall(id or call_id(), "function", CalledFunction(name, "")))
+            case CallArguments(index, text):
+                calls[index].function.arguments += text
+    thought = ("".join(reasoning) or None) if reasons else UNSET
+    return ChatMessage(
+        "assistant",
+        echo + "".join(content) if echo or content or not calls else None,
+        None,
+        thought,
+        thought,
+        calls or UNSET,
+    )

@@ -13,7 +13,7 @@ from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
-from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, Shown, Told
+from treeline_runtime.server.jobs import Caller, ChatTask, Shown
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.tools import Calls, read_calls
 
@@ -26,7 +26,7 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     body = openai.read_chat(raw, reader)
     calls = read_calls(raw)
     if calls is not None:
-        _check_tools(reader, body.chat_template)
+        _check_tools(reader)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
     namespace = openai.namespace(raw, caller)
     ids = reader.prompts.of_chat(raw, limits, namespace)
@@ -36,24 +36,23 @@ def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, calle
     constraint = formats.whole_output(constraint, calls, reader.formats, end)
     most = limits.max_new_tokens(len(ids), asked, None, "messages")
     sampling = openai.sampling(body, reader, most, constraint, openai.processor(body))
-    shown = Shown(
-        reasoning=body.include_reasoning is not False,
-        reasoning_at_once=body.stream_reasoning is False,
-        several_calls=calls is None or calls.several,
-        special_tokens=body.skip_special_tokens is False,
-    )
     if parsing is not None and parsing.needs_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    told = Told.checked(logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
-    job = GenerationJob(
-        openai.rid_of(body, "chatcmpl"),
-        [told.request(ids, sampling, namespace, body.priority)],
-        n=body.n or 1,
-        tenant=caller.tenant,
-        hides_cache=caller.shares_cache,
+    fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
+    task = ChatTask(
+        **fields,
+        prompts=[openai.request(body, ids, sampling, namespace, fields["logprobs"])],
+        parsing=parsing,
+        shown=Shown(
+            reasoning=body.include_reasoning is not False,
+            reasoning_at_once=body.stream_reasoning is False,
+            several_calls=calls is None or calls.several,
+            special_tokens=body.skip_special_tokens is False,
+        ),
+        echo=_echo(raw) if body.echo else "",
     )
-    return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "", told)
+    task.check_copies()
+    return task
 
 
 def _echo(raw: Mapping[str, Any]) -> str:
@@ -67,7 +66,7 @@ def _echo(raw: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
 
 
-def _check_tools(reader: Reader, template: str | None) -> None:
+def _check_tools(reader: Reader) -> None:
     """Raises ApiError 400 where calls could not be made, or not be found."""
     if reader.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
@@ -78,7 +77,7 @@ def _check_tools(reader: Reader, template: str | None) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-    if "tools" not in reader.prompts.variables(template):
+    if "tools" not in reader.prompts.variables:
         raise ApiError(
             400,
             "The chat template has no place for tools: it would not know of them",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from treeline_runtime.messages import BatchTextOut, GenerateReq, SamplingParams
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.openai import new_rid
 from treeline_runtime.server.service import Service
 
@@ -77,7 +77,7 @@ class EngineHealth:
         self._service.admit()
         pools = self._service.pooling is not None
         few = SamplingParams(max_new_tokens=0 if pools else TOKENS, temperature=0.0, ignore_eos=True)
-        job = GenerationJob(new_rid("health"), [GenerateReq("", [0], few, pools=pools)])
+        job = Generations(rid=new_rid("health"), prompts=[GenerateReq("", [0], few, pools=pools)])
         inflight = await self._service.open(job)
         try:
             async with asyncio.timeout(TIMEOUT_S):

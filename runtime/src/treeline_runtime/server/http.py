@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
@@ -83,6 +84,7 @@ class ApiRequest(Request):
     def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
         super().__init__(scope, receive)
         self.service = service
+        self.came_at = time.monotonic()
         self.parts: list[bytes] = []
         """The body, in pieces as it came: a large one is never put together here."""
         self.size = 0
@@ -226,9 +228,9 @@ def event(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
-def named_event(value: dict[str, Any]) -> bytes:
-    """The same, named by its `type`."""
-    return b"event: " + value["type"].encode() + b"\n" + event(value)
+def named_event(name: str, value: Any) -> bytes:
+    """The same with its name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def error_event(error: ApiError) -> bytes:

@@ -13,6 +13,7 @@ from treeline_wire.prompt import PromptError, namespace_of
 from treeline_runtime.messages import (
     CustomProcessor,
     FinishReason,
+    GenerateReq,
     SamplingParams,
     TextLogprob,
     TextOut,
@@ -23,7 +24,7 @@ from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, Token
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import Body, ignore
 from treeline_runtime.server.grammars import Constraint
-from treeline_runtime.server.jobs import Caller, Streaming
+from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.pacing import Pacer, elements
 from treeline_runtime.server.processors import ProcessorName, read_processor
 from treeline_runtime.server.prompts import Prompts
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
     from treeline_runtime.server.reader import Reader
 
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
-
-
-ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
-"""Known ones have up to 20 thousand characters."""
 
 
 MAX_SALT_CHARS = 1024
@@ -152,8 +149,6 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
         Effort | None,
         Meta(description="For the chat template, whose thinking it turns on or off; ignored where it reads neither."),
     ] = None
-    chat_template: ChatTemplateText | None = None
-    """In place of the model's: vLLM's."""
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
@@ -188,8 +183,7 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     """Raises ApiError 400 or 404."""
     typed = ChatBody.read(body)
-    reader.prompts.check_place(typed.chat_template)
-    if typed.reasoning_effort and reader.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
+    if typed.reasoning_effort and reader.prompts.variables.isdisjoint(EFFORT_VARIABLES):
         ignore("reasoning_effort")
     _check_common(body, typed, reader)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
@@ -215,11 +209,6 @@ def _check_common(raw: Mapping[str, Any], body: CommonBody, reader: Reader) -> N
         if not body.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
         StreamOptions.read(raw["stream_options"], "stream_options.")
-
-
-def streaming(body: CommonBody) -> Streaming:
-    options = body.stream_options or StreamOptions()
-    return Streaming(bool(body.stream), bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 def rid_of(body: CommonBody, kind: str) -> str:
@@ -273,6 +262,48 @@ def processor(body: CommonBody) -> CustomProcessor | None:
     """What is to change its logits. Raises ApiError 400."""
     given = {"custom_params": body.custom_params, "vllm_xargs": body.vllm_xargs}
     return read_processor({"custom_logit_processor": body.custom_logit_processor}, given)
+
+
+def task_fields(body: CommonBody, caller: Caller, kind: str, logprobs: int | None) -> dict[str, Any]:
+    """The fields of a `TextTask` but for its prompts. `kind` begins a new id. Raises ApiError 400."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
+    options = body.stream_options or StreamOptions()
+    return {
+        "rid": rid_of(body, kind),
+        "n": body.n or 1,
+        "hides_cache": caller.shares_cache,
+        "stream": bool(body.stream),
+        "usage": bool(options.include_usage),
+        "continuous_usage": bool(options.continuous_usage_stats),
+        "logprobs": logprobs,
+        "prompt_logprobs": body.prompt_logprobs,
+        "token_ids": bool(body.return_token_ids),
+    }
+
+
+def request(
+    body: CommonBody,
+    ids: list[int],
+    sampling: SamplingParams,
+    namespace: str | None,
+    logprobs: int | None,
+    *,
+    echo: bool = False,
+) -> GenerateReq:
+    """With the log probabilities that are sent; they also keep ids that have been sent from being withdrawn."""
+    tops = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
+    start = 0 if (echo and logprobs is not None) or body.prompt_logprobs is not None else -1
+    return GenerateReq(
+        "",
+        ids,
+        sampling,
+        namespace,
+        return_logprob=bool(tops) or bool(body.return_token_ids and sampling.grammar is not None),
+        logprob_start_len=start,
+        top_logprobs_num=max(tops, default=0),
+        priority=body.priority or 0,
+    )
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:

@@ -27,11 +27,8 @@ from treeline_runtime.server.jobs import (
     Caller,
     CompletionTask,
     GenerateTask,
-    GenerationJob,
     Kind,
-    Streaming,
     Task,
-    Told,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
@@ -62,7 +59,7 @@ class Reader:
         a chat that only another process may render.
         """
         readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
-            "chat": self._chat,
+            "chat": lambda *read: read_chat_task(read[0], self, *read[1:]),
             "completion": self._completion,
             "generate": self._generate,
             "tokenize": self._tokenize,
@@ -91,9 +88,6 @@ class Reader:
         if name is not None and name != self.model_name:
             raise UnknownModel(name)
 
-    def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> Task:
-        return read_chat_task(raw, self, limits, caller)
-
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
@@ -101,33 +95,19 @@ class Reader:
         processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
-        told = Told.checked(body.logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
-        specs = [
-            told.request(
-                ids,
-                openai.sampling(
-                    body,
-                    self,
-                    limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
-                    constraint,
-                    processor,
-                ),
-                namespace,
-                body.priority,
-                echo=bool(body.echo),
-            )
-            for ids in prompts
-        ]
-        # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
-        echoes = [self.prompts.decode(ids, skip_special_tokens=False) if body.echo else "" for ids in prompts]
-        job = GenerationJob(
-            openai.rid_of(body, "cmpl"),
-            specs,
-            n=body.n or 1,
-            tenant=caller.tenant,
-            hides_cache=caller.shares_cache,
+        requests = list[GenerateReq]()
+        for ids in prompts:
+            most = limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+            sampling = openai.sampling(body, self, most, constraint, processor)
+            requests.append(openai.request(body, ids, sampling, namespace, body.logprobs, echo=bool(body.echo)))
+        task = CompletionTask(
+            **openai.task_fields(body, caller, "cmpl", body.logprobs),
+            prompts=requests,
+            # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
+            echoes=[self.prompts.decode(ids, skip_special_tokens=False) if body.echo else "" for ids in prompts],
         )
-        return CompletionTask(job.check_copies(), openai.streaming(body), echoes, told)
+        task.check_copies()
+        return task
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
@@ -135,27 +115,26 @@ class Reader:
         body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
-        specs, n = self._requests(body, prompts, limits, namespace)
+        requests, n = self._requests(body, prompts, limits, namespace)
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
-        if rids is not None and len(rids) != len(specs) * n:
-            raise ApiError(400, f"{len(rids)} rids for {len(specs) * n} generations", param="rid")
+        if rids is not None and len(rids) != len(requests) * n:
+            raise ApiError(400, f"{len(rids)} rids for {len(requests) * n} generations", param="rid")
         if rids is not None and len(set(rids)) < len(rids):
             twice = next(rid for index, rid in enumerate(rids) if rid in rids[:index])
             raise ApiError(400, f"rid {twice!r} is given twice", param="rid")
-        name = body.rid if isinstance(body.rid, str) else openai.new_rid("gen")
-        job = GenerationJob(
-            name,
-            specs,
+        task = GenerateTask(
+            rid=body.rid if isinstance(body.rid, str) else openai.new_rid("gen"),
+            prompts=requests,
             n=n,
-            tenant=caller.tenant,
             rids=rids,
             hides_cache=caller.shares_cache,
+            stream=bool(body.stream),
+            batched=batched,
+            with_text=bool(body.return_text_in_logprobs),
         )
-        streaming = Streaming(bool(body.stream))
-        if body.stream and body.return_hidden_states:
-            raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
-        return GenerateTask(job.check_copies(), streaming, batched, bool(body.return_text_in_logprobs))
+        task.check_copies()
+        return task
 
     def _native_prompts(
         self, body: native.GenerateBody, limits: Limits, namespace: str | None
@@ -226,7 +205,6 @@ class Reader:
                     logprob_start_len=start,
                     top_logprobs_num=top or 0,
                     priority=body.priority or 0,
-                    return_hidden_states=bool(body.return_hidden_states),
                 )
             )
             ns.add(typed.n or 1)

@@ -28,7 +28,7 @@ from treeline_wire.tracing_env import operation_of
 from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import ApiRequest, ClientGone
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.jobs import Generations
 
 SERVICE: Final = "treeline-runtime"
 """`service.name`, unless the variables have another."""
@@ -83,13 +83,13 @@ class RequestSpan:
         self._turn_ns: int | None = None
         self._first_ns: int | None = None
         self._last_ns: int | None = None
-        self._job: GenerationJob | None = None
+        self._job: Generations | None = None
         self._last: dict[int, TextOut] = {}
         """The last output of each generation, without its text."""
         self._status: int | None = None
         self._error: str | None = None
 
-    def began(self, job: GenerationJob) -> None:
+    def began(self, job: Generations) -> None:
         """Its generations are about to be sent to the scheduler."""
         self._began_ns, self._job = self._clock(), job
         self._span.set_attributes(_of_job(job, self._model))
@@ -198,7 +198,7 @@ def _of_http(request: ApiRequest) -> dict[str, AttributeValue]:
     return _known(found)
 
 
-def _of_job(job: GenerationJob, model: str) -> dict[str, AttributeValue]:
+def _of_job(job: Generations, model: str) -> dict[str, AttributeValue]:
     found: dict[str, Any] = {
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
