@@ -14,7 +14,7 @@ from treeline_wire.command_line import Parser
 from treeline_wire.security import KeyFileError, read_secret
 from treeline_wire.settings import add_flags, port_setting, setting, shown, values
 
-from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.config import SchedulerConfig
 
 EPILOG = """\
 examples:
@@ -110,13 +110,6 @@ class ServerArgs(SchedulerConfig):
         help="how the model writes its reasoning, which answers then have apart (deepseek_r1, qwen3, …); none = it is "
         "part of the answer (default: auto: what its chat template shows, which the log says)",
     )
-    strict_schemas: bool = setting(
-        False,
-        group="serving",
-        rare=True,
-        help="refuse a JSON Schema with strict: true that has words or formats which are not known; else they are "
-        "annotations, as the standard has it, which a header of the answer names",
-    )
     enable_debug_endpoints: bool = setting(
         False,
         group="surfaces",
@@ -187,13 +180,6 @@ class ServerArgs(SchedulerConfig):
     )
 
     no_events: bool = setting(False, group="publishing", help="publish nothing")
-    events_host: str | None = setting(
-        None,
-        group="publishing",
-        rare=True,
-        metavar="HOST",
-        help="address of the three sockets (default: loopback, or all with --curve-dir)",
-    )
     events_port: int = port_setting(
         ports.EVENTS,
         group="publishing",
@@ -223,7 +209,7 @@ class ServerArgs(SchedulerConfig):
         None,
         group="publishing",
         metavar="DIR",
-        help="folder with the CURVE key pair; without it only loopback may be bound",
+        help="folder with the CURVE key pair: events are published on --host; without it on loopback",
     )
 
     pre_stop: float = setting(
@@ -297,10 +283,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     if given.api_key == "":
         parser.error("argument --api-key: must not be empty")
     key = _admin_key(parser, given.admin_key_file)
-    try:
-        return ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
-    except ConfigError as error:  # settings that do not go together
-        parser.error(str(error))
+    return ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
 
 
 def _admin_key(parser: argparse.ArgumentParser, file: str | None) -> str | None:

@@ -144,9 +144,7 @@ class SchedulerConfig(EngineConfig):
     )
     waiting_timeout: float | None = setting(
         None,
-        group="scheduling",
-        rare=True,
-        metavar="S",
+        group=None,
         above=0,
         help="503 for a request that has not begun after S seconds (default: no limit)",
     )
@@ -192,16 +190,13 @@ class SchedulerConfig(EngineConfig):
     )
     priority_preemption_threshold: int | None = setting(
         None,
-        group="scheduling",
-        rare=True,
-        metavar="N",
+        group=None,
         at_least=0,
         help="a waiting request takes the place of running ones whose priority is lower by more than N (default: none)",
     )
     schedule_low_priority_values_first: bool = setting(
         False,
-        group="scheduling",
-        rare=True,
+        group=None,
         help="a lower priority is more urgent, as for vLLM; else a higher one, as for SGLang",
     )
     eviction_policy: Literal["lru", "lfu", "priority"] = setting(

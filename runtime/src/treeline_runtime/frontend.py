@@ -84,7 +84,7 @@ class ServedModel:
             pooling = pooling_of(directory, args.task, matryoshka=args.matryoshka)
             prompts = Prompts(TokenizerBundle.from_dir(directory))
             check_template(pooling, prompts)
-            formats = formats_of(prompts.bundle, args.reasoning_parser, args.tool_call_parser, args.strict_schemas)
+            formats = formats_of(prompts.bundle, args.reasoning_parser, args.tool_call_parser)
             return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling, formats)
         except ConfigError as error:
             raise ServeError(str(error)) from None

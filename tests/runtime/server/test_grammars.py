@@ -261,7 +261,7 @@ async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_n
     told = [(headers.CLIENT.encode(), b"ada"), (headers.ISOLATION.encode(), isolation.encode())]
     job = Generations(rid="r", prompts=[GenerateReq("", [1], SamplingParams())])
     for told_by_edge in (told, told[1:]):
-        await Service.open(service, job, ApiRequest({"type": "http", "headers": told_by_edge}, mock.Mock(), service))
+        await Service.open(service, job, ApiRequest({"type": "http", "headers": told_by_edge}, mock.Mock()))
     assert [request.client for request in sent] == ["ada", None]
 
 

@@ -165,7 +165,7 @@ async def test_more_generations_than_a_client_may_have_are_429_and_another_clien
 
 def asking(client: str | None = None, body: bytes = b"") -> ApiRequest:
     headers = [] if client is None else [(wire_headers.CLIENT.encode(), client.encode())]
-    made = ApiRequest({"type": "http", "headers": headers}, cast(Any, None), cast(Any, None))
+    made = ApiRequest({"type": "http", "headers": headers}, cast(Any, None))
     made.parts, made.size, made.reservation = [body], len(body), Reservation(ByteBudget(1 << 20), None)
     return made
 

@@ -15,8 +15,7 @@ from support.fake_scheduler import Magic
 from support.otlp import CollectedSpan, Collector, running_collector
 from support.runtime_server import ServerProcess, make_checkpoint, running
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
-from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import ClientGone
+from treeline_runtime.server.errors import ApiError, ClientGone
 from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.tracing import RequestSpan
 from treeline_wire.tracing import provider

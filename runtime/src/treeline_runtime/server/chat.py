@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import answers, openai, schema
 from treeline_runtime.server.chat_answers import choices, deltas, message
-from treeline_runtime.server.dependencies import Generating, task_of
+from treeline_runtime.server.dependencies import Generating, Serving, task_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, event
 from treeline_runtime.server.jobs import ChatTask
@@ -32,9 +32,9 @@ router = APIRouter()
         event=answers.ChatChunk,
     ),
 )
-async def chat(asked: Generating, task: Annotated[ChatTask, task_of("chat", "generate")]) -> Response:
+async def chat(service: Serving, asked: Generating, task: Annotated[ChatTask, task_of("chat", "generate")]) -> Response:
     size = task.n * len(task.echo) + task.ids_bytes
-    return await asked.service.answer(asked, task, _Answer(asked.service, task), answer_bytes=size)
+    return await service.answer(asked, task, _Answer(service, task), answer_bytes=size)
 
 
 class _Answer(AnswerMaker):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server.dependencies import Generating, task_of
+from treeline_runtime.server.dependencies import Generating, Serving, task_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, event
 from treeline_runtime.server.jobs import CompletionTask
@@ -31,9 +31,11 @@ router = APIRouter()
         event=answers.Completion,
     ),
 )
-async def completion(asked: Generating, task: Annotated[CompletionTask, task_of("completion", "generate")]) -> Response:
+async def completion(
+    service: Serving, asked: Generating, task: Annotated[CompletionTask, task_of("completion", "generate")]
+) -> Response:
     size = task.n * sum(map(len, task.echoes)) + task.ids_bytes
-    return await asked.service.answer(asked, task, _Answer(asked.service, task), answer_bytes=size)
+    return await service.answer(asked, task, _Answer(service, task), answer_bytes=size)
 
 
 class _Choice:

@@ -15,6 +15,14 @@ from treeline_runtime.server.limits import INLINE_BYTES, MAX_BODY_BYTES, MAX_CON
 from treeline_runtime.server.service import Service
 
 
+def service_of(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Serving = Annotated[Service, Depends(service_of)]
+
+
 class _Reading(Guarded):
     """Reads the body of a request that may use its path. `app.Observed` ends the request when its answer has left."""
 
@@ -26,14 +34,14 @@ class _Reading(Guarded):
 
     async def __call__(self, request: Request) -> ApiRequest:  # type: ignore[override]
         await super().__call__(request)
-        service: Service = request.app.state.service
-        asked = request.state.asked = ApiRequest(request.scope, request.receive, service)
+        service = service_of(request)
+        asked = request.state.asked = ApiRequest(request.scope, request.receive)
         if self._generates and service.tracing is not None:
             asked.span = service.tracing.begin(asked)
         await asked.read_body(self._limit, Reservation(service.budget, asked.client))
         if self._generates:
-            asked.counted = True
             service.count_generating(1)
+            asked.on_end = lambda: service.count_generating(-1)
         asked.watch()
         return asked
 
@@ -49,18 +57,18 @@ def task_of(kind: Kind, *models: Model, inline_bytes: int = INLINE_BYTES) -> Any
     """The dependency of an endpoint that generates: what the body asks for. `models`: those that the path is for.
     `inline_bytes`: a smaller body is read in the event loop."""
 
-    async def read(asked: Generating) -> Task:
-        asked.service.admit_for(asked, *models)
-        return await asked.service.read(asked, kind, inline_bytes)
+    async def read(service: Serving, asked: Generating) -> Task:
+        service.admit_for(asked, *models)
+        return await service.read(asked, kind, inline_bytes)
 
     return Depends(read)
 
 
-def converting(kind: Kind) -> Callable[[ApiRequest], Awaitable[Response]]:
+def converting(kind: Kind) -> Callable[[Service, ApiRequest], Awaitable[Response]]:
     """An endpoint of bodies that are answered as soon as they have been read."""
 
-    async def convert(asked: Converting) -> Response:
-        task = await asked.service.read(asked, kind)
+    async def convert(service: Serving, asked: Converting) -> Response:
+        task = await service.read(asked, kind)
         assert isinstance(task, Answered)
         return Answer(task.body)
 

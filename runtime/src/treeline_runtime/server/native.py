@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import FinishReason, GenerateReq, TextOut, decode_logprobs
 from treeline_runtime.server import answers, native_fields, openai, schema
-from treeline_runtime.server.dependencies import Generating, converting, task_of
+from treeline_runtime.server.dependencies import Generating, Serving, converting, task_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import GenerateTask
@@ -30,8 +30,10 @@ router = APIRouter()
         event=answers.Generated,
     ),
 )
-async def generate(asked: Generating, task: Annotated[GenerateTask, task_of("generate", "generate")]) -> Response:
-    return await asked.service.answer(asked, task, _Answers(asked, task))
+async def generate(
+    service: Serving, asked: Generating, task: Annotated[GenerateTask, task_of("generate", "generate")]
+) -> Response:
+    return await service.answer(asked, task, _Answers(asked, task, service.state.weight_version))
 
 
 for _path in ("/tokenize", "/v1/tokenize"):
@@ -53,10 +55,10 @@ for _path in ("/detokenize", "/v1/detokenize"):
 class _Answers(AnswerMaker):
     """Native answers are cumulative: text and lists so far, by index."""
 
-    def __init__(self, asked: ApiRequest, task: GenerateTask) -> None:
+    def __init__(self, asked: ApiRequest, task: GenerateTask, weight_version: str) -> None:
         self._task = task
         self._came_at = asked.came_at
-        self._weight_version = asked.service.state.weight_version
+        self._weight_version = weight_version
         self._names = task.names
         self._several = task.generations > 1
         self._so_far: dict[int, _SoFar] = {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from treeline_wire.prompt import PromptError, namespace_of
@@ -19,10 +20,12 @@ from treeline_runtime.messages import (
     TextOut,
     decode_logprobs,
 )
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, tools
 from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, TokenLogprob
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, UnknownModel
 from treeline_runtime.server.fields import Body, ignore
+from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.pacing import Pacer, elements
@@ -33,13 +36,30 @@ from treeline_runtime.server.sampling import (
     Count,
     PositiveCount,
     Priority,
+    SamplingDefaults,
     SamplingFields,
     Seed,
     TopCount,
 )
 
-if TYPE_CHECKING:
-    from treeline_runtime.server.reader import Reader
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the readers of bodies know of the model."""
+
+    name: str
+    prompts: Prompts
+    defaults: SamplingDefaults
+    pooling: Pooling | None = None
+    """How the model makes vectors; None: it makes text."""
+    formats: Formats = NO_FORMATS
+    """In which the model thinks, and calls tools."""
+
+    def check_model(self, name: object) -> None:
+        """Raises UnknownModel for another model than the one served; none at all is this one."""
+        if name is not None and name != self.name:
+            raise UnknownModel(name)
+
 
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -180,12 +200,12 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 """Of chat templates: an effort sets them all (`treeline_wire.dialects.treeline`)."""
 
 
-def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
+def read_chat(body: Mapping[str, Any], model: ModelFacts) -> ChatBody:
     """Raises ApiError 400 or 404."""
     typed = ChatBody.read(body)
-    if typed.reasoning_effort and reader.prompts.variables.isdisjoint(EFFORT_VARIABLES):
+    if typed.reasoning_effort and model.prompts.variables.isdisjoint(EFFORT_VARIABLES):
         ignore("reasoning_effort")
-    _check_common(body, typed, reader)
+    _check_common(body, typed, model)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
     if both and typed.max_tokens != typed.max_completion_tokens:
         raise ApiError(400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
@@ -194,17 +214,17 @@ def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     return typed
 
 
-def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
+def read_completion(body: Mapping[str, Any], model: ModelFacts) -> CompletionBody:
     """Raises ApiError 400 or 404."""
     if body.get("logprobs") is False:  # chat's spelling of "none"
         body = {**body, "logprobs": None}
     typed = CompletionBody.read(body)
-    _check_common(body, typed, reader)
+    _check_common(body, typed, model)
     return typed
 
 
-def _check_common(raw: Mapping[str, Any], body: CommonBody, reader: Reader) -> None:
-    reader.check_model(body.model)
+def _check_common(raw: Mapping[str, Any], body: CommonBody, model: ModelFacts) -> None:
+    model.check_model(body.model)
     if body.stream_options is not None:
         if not body.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
@@ -242,14 +262,14 @@ def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
 
 def sampling(
     body: CommonBody,
-    reader: Reader,
+    model: ModelFacts,
     max_new_tokens: int,
     constraint: Constraint | None = None,
     processor: CustomProcessor | None = None,
 ) -> SamplingParams:
     return body.params(
-        reader.defaults,
-        reader.prompts,
+        model.defaults,
+        model.prompts,
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         seed=body.seed,

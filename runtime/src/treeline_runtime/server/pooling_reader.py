@@ -5,22 +5,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from treeline_wire.prompt import PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as fields
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown
 from treeline_runtime.server.jobs import Caller, PoolingTask
 from treeline_runtime.server.limits import MAX_INPUTS, Limits
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.pooling import Pooling
-    from treeline_runtime.server.prompts import Prompts
-    from treeline_runtime.server.reader import Reader
+from treeline_runtime.server.prompts import Prompts
 
 T = TypeVar("T", bound=fields.PoolingFields)
 
@@ -41,7 +38,7 @@ def check_template(pooling: Pooling | None, prompts: Prompts) -> None:
 class PoolingReader:
     """Reads one body. Raises ApiError 400, or UnknownModel."""
 
-    reader: Reader
+    model: openai.ModelFacts
     raw: Mapping[str, Any]
     limits: Limits
     caller: Caller
@@ -86,13 +83,13 @@ class PoolingReader:
 
     def _body(self, type: type[T]) -> T:
         body = type.read(self.raw)
-        self.reader.check_model(body.model)
+        self.model.check_model(body.model)
         return body
 
     def _check_as_made(self, body: fields.EmbeddingBody | fields.PoolingBody) -> None:
         """Vectors come as the model makes them, whatever is asked: with a length of 1 or not, and the outputs of a head
         as they are."""
-        pooling = self.reader.pooling
+        pooling = self.model.pooling
         made = pooling is not None and pooling.normalize
         for name in ("normalize", "use_activation"):
             asked = getattr(body, name)
@@ -127,7 +124,7 @@ class PoolingReader:
             raise ApiError(400, f"Invalid value for 'input': {error}", param="input") from None
         if any(prompt.text == "" for prompt in prompts):
             raise ApiError(400, "Invalid value for 'input': must not be an empty string", param="input")
-        return self._fitting(self.reader.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
+        return self._fitting(self.model.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
 
     def _inputs_or_chat(self, body: fields.TextsOrChat) -> list[list[int]]:
         if (body.input is None) == (body.messages is None):
@@ -141,7 +138,7 @@ class PoolingReader:
             raise ApiError(400, problem, param="add_special_tokens")
         # what is judged is complete: the model does not go on with it, unless the client says so
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
-        return self._fitting([self.reader.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
+        return self._fitting([self.model.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 
     def _pairs(self, pairs: Sequence[tuple[str, str]], body: fields.PairFields, param: str) -> list[list[int]]:
         if body.instruct is not None:
@@ -149,8 +146,8 @@ class PoolingReader:
         if body.add_special_tokens is False:
             problem = "'add_special_tokens' cannot be false: they are what tells the two texts of a pair apart"
             raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
-        pooling = self.reader.pooling
-        prompts = self.reader.prompts.of_pairs(
+        pooling = self.model.pooling
+        prompts = self.model.prompts.of_pairs(
             pairs,
             self.limits,
             param,

@@ -13,15 +13,13 @@ import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq
-from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
-from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import (
     Answered,
     Caller,
@@ -33,8 +31,6 @@ from treeline_runtime.server.jobs import (
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
-from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,16 +39,8 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(openai.ModelFacts):
     """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
-
-    model_name: str
-    prompts: Prompts
-    defaults: SamplingDefaults
-    pooling: Pooling | None = None
-    """How the model makes vectors; None: it makes text."""
-    formats: Formats = NO_FORMATS
-    """In which the model thinks, and calls tools."""
 
     def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
@@ -76,17 +64,11 @@ class Reader:
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
-        grammars.STRICT.set(self.formats.strict_schemas)
         try:
             task = readers[kind](json_object(body), limits, caller)
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
-
-    def check_model(self, name: object) -> None:
-        """Raises UnknownModel for another model than the one served; none at all is this one."""
-        if name is not None and name != self.model_name:
-            raise UnknownModel(name)
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
@@ -277,7 +259,7 @@ def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Const
     """The `sampling_params` of a prompt, and what its output is held to."""
     if not isinstance(params, dict):
         raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
-    check_unknown(params, native.NativeSampling.__struct_fields__)
+    check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
     typed = convert(params, native.NativeSampling, "sampling_params.")
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 

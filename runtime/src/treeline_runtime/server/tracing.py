@@ -21,13 +21,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+from starlette.requests import Request
 from treeline_wire import headers as names
 from treeline_wire import tracing
 from treeline_wire.tracing_env import operation_of
 
 from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
-from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import ApiRequest, ClientGone
+from treeline_runtime.server.errors import ApiError, ClientGone
 from treeline_runtime.server.jobs import Generations
 
 SERVICE: Final = "treeline-runtime"
@@ -54,9 +54,9 @@ class Tracing:
         """Send what there is, for so many seconds at most."""
         await tracing.stop(self._provider, limit_s)
 
-    def begin(self, request: ApiRequest) -> RequestSpan | None:
+    def begin(self, request: Request) -> RequestSpan | None:
         """The span of a request, if it is recorded."""
-        operation = operation_of(request.path)
+        operation = operation_of(request.url.path)
         if not operation:  # a probe
             return None
         carrier = {name: value for name in _CONTEXT if (value := request.headers.get(name)) is not None}
@@ -188,11 +188,11 @@ def _known(found: Mapping[str, AttributeValue | None]) -> dict[str, AttributeVal
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _of_http(request: ApiRequest) -> dict[str, AttributeValue]:
+def _of_http(request: Request) -> dict[str, AttributeValue]:
     id = request.headers.get(names.REQUEST_ID)
     found: dict[str, AttributeValue | None] = {
         "http.request.method": request.method,
-        "url.path": request.path,
+        "url.path": request.url.path,
         "http.request.header.x-request-id": None if id is None else id[:_LONGEST],
     }
     return _known(found)

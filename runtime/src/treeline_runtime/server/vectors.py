@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
 from treeline_runtime.server import answers, openai, pooling_fields, schema
-from treeline_runtime.server.dependencies import Generating, task_of
+from treeline_runtime.server.dependencies import Generating, Serving, task_of
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import PoolingTask
@@ -43,13 +43,15 @@ router = APIRouter()
     ),
 )
 async def embeddings(
-    asked: Generating, task: Annotated[PoolingTask, task_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)]
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
     if task.dimensions is not None:
-        check_dimensions(asked.service.pools(), task.dimensions)
-    outs = await _outs(asked, task)
-    head = answers.Embeddings("list", asked.service.model_name, _usage(task), [])
-    return await _vectors(asked, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
+        check_dimensions(service.pools(), task.dimensions)
+    outs = await _outs(service, asked, task)
+    head = answers.Embeddings("list", service.model_name, _usage(task), [])
+    return await _vectors(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
 @router.post(
@@ -62,12 +64,13 @@ async def embeddings(
     ),
 )
 async def pooling(
+    service: Serving,
     asked: Generating,
     task: Annotated[PoolingTask, task_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
-    outs = await _outs(asked, task)
-    head = answers.Pooled(**_envelope(asked.service, task), data=[])
-    return await _vectors(asked, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
+    outs = await _outs(service, asked, task)
+    head = answers.Pooled(**_envelope(service, task), data=[])
+    return await _vectors(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
 
 
 _CLASSIFY = schema.operation(
@@ -81,10 +84,11 @@ _CLASSIFY = schema.operation(
 @router.post("/classify", **_CLASSIFY)
 @router.post("/v1/classify", **_CLASSIFY)
 async def classify(
+    service: Serving,
     asked: Generating,
     task: Annotated[PoolingTask, task_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
-    outs, made = await _outs(asked, task), asked.service.pools()
+    outs, made = await _outs(service, asked, task), service.pools()
     labels = made.labels or ("LABEL_0",)
 
     def item(index: int) -> Struct:
@@ -92,7 +96,7 @@ async def classify(
         likeliest = max(range(len(probs)), key=probs.__getitem__)
         return answers.ClassifiedItem(index, labels[likeliest], probs, len(probs))
 
-    return await _listed(task, outs, answers.Classified(**_envelope(asked.service, task), data=[]), item, len(outs))
+    return await _listed(task, outs, answers.Classified(**_envelope(service, task), data=[]), item, len(outs))
 
 
 _SCORE = schema.operation(
@@ -106,11 +110,13 @@ _SCORE = schema.operation(
 @router.post("/score", **_SCORE)
 @router.post("/v1/score", **_SCORE)
 async def score(
-    asked: Generating, task: Annotated[PoolingTask, task_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)]
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
-    outs = await _outs(asked, task)
-    scores = _scores(asked.service, task, outs)
-    head = answers.Scores(**_envelope(asked.service, task), data=[])
+    outs = await _outs(service, asked, task)
+    scores = _scores(service, task, outs)
+    head = answers.Scores(**_envelope(service, task), data=[])
     return await _listed(task, outs, head, lambda index: answers.ScoreItem(index, "score", scores[index]), len(outs))
 
 
@@ -126,24 +132,25 @@ _RERANK = schema.operation(
 @router.post("/v1/rerank", **_RERANK)
 @router.post("/v2/rerank", **_RERANK)
 async def rerank(
-    asked: Generating, task: Annotated[PoolingTask, task_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)]
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
     texts = task.documents
-    outs = await _outs(asked, task, shown_bytes=SHOWN_BYTES * sum(map(len, texts or ())))
-    scores = _scores(asked.service, task, outs)
+    outs = await _outs(service, asked, task, shown_bytes=SHOWN_BYTES * sum(map(len, texts or ())))
+    scores = _scores(service, task, outs)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
 
     def item(place: int) -> Struct:
         index = order[place]
         return answers.Ranked(index, scores[index], UNSET if texts is None else answers.RankedDocument(texts[index]))
 
-    head = answers.Ranking(task.rid, "list", asked.service.model_name, _usage(task), [])
+    head = answers.Ranking(task.rid, "list", service.model_name, _usage(task), [])
     return await _listed(task, outs, head, item, len(order))
 
 
-async def _outs(asked: ApiRequest, task: PoolingTask, shown_bytes: int = 0) -> list[TextOut]:
+async def _outs(service: Service, asked: ApiRequest, task: PoolingTask, shown_bytes: int = 0) -> list[TextOut]:
     """One for each prompt, each with its vector. `shown_bytes`: of what else the answer has. Raises ApiError."""
-    service = asked.service
     made = FLOAT_BYTES * service.pools().size * len(task.prompts)
     outs = await service.collect(await service.open(task, asked, answer_bytes=made + shown_bytes))
     if any(out.vector is None for out in outs):  # by an operator, or the engine is being stopped
@@ -152,14 +159,14 @@ async def _outs(asked: ApiRequest, task: PoolingTask, shown_bytes: int = 0) -> l
 
 
 async def _vectors(
-    asked: ApiRequest,
+    service: Service,
     task: PoolingTask,
     outs: Sequence[TextOut],
     head: answers.Embeddings | answers.Pooled,
     as_item: Callable[[int, list[float] | str], Struct],
 ) -> Response:
     """`data` with an item for each vector: `as_item` has its index, and its numbers as they are written."""
-    normalize = asked.service.pools().normalize
+    normalize = service.pools().normalize
 
     def item(index: int) -> Struct:
         vector = _vector(outs[index])

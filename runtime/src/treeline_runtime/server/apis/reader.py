@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from msgspec.structs import replace
 from treeline_wire.apis import anthropic, responses
@@ -26,9 +26,6 @@ from treeline_runtime.server.jobs import Answered, Caller, ChatTask
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.pacing import encode_json
 
-if TYPE_CHECKING:
-    from treeline_runtime.server.reader import Reader
-
 Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
 _ENGINE: Final = "treeline"
 MAX_SHOWN_BYTES: Final = 2 << 20
@@ -39,7 +36,7 @@ MAX_SHOWN_BYTES: Final = 2 << 20
 class ApiReader:
     """Reads one body. Raises ApiError 400, or UnknownModel."""
 
-    reader: Reader
+    model: openai.ModelFacts
     raw: Mapping[str, Any]
     limits: Limits
     caller: Caller
@@ -88,10 +85,10 @@ class ApiReader:
 
     def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
         """Tokens of the prompt."""
-        self.reader.check_model(model)
+        self.model.check_model(model)
         chat = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):
-            return len(self.reader.prompts.of_chat(chat, self.limits, openai.namespace(chat, self.caller)))
+            return len(self.model.prompts.of_chat(chat, self.limits, openai.namespace(chat, self.caller)))
 
     def _chat(
         self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
@@ -100,7 +97,7 @@ class ApiReader:
         of the chat that have nothing to do with its prompt."""
         converted = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):
-            task = read_chat_task(converted | more, self.reader, self.limits, self.caller)
+            task = read_chat_task(converted | more, self.model, self.limits, self.caller)
         # Whether its grammar can be compiled shows later: it is blamed on what the API calls it.
         param = task.prompts[0].sampling.grammar_param
         if param is not None:
@@ -110,7 +107,7 @@ class ApiReader:
     def converted(self, convert: Convert, name: str) -> dict[str, Any]:
         """What of the chat's body says what its prompt is. `name`: of the member with what is said."""
         try:
-            context = Context(_ENGINE, self.reader.prompts.takes_inline_system)
+            context = Context(_ENGINE, self.model.prompts.takes_inline_system)
             made = convert(self.raw, items_of(self.raw[name], name), context)
         except PromptError as error:
             raise invalid(error.param, str(error), code=None) from None
