@@ -16,10 +16,10 @@ from support.outputs import pieces
 from treeline_runtime import parsers
 from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.parsers.parts import Part
-from treeline_runtime.server.chat_answers import Choice, deltas, message
+from treeline_runtime.server.chat import Choice, deltas, message
 from treeline_runtime.server.jobs import Shown
 from treeline_runtime.server.pacing import Pacer
-from treeline_runtime.server.special_tokens import SpecialTokens
+from treeline_runtime.server.prompts import SpecialTokens
 
 SPECIAL = SpecialTokens(["<|im_end|>", "<|im_start|>"])
 STOP = FinishReason("stop", matched=2)

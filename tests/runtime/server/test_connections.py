@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from support.runtime_server import ServerProcess, running
-from treeline_runtime.server.timeouts import MAX_HEADER_BYTES, HttpProtocol
+from treeline_runtime.frontend import MAX_HEADER_BYTES, HttpProtocol
 
 ORIGIN = "https://chat.example.org"
 

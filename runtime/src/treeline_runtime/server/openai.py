@@ -29,17 +29,18 @@ from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.pacing import Pacer, elements
-from treeline_runtime.server.processors import ProcessorName, read_processor
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import (
     MAX_TOP_LOGPROBS,
     Count,
     PositiveCount,
     Priority,
+    ProcessorName,
     SamplingDefaults,
     SamplingFields,
     Seed,
     TopCount,
+    read_processor,
 )
 
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Security
 from starlette.types import ASGIApp
 
 from treeline_runtime.server import chat, completions, native, vectors
-from treeline_runtime.server.access import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.apis import anthropic_events, responses_events
 from treeline_runtime.server.app import application
+from treeline_runtime.server.dependencies import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.probes import Probes
 from treeline_runtime.server.service import Service
 

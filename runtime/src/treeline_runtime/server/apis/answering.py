@@ -15,7 +15,7 @@ from typing import Any, Literal
 from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
 from treeline_runtime.server.apis.answers import MessageEvent, ResponseEvent
-from treeline_runtime.server.chat_answers import choices
+from treeline_runtime.server.chat import choices
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import Answer, named_event
 from treeline_runtime.server.jobs import ChatTask

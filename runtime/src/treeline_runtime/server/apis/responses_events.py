@@ -31,7 +31,7 @@ from treeline_runtime.server.apis.answers import (
     ResponseUsage,
 )
 from treeline_runtime.server.apis.responses_fields import ResponsesBody
-from treeline_runtime.server.chat_answers import call_id
+from treeline_runtime.server.chat import call_id
 from treeline_runtime.server.dependencies import Generating, Serving, converting, task_of
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import ChatTask
