@@ -28,7 +28,7 @@ from treeline_wire.chat import TemplateError
 from treeline_wire.openai_errors import error_body
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_wire.tracing_env import TracingError
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
@@ -79,6 +79,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._served: RequestResponseCycle | None = None
+        """The request that is being answered; `cycle` is the last that arrived."""
         self._arrival: asyncio.TimerHandle | None = None
         """For what has to arrive next of a request."""
         self._stall: asyncio.TimerHandle | None = None
@@ -102,6 +104,9 @@ class HttpProtocol(HttpToolsProtocol):
         self._arrived()
         self._flowing()
         super().connection_lost(exc)
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -179,6 +184,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._body_until = self.loop.time() + self.body_s
         self._expect(self.body_pause_s, "body")
         super().on_headers_complete()
+        if len(self.pipeline) == 1:
+            self.flow.resume_reading()  # that the client leaves is seen beside one more request, though not beside two
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def on_body(self, body: bytes) -> None:
         self._expect(max(0.0, min(self.body_pause_s, self._body_until - self.loop.time())), "body")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import wire
 from tokenizers import AddedToken, Tokenizer, normalizers
-from treeline_runtime.server import tokenization
+from treeline_runtime.server import prompts as tokenization
 from treeline_runtime.server.prompts import CachedTokenizer
 
 UNDEMANDING = [token for token in wire.FLAGGED if not token.single_word]
