@@ -156,7 +156,10 @@ class Administration:
         """Traces the scheduler's next `num_steps` steps into a file in a new folder under TMPDIR."""
         _query(asked, NoFields)
         body = _body(asked, ProfileBody)
-        folder = tempfile.mkdtemp(prefix="treeline-profile-")
+        try:
+            folder = tempfile.mkdtemp(prefix="treeline-profile-")
+        except OSError as error:
+            raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
         await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
