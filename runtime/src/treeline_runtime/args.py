@@ -110,6 +110,13 @@ class ServerArgs(SchedulerConfig):
         help="how the model writes its reasoning, which answers then have apart (deepseek_r1, qwen3, …); none = it is "
         "part of the answer (default: auto: what its chat template shows, which the log says)",
     )
+    strict_schemas: bool = setting(
+        False,
+        group="serving",
+        rare=True,
+        help="refuse a JSON Schema with strict: true that has words or formats which are not known; else they are "
+        "annotations, as the standard has it, which a header of the answer names",
+    )
     enable_debug_endpoints: bool = setting(
         False,
         group="surfaces",

@@ -115,8 +115,9 @@ class EngineConfig:
     )
     enable_return_hidden_states: bool = setting(
         False,
-        group=None,
-        help="requests may ask for hidden states: outputs then have a vector for each token that was computed",
+        group="engine",
+        rare=True,
+        help="let requests ask for hidden states: answers then have a vector for each token that was computed",
     )
     seed: int = setting(0, group=None, help="of dummy weights")
 

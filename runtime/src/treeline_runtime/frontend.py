@@ -272,6 +272,12 @@ class ServedModel:
     pooling: Pooling | None
     formats: Formats
 
+    @property
+    def hidden_size(self) -> int:
+        """0 where config.json does not say it: then the scheduler refuses to start."""
+        size = self.config.get("hidden_size")
+        return size if isinstance(size, int) else 0
+
     @classmethod
     def read(cls, args: ServerArgs, directory: Path) -> ServedModel:
         """Raises ServeError."""
@@ -282,7 +288,7 @@ class ServedModel:
             pooling = pooling_of(directory, args.task, matryoshka=args.matryoshka)
             prompts = Prompts(TokenizerBundle.from_dir(directory))
             check_template(pooling, prompts)
-            formats = formats_of(prompts.bundle, args.reasoning_parser, args.tool_call_parser)
+            formats = formats_of(prompts.bundle, args.reasoning_parser, args.tool_call_parser, args.strict_schemas)
             return cls(directory, _read_json(directory / "config.json"), prompts, defaults, pooling, formats)
         except ConfigError as error:
             raise ServeError(str(error)) from None
@@ -318,6 +324,7 @@ def new_service(
         formats=model.formats,
         pool=pool,
         uses_priority=args.uses_priority,
+        hidden_size=model.hidden_size if args.enable_return_hidden_states else None,
         tracing=_tracing(name) if args.tracing else None,
     )
     return service, pool

@@ -392,11 +392,37 @@ def test_what_generation_config_asks_for_is_done(tmp_path: Path) -> None:
     assert defaults(tmp_path, temperature=0.6, top_k=0, min_p=0.1) == SamplingDefaults(temperature=0.6, min_p=0.1)
     assert defaults(tmp_path, do_sample=False, temperature=0.6).temperature == 0.0
     assert defaults(tmp_path, do_sample=True) == SamplingDefaults()
-    assert defaults(tmp_path, num_beams=4, top_p=0.5) == SamplingDefaults(top_p=0.5)
 
 
-@pytest.mark.parametrize(("config", "message"), [({"temperature": "hot"}, "temperature"), ({"top_p": 2.0}, "top_p")])
-def test_a_generation_setting_that_is_out_of_range_is_refused_by_name(
+def test_every_setting_that_transformers_writes_by_default_is_known(tmp_path: Path) -> None:
+    everything = (
+        transformers.GenerationConfig().to_dict()
+        | transformers.GenerationConfig(**transformers.GenerationConfig._get_default_generation_params()).to_dict()
+        | {"bos_token_id": 1, "pad_token_id": 0, "transformers_version": "4.51.0"}
+    )
+    defaults(tmp_path, **everything)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"num_beams": 4},
+            "settings that are not supported: num_beams = 4; correct it, or leave it out with --sam",
+        ),
+        ({"suppress_tokens": [1, 2]}, r"suppress_tokens = \[1, 2\]"),
+        ({"bad_words_ids": [[5]]}, "bad_words_ids"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size = 3"),
+        ({"typical_p": 0.9}, "typical_p = 0.9"),
+        ({"forced_bos_token_id": 7}, "forced_bos_token_id = 7"),
+        ({"stop_strings": ["x"]}, "stop_strings"),
+        ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow = 1"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 2.0}, "top_p"),
+    ],
+    ids=str,
+)
+def test_generation_settings_that_cannot_be_done_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import socket
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import zmq
 from support.runtime_server import ServerProcess, Stream, eventually, make_checkpoint, running
@@ -18,7 +20,7 @@ from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad, decode_load
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
-FLAGS = ("--enable-debug-endpoints", "--max-bytes-in-flight=67108864")
+FLAGS = ("--enable-debug-endpoints", "--enable-return-hidden-states", "--max-bytes-in-flight=67108864")
 BODY = {"prompt": "hello world, how are you?", "max_tokens": 8, "temperature": 0}
 
 
@@ -192,3 +194,32 @@ def test_wrong_requests_are_named_and_change_nothing(
 ) -> None:
     assert problem in told(admin.post(path, json=body), 400)
     assert http.get("/ready").status_code == 200
+
+
+def test_hidden_states_are_in_the_answer_up_to_its_end(http: httpx.Client) -> None:
+    def ask(**fields: Any) -> dict[str, Any]:
+        sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True} | fields.pop("sampling", {})
+        body = {"input_ids": list(range(40, 60)), "sampling_params": sampling, "return_hidden_states": True, **fields}
+        answer = http.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def rows(answer: dict[str, Any]) -> Any:
+        states = answer["meta_info"]["hidden_states"]
+        return np.frombuffer(base64.b64decode(states["data"]), "<f4").reshape(states["shape"])
+
+    first = ask(cache_salt="a")
+    assert first["meta_info"]["hidden_states"]["first_position"] == 0
+    assert rows(first).shape == (25, 32)
+    again = ask(cache_salt="a")
+    assert again["meta_info"]["hidden_states"]["first_position"] == again["meta_info"]["cached_tokens"] == 16
+    np.testing.assert_allclose(rows(again), rows(first)[16:], atol=1e-5)
+    stop = first["text"][2:4]
+    stopped = ask(cache_salt="b", sampling={"stop": [stop]})
+    assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert len(rows(stopped)) == 20 + stopped["meta_info"]["completion_tokens"] - 1
+    many = {"max_new_tokens": 1000, "n": 128}  # a small body, and an answer of hundreds of MB
+    body = {"text": ["x"] * 8, "return_hidden_states": True, "sampling_params": many}
+    assert "--max-bytes-in-flight" in told(http.post("/generate", json=body), 413)
+    body = {"text": "x", "return_hidden_states": True, "stream": True}
+    assert "not with streams" in told(http.post("/generate", json=body), 400)

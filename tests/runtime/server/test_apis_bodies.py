@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -253,13 +254,15 @@ def _asked(strict: bool) -> dict[str, Any]:
 def test_words_of_a_schema_that_say_nothing_are_named(
     reader: Reader, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    asked = {strict: {"messages": SAY["messages"], **_asked(strict)[where]} for strict in (True, False)}
+    minding = dataclasses.replace(reader, formats=msgspec.structs.replace(reader.formats, strict_schemas=True))
     with caplog.at_level("INFO"):
-        told = [
-            read(reader, "chat", {"messages": SAY["messages"], **_asked(strict)[where]}).ignored
-            for strict in (True, False)
-        ]
+        told = [read(one, "chat", asked[strict]).ignored for one, strict in ((reader, True), (minding, False))]
     assert told == [(f"{where}/additonalProperties", f"{where}/format.zip")] * 2
     assert "'additonalProperties' (did you mean 'additionalProperties'?), 'format.zip'" in caplog.text
+    with pytest.raises(ApiError, match=r"did you mean 'additionalProperties'\?") as refused:
+        read(minding, "chat", asked[True])
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from support.runtime_server import make_tokenizer
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 from treeline_runtime.args import parse_args
 from treeline_runtime.config import ConfigError
 from treeline_runtime.frontend import ServedModel, ServeError
@@ -22,6 +24,7 @@ from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.sampling import SamplingDefaults
+from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.tokenizer import TokenizerBundle
 
 LIMITS = Limits(context_length=4096, max_request_tokens=4096)
@@ -299,5 +302,65 @@ def test_an_answer_comes_back_with_what_clients_keep_with_it() -> None:
             check_messages([{"role": role, "content": "hi", **kept}], lambda name: False)
 
 
+# ---- templates that come with requests ------------------------------------------------------------------------------
+
+GIVEN = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% for d in documents or [] %}<{{ d.text }}>{% endfor %}"
+)
+
+
+def prompt_of(made: Reader, **body: Any) -> str:
+    return made.prompts.decode(chat(made, **body).prompts[0].input_ids, skip_special_tokens=False)
+
+
+def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_it(tokenizer: str) -> None:
+    made = reader(tokenizer)
+    judge = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer), **made.prompts.bundle.special_tokens
+    )
+    documents = [{"text": "one"}, {"text": "two"}]
+    expected = judge.apply_chat_template(
+        [{"role": "user", "content": "hi"}], chat_template=GIVEN, documents=documents, tokenize=False
+    )
+    assert prompt_of(made, chat_template=GIVEN, documents=documents) == expected == "[user]hi<one><two>"
+    assert prompt_of(made) == prompt_of(made, chat_template=TEMPLATE)
+    assert chat(made, chat_template=GIVEN, documents=documents).ignored == ()
+    asks = "{% if enable_thinking %}think{% endif %}{{ messages[0].content }}"
+    assert prompt_of(made, chat_template=asks, reasoning_effort="low") == "thinkhi"
+    tokens = read(made, "tokenize", messages=[{"role": "user", "content": "hi"}], chat_template=GIVEN)
+    assert msgspec.json.decode(tokens.body)["count"] == len(chat(made, chat_template=GIVEN).prompts[0].input_ids)
+
+
 def test_documents_are_ignored_where_the_template_has_no_place_for_them(tokenizer: str) -> None:
     assert chat(reader(tokenizer), documents=[{"text": "x"}]).ignored == ("documents",)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for %}", "does not compile"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot render"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "needs more than"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ messages[0].content * 999999999 }}", "needs more than"),
+        ("{{" + "(" * 20_000, ""),
+        ("x" * 40_000, "32768"),
+    ],
+)
+def test_what_a_given_template_may_do_is_bounded(tokenizer: str, template: str, said: str) -> None:
+    made = reader(tokenizer)
+    with pytest.raises(ApiError) as caught:
+        chat(made, chat_template=template)
+    assert caught.value.status == 400
+    assert said in caught.value.body["error"]["message"]
+
+
+def test_a_given_template_is_not_read_in_an_event_loop(tokenizer: str) -> None:
+    async def asks() -> None:
+        with pytest.raises(NeedsWorkerError):
+            chat(reader(tokenizer), chat_template=GIVEN, reasoning_effort="low")
+        with pytest.raises(NeedsWorkerError):
+            read(reader(tokenizer), "tokenize", messages=[{"role": "user", "content": "hi"}], chat_template=GIVEN)
+
+    asyncio.run(asks())

@@ -210,7 +210,7 @@ NOT_BUILT = DISAGGREGATION | {
     "previous_input_messages",
 }
 REFUSED: dict[str, set[str]] = {
-    "chat": NOT_BUILT | {"chat_template", "add_special_tokens", "thinking"},
+    "chat": NOT_BUILT | {"add_special_tokens", "thinking"},
     "completion": NOT_BUILT,
     "responses": NOT_BUILT | {"prompt", "vllm_xargs"},
     "messages": NOT_BUILT | {"vllm_xargs"},

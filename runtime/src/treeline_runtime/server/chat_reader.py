@@ -23,7 +23,7 @@ def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Lim
     body = openai.read_chat(raw, model)
     calls = read_calls(raw)
     if calls is not None:
-        _check_tools(model)
+        _check_tools(model, body.chat_template)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
     namespace = openai.namespace(raw, caller)
     ids = model.prompts.of_chat(raw, limits, namespace)
@@ -63,7 +63,7 @@ def _echo(raw: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
 
 
-def _check_tools(model: openai.ModelFacts) -> None:
+def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
     """Raises ApiError 400 where calls could not be made, or not be found."""
     if model.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
@@ -74,7 +74,7 @@ def _check_tools(model: openai.ModelFacts) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-    if "tools" not in model.prompts.variables:
+    if "tools" not in model.prompts.variables(template):
         raise ApiError(
             400,
             "The chat template has no place for tools: it would not know of them",

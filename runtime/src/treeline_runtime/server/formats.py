@@ -47,6 +47,8 @@ class Formats(msgspec.Struct, frozen=True, omit_defaults=True):
 
     reasoning: str | None = None
     tools: str | None = None
+    strict_schemas: bool = False
+    """Schemas with `strict: true` may have no words that say nothing."""
 
     @property
     def harmonic(self) -> bool:
@@ -82,12 +84,13 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
         return parsers.needs_special_tokens(self.reasoning, self.tools)
 
 
-def formats_of(bundle: TokenizerBundle, reasoning: str, tools: str) -> Formats:
+def formats_of(bundle: TokenizerBundle, reasoning: str, tools: str, strict_schemas: bool = False) -> Formats:
     """What the flags say, or the chat template. Raises ConfigError for a name that is not known."""
     templates = "".join(text for text in (bundle.chat_template, bundle.tool_template) if text is not None)
     found = Formats(
         _named(reasoning, templates, _THINKING, parsers.REASONING.names()),
         _named(tools, templates, _CALLING, parsers.TOOLS.names()),
+        strict_schemas,
     )
     parsers.needs_special_tokens(found.reasoning, found.tools)  # it knows the names
     return found
@@ -145,7 +148,7 @@ def _calling(calls: Calls, formats: Formats, *, required: bool) -> dict[str, Any
     functions = [Function(tool.name, tool.parameters or None, tool.strict or required) for tool in calls.tools]
     for tool in calls.tools:
         if tool.strict or required:
-            note_words(tool.parameters, f"tools.{tool.name}")
+            note_words(tool.parameters, f"tools.{tool.name}", strict=tool.strict)
     tag = parsers.structure(formats.tools, functions, required=required, parallel=calls.several)
     format: dict[str, Any] = tag["format"]
     return format

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Container, Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
@@ -30,6 +31,8 @@ MAX_CHOICES: Final = 4096
 
 ANY_OBJECT: Final = Grammar("json", '{"type":"object"}')
 
+STRICT: Final = ContextVar("strict", default=False)
+"""Whether schemas with `strict: true` are refused where they have words that say nothing: `Reader.read` sets it."""
 _MOST_SHOWN: Final = 8
 
 logger = logging.getLogger(__name__)
@@ -77,13 +80,16 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
     return found
 
 
-def note_words(schema: Any, param: str) -> None:
-    """Has the answer's header and the log name the words of a schema that say nothing."""
+def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
+    """Has the answer's header and the log name the words of a schema that say nothing. Raises ApiError 400 for them
+    where the schema is strict and the server refuses them (`STRICT`)."""
     shown = list[str]()
     for word in ignored(schema):
         ignore(f"{param}/{word}")
         hint = meant(word) if len(shown) < _MOST_SHOWN else ""
         shown.append(f"{short(word)!r}" + (f" (did you mean {hint!r}?)" if hint else ""))
+    if shown and strict and STRICT.get():
+        raise invalid(param, f"with 'strict', a schema has no words that say nothing: {', '.join(shown[:_MOST_SHOWN])}")
     if shown:
         logger.info("words of a schema say nothing: %s", ", ".join(shown[:_MOST_SHOWN]))
 
@@ -110,13 +116,13 @@ def structural_tag(format: Mapping[str, Any], param: str) -> Grammar:
     return Grammar("structural_tag", _source({"type": "structural_tag", "format": format}, param, 4 * MAX_SOURCE_BYTES))
 
 
-def _json(value: Any, param: str) -> Constraint:
+def _json(value: Any, param: str, *, strict: bool = False) -> Constraint:
     """A JSON Schema, as an object or as its text."""
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict):
         raise invalid(param, "a JSON Schema is an object ({} permits any value)")
     source = _source(schema, param)
-    note_words(schema, param)
+    note_words(schema, param, strict=strict)
     return Constraint(param, Grammar("json", source))
 
 
@@ -232,7 +238,7 @@ def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
     if wrapped.get("schema") is None:
         where = f"{where}.schema"
         raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
-    schema = _json(wrapped["schema"], f"{where}.schema")
+    schema = _json(wrapped["schema"], f"{where}.schema", strict=wrapped.get("strict") is True)
     return Constraint(param, schema.grammar)
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 
-from treeline_runtime.messages import FinishReason, GenerateReq, TextOut, decode_logprobs
+from treeline_runtime.messages import FinishReason, GenerateReq, HiddenStates, TextOut, decode_logprobs
 from treeline_runtime.server import answers, native_fields, openai, schema
 from treeline_runtime.server.dependencies import Generating, Serving, converting, task_of
-from treeline_runtime.server.errors import Header
+from treeline_runtime.server.errors import ApiError, Header
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import GenerateTask
 from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_object
-from treeline_runtime.server.service import AnswerMaker, token_headers
+from treeline_runtime.server.service import AnswerMaker, Service, token_headers
+
+HIDDEN_BYTES = 10
+"""What an element of a hidden state takes while an answer is made: as float32, and that as base64."""
+_BASE64_AT_ONCE = 3 << 18
+"""Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
 router = APIRouter()
 
@@ -33,7 +39,23 @@ router = APIRouter()
 async def generate(
     service: Serving, asked: Generating, task: Annotated[GenerateTask, task_of("generate", "generate")]
 ) -> Response:
-    return await service.answer(asked, task, _Answers(asked, task, service.state.weight_version))
+    made = _Answers(asked, task, service.state.weight_version)
+    return await service.answer(asked, task, made, answer_bytes=_hidden_bytes(service, task))
+
+
+def _hidden_bytes(service: Service, task: GenerateTask) -> int:
+    """What the hidden states of an answer may take. Raises ApiError 400 where there are none to be had."""
+    if not task.prompts[0].return_hidden_states:
+        return 0
+    if service.hidden_size is None:
+        raise ApiError(
+            400,
+            "Start the server with --enable-return-hidden-states to ask for them",
+            param="return_hidden_states",
+            code="disabled",
+        )
+    rows = task.n * sum(len(prompt.input_ids) + prompt.sampling.max_new_tokens for prompt in task.prompts)
+    return HIDDEN_BYTES * service.hidden_size * rows
 
 
 for _path in ("/tokenize", "/v1/tokenize"):
@@ -113,6 +135,8 @@ class _Answers(AnswerMaker):
         pieces.append(encode_json(meta)[:-1])
         for name, listed in so_far.logprobs.items():
             pieces += [b',"%s":[' % name.encode(), bytes(listed), b"]"]
+        if out.hidden_states is not None:
+            pieces += await _hidden_states(out.hidden_states, pacer)
         return [*pieces, b"}}"]
 
     def _shown(self, item: Any) -> Any:
@@ -154,6 +178,17 @@ def _extend(known: bytearray, fresh: bytes) -> None:
     if known and fresh:
         known += b","
     known += fresh
+
+
+async def _hidden_states(states: HiddenStates, pacer: Pacer) -> list[bytes]:
+    """A member of `meta_info`: rows as base64, since as JSON they would be three times as long."""
+    shape = [len(states.data) // (4 * states.size), states.size]
+    head = {"first_position": states.first, "shape": shape, "dtype": "float32"}
+    pieces = [b',"hidden_states":', open_object(head, "data"), b'"']
+    for start in range(0, len(states.data), _BASE64_AT_ONCE):
+        pieces.append(base64.b64encode(states.data[start : start + _BASE64_AT_ONCE]))
+        await pacer.rest()
+    return [*pieces, b'"}']
 
 
 def _finish(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:

@@ -65,6 +65,7 @@ class GenerateBody(Body, frozen=True):
     logprob_start_len: StartLen | list[StartLen] | None = None
     top_logprobs_num: TopCount | list[TopCount] | None = None
     return_text_in_logprobs: bool | None = None
+    return_hidden_states: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
     custom_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
     """As in `sampling_params`: SGLang's clients have the first here, and the second there."""
@@ -82,6 +83,7 @@ class TokenizeBody(Body, frozen=True):
     tools: tools.Tools = None
     tool_choice: tools.ToolChoice = None
     parallel_tool_calls: tools.SeveralCalls = None
+    chat_template: openai.ChatTemplateText | None = None
     add_special_tokens: bool | None = None
     model: str | None = None
 

@@ -65,6 +65,8 @@ class ModelFacts:
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
+ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
+"""Known ones have up to 20 thousand characters."""
 MAX_SALT_CHARS = 1024
 """It is kept with every page, and sent to every router."""
 Salt = Annotated[
@@ -170,6 +172,8 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
         Effort | None,
         Meta(description="For the chat template, whose thinking it turns on or off; ignored where it reads neither."),
     ] = None
+    chat_template: ChatTemplateText | None = None
+    """In place of the model's: vLLM's."""
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
@@ -204,7 +208,8 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 def read_chat(body: Mapping[str, Any], model: ModelFacts) -> ChatBody:
     """Raises ApiError 400 or 404."""
     typed = ChatBody.read(body)
-    if typed.reasoning_effort and model.prompts.variables.isdisjoint(EFFORT_VARIABLES):
+    model.prompts.check_place(typed.chat_template)
+    if typed.reasoning_effort and model.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
         ignore("reasoning_effort")
     _check_common(body, typed, model)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None

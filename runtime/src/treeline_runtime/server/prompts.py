@@ -18,7 +18,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -26,14 +26,14 @@ from jinja2 import meta, nodes
 from tokenizers import Tokenizer
 from treeline_wire.added_tokens import AddedToken, AddedTokens
 from treeline_wire.apis.conversion import takes_inline_system
-from treeline_wire.chat import ChatTemplate, TemplateBusyError, TemplateError
+from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateBusyError, TemplateError, on_event_loop
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
 from treeline_wire.normalization import identity
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, invalid
 from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
 from treeline_runtime.templates.pool import TemplatePool
@@ -185,6 +185,8 @@ class Unmarked:
 
 
 _ESCAPE_BYTES = 5
+KEPT_TEMPLATES = 16
+"""Of those that came with requests."""
 END_TOKENS = 64
 """Of a prompt, looked at for what a template has begun there."""
 
@@ -203,6 +205,7 @@ class Prompts:
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._pool = TemplatePool()
         self._template = ChatTemplate.from_bundle(bundle, self._pool)
+        self._given = functools.lru_cache(KEPT_TEMPLATES)(self._template_of)
         self._inline_system: dict[bool, bool] = {}
         keys = _keys(bundle)
         self._token_bytes = [] if keys is None else keys.token_bytes
@@ -211,6 +214,11 @@ class Prompts:
     def close(self) -> None:
         """Ends the processes that render chat templates."""
         self._pool.close()
+
+    def check_place(self, given: str | None) -> None:
+        """Raises NeedsWorkerError for a template that comes with a request, where to read it would hold up others."""
+        if given is not None and on_event_loop():
+            raise NeedsWorkerError
 
     def template_reads(self, name: str) -> bool:
         """Whether a chat template of the model reads a variable or a member `name`."""
@@ -229,25 +237,41 @@ class Prompts:
             self._inline_system[must_show] = known
         return known
 
+    def variables(self, given: str | None = None) -> Set[str]:
+        """Those that the chat templates of the model, or the one that is `given`, go by, as `chat_template_kwargs` set
+        them. Of a given one they are found out each time."""
+        return self._variables if given is None else _variables_of(given)
+
     @functools.cached_property
-    def variables(self) -> frozenset[str]:
-        """Those that the chat templates go by, as `chat_template_kwargs` set them."""
+    def _variables(self) -> frozenset[str]:
         templates = (self.bundle.chat_template, self.bundle.tool_template)
         return frozenset[str]().union(*(_variables_of(text) for text in templates if text is not None))
 
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
         """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized. `namespace`:
         the prompt's; none can tell by the time what another has sent."""
-        if self._template is None:
+        given = body.get("chat_template")
+        self.check_place(given)
+        template, names = (self._template, self._read_names) if given is None else self._given(namespace, given)
+        if template is None:
             raise ApiError(
                 400,
                 "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
                 param="messages",
             )
-        check_messages(body.get("messages"), self.template_reads)
-        if body.get("documents") and not self.template_reads("documents"):
+        check_messages(body.get("messages"), names.__contains__)
+        if body.get("documents") and "documents" not in names:
             ignore("documents")
-        return self._rendered(body, limits, "messages", namespace, self._template)
+        return self._rendered(body, limits, "messages", namespace, template)
+
+    def _template_of(self, _namespace: str | None, source: str) -> tuple[ChatTemplate, Set[str]]:
+        """What came with a request, and the names that it reads. No two clients whose caches are apart have one in
+        common."""
+        try:
+            made = ChatTemplate(source, special_tokens=self.bundle.special_tokens, pool=self._pool, inline_seconds=0)
+        except TemplateError as error:
+            raise invalid("chat_template", str(error)) from None
+        return made, _names_read(source)
 
     def _rendered(
         self,
@@ -264,6 +288,8 @@ class Prompts:
         except TemplateBusyError as error:
             raise ApiError(503, f"{error}; try again later", type="server_error") from None
         except TemplateError as error:
+            if template is not self._template:
+                raise invalid("chat_template", str(error).replace("the model's chat", "the chat")) from None
             raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
         return self._ids(prompt, limits, param, namespace)
 

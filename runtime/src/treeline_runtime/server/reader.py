@@ -64,6 +64,7 @@ class Reader(openai.ModelFacts):
         }
         noted = dict[str, None]()
         IGNORED.set(noted)
+        grammars.STRICT.set(self.formats.strict_schemas)
         try:
             task = readers[kind](json_object(body), limits, caller)
         except RecursionError:
@@ -105,6 +106,8 @@ class Reader(openai.ModelFacts):
         if rids is not None and len(set(rids)) < len(rids):
             twice = next(rid for index, rid in enumerate(rids) if rid in rids[:index])
             raise ApiError(400, f"rid {twice!r} is given twice", param="rid")
+        if body.stream and body.return_hidden_states:
+            raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
         task = GenerateTask(
             rid=body.rid if isinstance(body.rid, str) else openai.new_rid("gen"),
             prompts=requests,
@@ -187,6 +190,7 @@ class Reader(openai.ModelFacts):
                     logprob_start_len=start,
                     top_logprobs_num=top or 0,
                     priority=body.priority or 0,
+                    return_hidden_states=bool(body.return_hidden_states),
                 )
             )
             ns.add(typed.n or 1)

@@ -1,5 +1,9 @@
 """Sampling fields of a request → SamplingParams: ranges, and where unset values come from.
 
+The checkpoint's generation_config.json is read as config.json is: what is known and acted on, what has no effect here,
+and what would change the answers but is not supported, which is refused by name (`--sampling-defaults openai` leaves
+the whole file out).
+
 The fields of a request that ask for a logit processor → CustomProcessor. Pure functions.
 
 SGLang 0.5.23 has `custom_logit_processor` and `custom_params` at the top level of chats and completions; of `/generate`
@@ -126,14 +130,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_model(cls, model_dir: Path) -> SamplingDefaults:
-        """Reads the checkpoint's file, if it has one, as other engines do: its other settings have no effect. Raises
-        ValueError for a value that is out of range."""
+        """Reads the checkpoint's file, if it has one. Raises ValueError for what cannot be done as it says."""
         try:
-            path = model_dir / "generation_config.json"
-            config = msgspec.json.decode(path.read_bytes(), type=GenerationConfig)
+            config = parse_generation_config((model_dir / "generation_config.json").read_bytes())
         except FileNotFoundError:
             return cls()
-        except (OSError, msgspec.MsgspecError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(
                 f"generation_config.json: {error}; correct it, or leave it out with --sampling-defaults openai"
             ) from None
@@ -294,6 +296,45 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int, where: str) -> d
     return by_id
 
 
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+NO_EFFECT = _words(
+    # token ids: eos_token_id is read with the model, the others are never added
+    "bos_token_id decoder_start_token_id eos_token_id pad_token_id "
+    # lengths and numbers of answers, which every API has its own defaults for
+    "max_length max_new_tokens num_return_sequences "
+    # of beam search, which num_beams would turn on
+    "diversity_penalty early_stopping length_penalty low_memory num_beam_groups "
+    # how it is computed, and what else is returned
+    "assistant_confidence_threshold assistant_early_exit assistant_lookbehind cache_config cache_implementation "
+    "compile_config disable_compile is_assistant max_matching_ngram_size num_assistant_tokens "
+    "num_assistant_tokens_schedule output_attentions output_hidden_states output_logits output_scores "
+    "prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values return_dict_in_generate target_lookbehind "
+    "use_cache "
+    # where it comes from
+    "_from_model_config _name_or_path chat_format max_window_size transformers_version trust_remote_code"
+)
+
+NOT_USED: dict[str, tuple[object, ...]] = {
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "renormalize_logits": (False,),
+    "token_healing": (False,),
+    "typical_p": (1,),
+}
+"""Key → its values that mean "not used"; `null` does for every key."""
+
+
 class GenerationConfig(msgspec.Struct, frozen=True):
     """The part that is acted on. None = unset."""
 
@@ -303,3 +344,21 @@ class GenerationConfig(msgspec.Struct, frozen=True):
     top_k: TopK | None = None
     min_p: Share | None = None
     repetition_penalty: RepetitionPenalty | None = None
+
+
+def parse_generation_config(data: bytes) -> GenerationConfig:
+    """Raises ValueError, with the key in its message."""
+    try:
+        raw = msgspec.json.decode(data, type=dict[str, Any])
+        config = msgspec.convert(raw, GenerationConfig)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+    known = NO_EFFECT | set(GenerationConfig.__struct_fields__)
+    unknown = [
+        f"{key} = {value!r}"
+        for key, value in raw.items()
+        if value is not None and key not in known and value not in NOT_USED.get(key, ())
+    ]
+    if unknown:
+        raise ValueError(f"settings that are not supported: {', '.join(unknown)}")
+    return config

@@ -166,6 +166,8 @@ class Service:
     """Known once the scheduler is ready."""
     uses_priority: bool = False
     """Whether the priority of a request changes anything."""
+    hidden_size: int | None = None
+    """Of the hidden states that requests may ask for; None: they may not."""
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
