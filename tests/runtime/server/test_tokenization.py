@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import wire
 from tokenizers import AddedToken, Tokenizer, normalizers
-from treeline_runtime.server import prompts as tokenization
-from treeline_runtime.server.prompts import CachedTokenizer
+from treeline_runtime.server import tokenization
+from treeline_runtime.server.tokenization import CachedTokenizer
 
 UNDEMANDING = [token for token in wire.FLAGGED if not token.single_word]
 KINDS = {
