@@ -44,7 +44,7 @@ class Kitchen:
     open: bool = setting(False, help="for guests")
     smoke: bool = setting(True, either=True, help="allowed")
     music: bool = setting(None, parse=yes_or_no, metavar="BOOL", help="allowed, or not")
-    key: str | None = setting(None, group="safe", env="KEY", secret=True, file_help="a file with it", help="to all")
+    key: str | None = setting(None, group="safe", env="KEY", secret=True, help="to all")
     rats: int = setting(0, group=None, at_most=3, help="for Python alone")
     opened_at: float = 0.0
 
@@ -165,7 +165,6 @@ def test_help_has_the_words_of_each_flag() -> None:
         "--smoke, --no-smoke",
         "--music [BOOL]",
         "{plain,rich}",
-        "--key-file FILE",
         "default: 80",
     ):
         assert word in text

@@ -14,7 +14,7 @@ from treeline_wire.command_line import Parser
 from treeline_wire.security import KeyFileError, read_secret
 from treeline_wire.settings import add_flags, port_setting, setting, shown, values
 
-from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.config import SchedulerConfig
 
 EPILOG = """\
 examples:
@@ -133,13 +133,6 @@ class ServerArgs(SchedulerConfig):
         help="let pages of this origin, e.g. https://chat.example.org, call the API from a browser; repeatable, "
         "'*' = any (default: none)",
     )
-    no_docs: bool = setting(
-        False,
-        group="serving",
-        rare=True,
-        help="serve neither /openapi.json nor /docs, which show the API to anybody, also with --api-key; the page "
-        "loads its scripts from cdn.jsdelivr.net",
-    )
     max_bytes_in_flight: int = setting(
         512 << 20,
         group="serving",
@@ -177,39 +170,23 @@ class ServerArgs(SchedulerConfig):
         parse=_port_or_off,
         help="port of administration (default: %(default)s; 0 = any free one; off = none)",
     )
-    admin_key: str | None = setting(
+    admin_key_file: str | None = setting(
         None,
         group="surfaces",
-        rare=True,
-        metavar="KEY",
-        env="TREELINE_ADMIN_KEY",
-        secret=True,
-        file_help="administration demands 'Authorization: Bearer KEY' with the key in this file, which must not be "
-        "open to everyone",
-        help="the same with the key itself, which everyone on the machine sees in the list of processes; better is "
-        "the file, or TREELINE_ADMIN_KEY in the environment",
+        metavar="FILE",
+        help="administration demands 'Authorization: Bearer KEY' with the key in this file, which must not be open to "
+        "everyone; or in TREELINE_ADMIN_KEY",
+    )
+    admin_key: str | None = setting(
+        None, group=None, secret=True, help="of administration: from the file, or TREELINE_ADMIN_KEY"
     )
     tracing: bool = setting(
         False,
         group="surfaces",
         help="OpenTelemetry traces of requests, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
     )
-    profile_dir: str | None = setting(
-        None,
-        group="surfaces",
-        rare=True,
-        metavar="DIR",
-        help="folder for traces of POST /start_profile on the admin port (default: none, it is refused)",
-    )
 
     no_events: bool = setting(False, group="publishing", help="publish nothing")
-    events_host: str | None = setting(
-        None,
-        group="publishing",
-        rare=True,
-        metavar="HOST",
-        help="address of the three sockets (default: loopback, or all with --curve-dir)",
-    )
     events_port: int = port_setting(
         ports.EVENTS,
         group="publishing",
@@ -239,7 +216,7 @@ class ServerArgs(SchedulerConfig):
         None,
         group="publishing",
         metavar="DIR",
-        help="folder with the CURVE key pair; without it only loopback may be bound",
+        help="folder with the CURVE key pair: events are published on --host; without it on loopback",
     )
 
     pre_stop: float = setting(
@@ -312,19 +289,13 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     given = parser.parse_args(argv)
     if given.api_key == "":
         parser.error("argument --api-key: must not be empty")
-    key = _admin_key(parser, given.admin_key, given.admin_key_file)
-    try:
-        return ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
-    except ConfigError as error:  # settings that do not go together
-        parser.error(str(error))
+    key = _admin_key(parser, given.admin_key_file)
+    return ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
 
 
-def _admin_key(parser: argparse.ArgumentParser, key: str | None, file: str | None) -> str | None:
-    """From the flag or the environment, or the file. A key is one word of printable ASCII, as a header carries it."""
-    by_flag = key != (os.environ.get("TREELINE_ADMIN_KEY") or None)  # where both are equal it does not matter
-    if by_flag and file is not None:
-        parser.error("argument --admin-key: not together with --admin-key-file")
-    flag = "argument --admin-key" if by_flag else "TREELINE_ADMIN_KEY"
+def _admin_key(parser: argparse.ArgumentParser, file: str | None) -> str | None:
+    """From the file, or the environment. A key is one word of printable ASCII, as a header carries it."""
+    flag, key = "TREELINE_ADMIN_KEY", os.environ.get("TREELINE_ADMIN_KEY") or None
     if file is not None:
         flag = "argument --admin-key-file"
         try:

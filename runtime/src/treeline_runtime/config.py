@@ -145,9 +145,7 @@ class SchedulerConfig(EngineConfig):
     )
     waiting_timeout: float | None = setting(
         None,
-        group="scheduling",
-        rare=True,
-        metavar="S",
+        group=None,
         above=0,
         help="503 for a request that has not begun after S seconds (default: no limit)",
     )
@@ -193,8 +191,7 @@ class SchedulerConfig(EngineConfig):
     )
     schedule_low_priority_values_first: bool = setting(
         False,
-        group="scheduling",
-        rare=True,
+        group=None,
         help="a lower priority is more urgent, as for vLLM; else a higher one, as for SGLang",
     )
     eviction_policy: Literal["lru", "lfu", "priority"] = setting(

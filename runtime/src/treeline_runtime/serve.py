@@ -275,7 +275,6 @@ class Server:
             key=args.api_key,
             metrics_at=None if args.metrics_port is None else url_of(args.metrics_host, args.metrics_port),
             admin_at=None if args.admin_port is None else url_of(args.admin_host, args.admin_port),
-            documented=not args.no_docs,
             allowed_origins=args.cors_allow_origin,
         )
         found = [HttpServer(inference, listeners.http)]

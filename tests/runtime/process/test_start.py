@@ -19,7 +19,7 @@ from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses
 from treeline_runtime.listeners import ListenError
 from treeline_runtime.processes import ChildSpec, StartError
-from treeline_runtime.publisher.sockets import EventsError
+from treeline_runtime.publisher.sockets import EventsError, open_keys
 from treeline_runtime.serve import main, serve
 from treeline_wire.security import CurveKeys
 
@@ -57,9 +57,6 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
             ["--model", "m", "--prefix-cache", "nosuch"],
             "--prefix-cache: invalid choice: 'nosuch' (choose from 'radix', 'off')",
         ),
-        (["--model", "m", "--admin-key", ""], "--admin-key: a key is one word"),
-        (["--model", "m", "--admin-key", "two words"], "--admin-key: a key is one word"),
-        (["--model", "m", "--admin-key", "a", "--admin-key-file", "b"], "not together with --admin-key-file"),
         (["--model", "m", "--admin-key-file", "/nowhere"], "--admin-key-file: cannot read /nowhere"),
     ],
 )
@@ -117,7 +114,7 @@ def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args(["--model", "m"]).api_key == "other"
 
 
-def test_the_admin_key_comes_from_flag_file_or_environment_and_is_never_shown(
+def test_the_admin_key_comes_from_file_or_environment_and_is_never_shown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse_args(["--model", "m"]).admin_key is None
@@ -128,7 +125,9 @@ def test_the_admin_key_comes_from_flag_file_or_environment_and_is_never_shown(
     assert parse_args(["--model", "m"]).admin_key == "from-environment"
     args = parse_args(["--model", "m", "--admin-key-file", str(file)])
     assert (args.admin_key, args.public()["admin_key"]) == ("from-file", "(set)")
-    assert parse_args(["--model", "m", "--admin-key", "from-flag"]).admin_key == "from-flag"
+    file.write_text("two words")
+    assert main(["--model", "m", "--admin-key-file", str(file)]) == 2
+    assert "--admin-key-file: a key is one word" in capsys.readouterr().err
     file.chmod(0o644)
     assert main(["--model", "m", "--admin-key-file", str(file)]) == 2
     assert "is open to everyone (mode 0644); chmod o-rwx it" in capsys.readouterr().err
@@ -192,14 +191,21 @@ def test_a_host_that_is_no_address_is_named(flag: str) -> None:
 
 
 def test_events_are_not_opened_to_the_network_without_keys(tmp_path: Path) -> None:
-    with pytest.raises(EventsError, match=r"--events-host: refusing to bind to 0\.0\.0\.0"):
-        serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--events-host", "0.0.0.0"]))
+    assert open_keys(parse_args(["--model", "/nowhere", "--host", "0.0.0.0"])) == (None, "127.0.0.1")
     with pytest.raises(EventsError, match="--curve-dir: cannot read"):
         serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--curve-dir", str(tmp_path)]))
-    keys = str(tmp_path / "keys")
-    CurveKeys.generate(keys)
-    with pytest.raises(EventsError, match="'no such host' is no address"):
-        serve(parse_args(["--model", "/nowhere", *OWN_PORTS, "--curve-dir", keys, "--events-host", "no such host"]))
+    keys = CurveKeys.generate(tmp_path / "keys")
+    asked = ["--model", "/nowhere", "--host", "0.0.0.0", "--curve-dir", str(tmp_path / "keys")]
+    assert open_keys(parse_args(asked)) == (keys, "0.0.0.0")
+
+
+@pytest.mark.parametrize("twice", [("--events-port", "--replay-port"), ("--replay-port", "--load-port")])
+def test_two_sockets_of_events_cannot_have_one_port(twice: tuple[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flags = ["--model", "/nowhere", *OWN_PORTS, *(word for flag in twice for word in (flag, port))]
+    with pytest.raises(EventsError, match=f"^{twice[1]}: {port} is the port of {twice[0]}"):
+        serve(parse_args(flags))
 
 
 def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Path, tmp_path: Path) -> None:

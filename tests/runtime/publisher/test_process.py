@@ -279,7 +279,7 @@ def test_load_is_reported_in_both_forms_and_draining_with_it(start: Callable[...
 
 def test_with_keys_only_those_who_hold_them_can_listen(start: Callable[..., Publisher], tmp_path: Path) -> None:
     keys = CurveKeys.generate(tmp_path / "keys")
-    publisher = start(curve_dir=str(tmp_path / "keys"), events_host="127.0.0.1").started()
+    publisher = start(curve_dir=str(tmp_path / "keys")).started()
     assert publisher.ports["curve"] is True
     publisher.store(1)
     publisher.settled()

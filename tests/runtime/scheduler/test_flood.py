@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from support.runtime_engine import Harness
-from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.ipc import READ_AT_ONCE
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import InflightRequest, TokenizerManager
+from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, InflightRequest, TokenizerManager
 
 STEPS = 8
 """Two in which the inbox is emptied of what went before, and some in which the scheduler's answer comes back, the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -24,9 +25,8 @@ BODY = {"prompt": "hello world, how are you?", "max_tokens": 8, "temperature": 0
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    traces = tmp_path_factory.mktemp("traces")
-    with running(model, "--max-total-tokens=4096", f"--profile-dir={traces}", *FLAGS) as server:
+def server(model: Path) -> Iterator[ServerProcess]:
+    with running(model, "--max-total-tokens=4096", *FLAGS) as server:
         yield server
 
 
@@ -164,6 +164,7 @@ def test_a_profile_is_a_file_of_so_many_steps(http: httpx.Client, admin: httpx.C
     path = Path(admin.post("/stop_profile").json()["path"])
     assert path.parent == Path(started["folder"])
     assert path.stat().st_size > 0
+    shutil.rmtree(path.parent)
     assert told(admin.post("/stop_profile"), 400).startswith("Refused: no profile is running")
 
 

@@ -15,7 +15,7 @@ from support.epp_io import small_bundle
 from treeline_runtime.server.apis.errors import NO_THREADS, anthropic_error
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.formats import Formats
-from treeline_runtime.server.jobs import Answered, Caller, MessagesTask, ResponsesTask
+from treeline_runtime.server.jobs import Answered, Caller, ChatTask
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import Kind, Reader
@@ -199,8 +199,8 @@ def test_what_cannot_be_done_is_refused_by_name(reader: Reader, kind: Kind, body
 )
 def test_what_real_clients_send_is_taken(reader: Reader, kind: Kind, body: Any) -> None:
     task = read(reader, kind, (ASK if kind == "responses" else SAY) | body)
-    assert isinstance(task, ResponsesTask | MessagesTask)
-    assert task.chat.streaming.on == bool(body.get("stream"))
+    assert isinstance(task, ChatTask)
+    assert task.stream == bool(body.get("stream"))
 
 
 def test_an_effort_is_a_hint_where_the_template_has_no_place_for_it(reader: Reader) -> None:
@@ -209,7 +209,7 @@ def test_an_effort_is_a_hint_where_the_template_has_no_place_for_it(reader: Read
     try:
         plain = dataclasses.replace(reader, prompts=prompts)
         ids = [
-            read(plain, "messages", SAY | {"output_config": {"effort": effort}}).chat.job.prompts[0].input_ids
+            read(plain, "messages", SAY | {"output_config": {"effort": effort}}).prompts[0].input_ids
             for effort in ("medium", "max", None)
         ]
         assert ids[0] == ids[1] == ids[2]
@@ -228,9 +228,9 @@ def test_a_client_is_told_to_go_on_without_threads() -> None:
 
 
 def test_a_prompt_is_that_of_the_chat_and_counted_so(reader: Reader) -> None:
-    chat = read(reader, "chat", {"messages": SAY["messages"], "cache_salt": "s"}).job
-    asked = read(reader, "responses", ASK | {"cache_salt": "s"}).chat.job
-    told = read(reader, "messages", SAY | {"cache_salt": "s"}).chat.job
+    chat = read(reader, "chat", {"messages": SAY["messages"], "cache_salt": "s"})
+    asked = read(reader, "responses", ASK | {"cache_salt": "s"})
+    told = read(reader, "messages", SAY | {"cache_salt": "s"})
     assert chat.prompts[0].input_ids == asked.prompts[0].input_ids == told.prompts[0].input_ids
     assert chat.prompts[0].namespace == asked.prompts[0].namespace == told.prompts[0].namespace != None  # noqa: E711
     counted = read(reader, "count_tokens", SAY)
@@ -279,11 +279,11 @@ def test_words_of_a_schema_in_a_structural_tag_are_named_too(reader: Reader, tag
 
 def test_formats_of_outputs_are_a_chats_grammars(reader: Reader) -> None:
     def grammar(kind: Kind, body: Any) -> Any:
-        return read(reader, kind, body).chat.job.prompts[0].sampling.grammar
+        return read(reader, kind, body).prompts[0].sampling.grammar
 
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
     read_chat = read(reader, "chat", {"messages": SAY["messages"], "response_format": wrapped})
-    expected = read_chat.job.prompts[0].sampling.grammar
+    expected = read_chat.prompts[0].sampling.grammar
     assert expected is not None
     format = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
     assert grammar("responses", ASK | {"text": {"format": format}}) == expected
@@ -292,7 +292,7 @@ def test_formats_of_outputs_are_a_chats_grammars(reader: Reader) -> None:
     )
     object = read(reader, "chat", {"messages": SAY["messages"], "response_format": {"type": "json_object"}})
     assert grammar("responses", ASK | {"text": {"format": {"type": "json_object"}}}) == (
-        object.job.prompts[0].sampling.grammar
+        object.prompts[0].sampling.grammar
     )
     assert grammar("responses", ASK) is grammar("messages", SAY) is None
 
@@ -352,7 +352,7 @@ BODY = st.fixed_dictionaries(
 
 def status(reader: Reader, kind: Kind, body: Any) -> int:
     try:
-        assert isinstance(read(reader, kind, body), ResponsesTask | MessagesTask | Answered)
+        assert isinstance(read(reader, kind, body), ChatTask | Answered)
     except ApiError as error:
         return error.status
     return 200

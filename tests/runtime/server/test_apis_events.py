@@ -9,29 +9,41 @@ from typing import Any
 
 import anthropic
 import httpx2
+import msgspec
 import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
-from treeline_runtime.server.apis.answering import Event, Events
+from treeline_runtime.server.apis.answering import EventMaker
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
 from treeline_runtime.server.apis.responses_events import ResponseEvents
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import named_event
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import encode_json
 
-JOB = GenerationJob("resp_1", [GenerateReq("", [1] * 10, SamplingParams())])
-MEMBERS = {
-    "id": "resp_1",
-    "object": "response",
-    "created_at": 1,
-    "model": "m",
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-}
+REPEATED = json.dumps(
+    {
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "reasoning": {},
+        "temperature": 1.0,
+        "text": {},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_logprobs": 0,
+        "top_p": 1.0,
+        "truncation": "disabled",
+    }
+).encode()
+TASK = ChatTask(rid="resp_1", prompts=[GenerateReq("", [1] * 10, SamplingParams())], repeated=REPEATED)
+PROMPTS: Any = None
+"""Of a chat whose output is not parsed."""
+Event = dict[str, Any]
 STOP, LENGTH = FinishReason("stop", matched=3), FinishReason("length")
 WORK: list[Part] = [
     Thought("\n"),
@@ -50,18 +62,18 @@ WORK: list[Part] = [
 
 
 def responses() -> ResponseEvents:
-    return ResponseEvents(JOB, MEMBERS, b'{"tools":[]}', clock=lambda: 2.5)
+    return ResponseEvents(TASK, PROMPTS, "m", clock=lambda: 2.5)
 
 
 def messages(*, fills_context: bool = False) -> MessageEvents:
-    return MessageEvents(JOB, "m", fills_context=fills_context)
+    return MessageEvents(msgspec.structs.replace(TASK, fills_context=fills_context), PROMPTS, "m")
 
 
 def output(finish: FinishReason | None) -> TextOut:
     return TextOut("r", "", [], finish, prompt_tokens=10, cached_tokens=3, completion_tokens=7)
 
 
-def told(events: Events, parts: list[Part], finish: FinishReason = STOP) -> list[Event]:
+def told(events: EventMaker, parts: list[Part], finish: FinishReason = STOP) -> list[Event]:
     """Each event as it was when it was told."""
 
     def all() -> Iterator[Event]:
@@ -73,7 +85,7 @@ def told(events: Events, parts: list[Part], finish: FinishReason = STOP) -> list
     return [json.loads(encode_json(event)) for event in all()]
 
 
-def answer(events: Events) -> dict[str, Any]:
+def answer(events: EventMaker) -> dict[str, Any]:
     """As it leaves."""
     made: dict[str, Any] = json.loads(encode_json(events.answer))
     return made
@@ -88,7 +100,7 @@ def stream_of(frames: bytes) -> httpx2.Client:
 
 
 def frames(events: list[Event]) -> bytes:
-    return b"".join(named_event(event) for event in events)
+    return b"".join(named_event(event["type"], event) for event in events)
 
 
 # ---- /v1/responses --------------------------------------------------------------------------------------------------
@@ -172,10 +184,10 @@ def test_a_response_that_fails_keeps_what_came() -> None:
 
 
 def test_who_shares_the_cache_is_not_told_of_it() -> None:
-    job = GenerationJob("r", JOB.prompts, hides_cache=True)
-    usage = told(ResponseEvents(job, MEMBERS, b'{"tools":[]}'), [Said("a")])[-1]["response"]["usage"]
+    task = msgspec.structs.replace(TASK, hides_cache=True)
+    usage = told(ResponseEvents(task, PROMPTS, "m"), [Said("a")])[-1]["response"]["usage"]
     assert "input_tokens_details" not in usage
-    counted = told(MessageEvents(job, "m", fills_context=False), [Said("a")])[-2]["usage"]
+    counted = told(MessageEvents(task, PROMPTS, "m"), [Said("a")])[-2]["usage"]
     assert counted == {"input_tokens": 10, "output_tokens": 7}
 
 
@@ -230,7 +242,7 @@ def test_why_a_message_ended(parts: list[Part], finish: FinishReason, fills: boo
     events = messages(fills_context=fills)
     told(events, parts, finish)
     matched = finish.matched if isinstance(finish.matched, str) else None
-    assert (events.answer["stop_reason"], events.answer["stop_sequence"]) == (reason, matched)
+    assert (events.answer.stop_reason, events.answer.stop_sequence) == (reason, matched)
 
 
 def test_a_message_that_somebody_ended_is_an_error() -> None:

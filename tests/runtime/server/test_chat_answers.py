@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +15,11 @@ from openai.types.chat import ChatCompletionChunk
 from support.outputs import pieces
 from treeline_runtime import parsers
 from treeline_runtime.messages import FinishReason, TextOut
-from treeline_runtime.server.chat_answers import Choice, Delta, message
+from treeline_runtime.parsers.parts import Part
+from treeline_runtime.server.chat import Choice, deltas, message
 from treeline_runtime.server.jobs import Shown
 from treeline_runtime.server.pacing import Pacer
-from treeline_runtime.server.special_tokens import SpecialTokens
+from treeline_runtime.server.prompts import SpecialTokens
 
 SPECIAL = SpecialTokens(["<|im_end|>", "<|im_start|>"])
 STOP = FinishReason("stop", matched=2)
@@ -34,14 +36,27 @@ def choice(shown: Shown = TOLD, reasoning: str | None = "qwen3", tools: str | No
     return Choice(parsers.new(reasoning, tools, FUNCTIONS, "assistant\n"), shown, SPECIAL)
 
 
-def fed(made: Choice, texts: list[str], finish: FinishReason = STOP) -> list[Delta]:
-    async def feed() -> list[Delta]:
-        pacer, deltas = Pacer(), list[Delta]()
-        for text in texts:
-            deltas += await made.take(TextOut("r", text, [1] * len(text)), pacer)
-        return deltas + await made.take(TextOut("r", "", [], finish), pacer)
+def takes(made: Choice, texts: list[str], finish: FinishReason) -> list[list[Part]]:
+    """What each output adds."""
+
+    async def feed() -> list[list[Part]]:
+        pacer = Pacer()
+        parts = [await made.take(TextOut("r", text, [1] * len(text)), pacer) for text in texts]
+        return [*parts, await made.take(TextOut("r", "", [], finish), pacer)]
 
     return asyncio.run(feed())
+
+
+def told(made: Choice, texts: list[str]) -> list[dict[str, Any]]:
+    """As deltas."""
+    return [msgspec.to_builtins(delta) for parts in takes(made, texts, STOP) for delta in deltas(parts)]
+
+
+def whole(made: Choice, texts: list[str], finish: FinishReason = STOP, *, reasons: bool = False) -> dict[str, Any]:
+    """As a message."""
+    parts = [part for some in takes(made, texts, finish) for part in some]
+    found: dict[str, Any] = msgspec.to_builtins(message(parts, reasons=reasons))
+    return found
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +79,7 @@ WHOLE: dict[str, Any] = {
 @given(st.lists(st.integers(0, 1000), max_size=20))
 def test_the_message_does_not_depend_on_where_the_text_was_cut(cuts: list[int]) -> None:
     made = choice()
-    found = plain(message(fed(made, pieces(OUTPUT, cuts)), reasons=True))
+    found = plain(whole(made, pieces(OUTPUT, cuts), reasons=True))
     assert found == WHOLE
     assert made.finish_reason(STOP) == "tool_calls"
 
@@ -72,9 +87,9 @@ def test_the_message_does_not_depend_on_where_the_text_was_cut(cuts: list[int]) 
 @given(st.lists(st.integers(0, 1000), max_size=20))
 def test_the_official_client_puts_the_deltas_together(cuts: list[int]) -> None:
     state = ChatCompletionStreamState()
-    deltas: list[Delta] = [{"role": "assistant", "content": ""}, *fed(choice(), pieces(OUTPUT, cuts)), {}]
-    for index, delta in enumerate(deltas):
-        finish = "tool_calls" if index == len(deltas) - 1 else None
+    sent: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *told(choice(), pieces(OUTPUT, cuts)), {}]
+    for index, delta in enumerate(sent):
+        finish = "tool_calls" if index == len(sent) - 1 else None
         shown = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
         chunk = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [shown]}
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
@@ -90,8 +105,8 @@ def test_the_official_client_puts_the_deltas_together(cuts: list[int]) -> None:
 
 
 def test_a_delta_begins_a_call_and_others_go_on_with_it() -> None:
-    deltas = [delta for delta in fed(choice(), list(OUTPUT)) if "tool_calls" in delta]
-    calls = [delta["tool_calls"][0] for delta in deltas]
+    sent = [delta for delta in told(choice(), list(OUTPUT)) if "tool_calls" in delta]
+    calls = [delta["tool_calls"][0] for delta in sent]
     begun = [index for index, call in enumerate(calls) if "id" in call]
     assert [set(calls[index]) for index in begun] == [{"index", "id", "type", "function"}] * 2
     assert [calls[index]["function"]["name"] for index in begun] == FUNCTIONS
@@ -101,7 +116,7 @@ def test_a_delta_begins_a_call_and_others_go_on_with_it() -> None:
 
 
 def test_what_comes_at_once_is_few_deltas() -> None:
-    assert [list(delta) for delta in fed(choice(), [OUTPUT])] == [
+    assert [list(delta) for delta in told(choice(), [OUTPUT])] == [
         ["reasoning_content", "reasoning"],
         ["content"],
         ["tool_calls"],
@@ -118,17 +133,15 @@ def test_what_comes_at_once_is_few_deltas() -> None:
     ],
 )
 def test_what_is_not_shown(shown: Shown, changed: dict[str, Any]) -> None:
-    deltas = fed(choice(shown), list(OUTPUT))
-    assert plain(message(deltas, reasons=True)) == WHOLE | changed
+    assert plain(whole(choice(shown), list(OUTPUT), reasons=True)) == WHOLE | changed
     if shown.reasoning_at_once:
-        assert [delta for delta in deltas if "reasoning" in delta] == [
+        assert [delta for delta in told(choice(shown), list(OUTPUT)) if "reasoning" in delta] == [
             {"reasoning_content": WHOLE["reasoning"], "reasoning": WHOLE["reasoning"]}
         ]
 
 
 def test_reasoning_that_is_not_parsed_is_said() -> None:
-    deltas = fed(choice(reasoning=None, tools=None), [OUTPUT])
-    assert message(deltas, reasons=False) == {
+    assert whole(choice(reasoning=None, tools=None), [OUTPUT]) == {
         "role": "assistant",
         "content": OUTPUT.replace("<|im_start|>", "").replace("<|im_end|>", ""),
         "refusal": None,
@@ -136,10 +149,10 @@ def test_reasoning_that_is_not_parsed_is_said() -> None:
 
 
 def test_content_is_null_where_there_are_calls_alone() -> None:
-    found = message(fed(choice(reasoning=None), [CALLS]), reasons=False)
+    found = whole(choice(reasoning=None), [CALLS])
     assert found["content"] is None
     assert "reasoning" not in found
-    assert message(fed(choice(), [""]), reasons=True) == {
+    assert whole(choice(), [""], reasons=True) == {
         "role": "assistant",
         "content": "",
         "refusal": None,
@@ -159,15 +172,14 @@ def test_content_is_null_where_there_are_calls_alone() -> None:
 )
 def test_a_call_that_was_cut_off_is_told_as_far_as_it_came(finish: FinishReason, expected: str) -> None:
     made = choice(reasoning=None)
-    deltas = fed(made, [CALLS[: CALLS.index("Kiel") + 2]], finish)
-    (call,) = message(deltas, reasons=False)["tool_calls"]
+    (call,) = whole(made, [CALLS[: CALLS.index("Kiel") + 2]], finish)["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Ki'}
     assert made.finish_reason(finish) == expected
 
 
 def test_an_answer_without_calls_ends_as_it_did() -> None:
     made = Choice(None, TOLD, SpecialTokens([]))
-    assert message(fed(made, ["a", "b"]), reasons=False)["content"] == "ab"
+    assert whole(made, ["a", "b"])["content"] == "ab"
     assert made.finish_reason(STOP) == "stop"
 
 
@@ -198,6 +210,6 @@ def test_a_models_own_name_of_a_call_is_kept() -> None:
         def end(self) -> list[parsers.parts.Part]:
             return []
 
-    (call,) = message(fed(Choice(Named(), TOLD, SPECIAL), ["f"]), reasons=False)["tool_calls"]
+    (call,) = whole(Choice(Named(), TOLD, SPECIAL), ["f"])["tool_calls"]
     assert call == {"id": "9charslng", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert json.loads(call["function"]["arguments"]) == {}

@@ -67,7 +67,7 @@ def chat(made: Reader, **body: Any) -> ChatTask:
 
 
 def sampling(task: ChatTask | CompletionTask | GenerateTask) -> SamplingParams:
-    return task.job.prompts[0].sampling
+    return task.prompts[0].sampling
 
 
 def grammar(made: Reader, **body: Any) -> Grammar | None:
@@ -95,11 +95,11 @@ def test_every_api_asks_the_engine_for_the_same_grammar(tokenizer: str) -> None:
     expected = Grammar("regex", "a+")
     assert grammar(made, **REGEX) == expected
     completion = read(made, "completion", prompt=["a", "b"], guided_regex="a+", ignore_eos=True)
-    assert [prompt.sampling.grammar for prompt in completion.job.prompts] == [expected] * 2
+    assert [prompt.sampling.grammar for prompt in completion.prompts] == [expected] * 2
     assert not sampling(completion).ignore_eos, "an end that the grammar permits is one"
     params = [{"regex": "a+"}, {"max_new_tokens": 3}]
     native = read(made, "generate", text=["a", "b"], sampling_params=params)
-    assert [prompt.sampling.grammar for prompt in native.job.prompts] == [expected, None]
+    assert [prompt.sampling.grammar for prompt in native.prompts] == [expected, None]
     assert grammar(made) is None
     assert sampling(chat(made, ignore_eos=True)).ignore_eos
 
@@ -119,20 +119,20 @@ def test_what_is_said_of_the_output_of_many_generations_is_bounded(tokenizer: st
         with pytest.raises(ApiError, match="too large for 1024 generations") as caught:
             read(made, kind, **prompts, **body)
         assert caught.value.status == 400
-        assert read(made, kind, **{name: texts[:8] for name, texts in prompts.items()}, **body).job.generations == 8
+        assert read(made, kind, **{name: texts[:8] for name, texts in prompts.items()}, **body).generations == 8
 
 
 def test_each_prompt_of_a_batch_has_its_own_params_or_those_of_all(tokenizer: str) -> None:
     made = reader(tokenizer)
     params = [{"temperature": 0.5, "regex": "a"}, None, {"temperature": 0.25}, {"temperature": 0.25}]
     native = read(made, "generate", text=["a"] * 4, sampling_params=params)
-    told = [(one.sampling.temperature, one.sampling.grammar is not None) for one in native.job.prompts]
+    told = [(one.sampling.temperature, one.sampling.grammar is not None) for one in native.prompts]
     assert told == [(0.5, True), (1.0, False), (0.25, False), (0.25, False)]
 
 
 def test_stop_tokens_are_told_once_and_shared_by_all_choices(tokenizer: str) -> None:
     task = read(reader(tokenizer), "completion", prompt="a", n=3, seed=1, stop_token_ids=[5, 6, 5] * 40)
-    first, *others = task.job.requests()
+    first, *others = task.requests()
     assert first.sampling.stop_token_ids == (5, 6)
     assert all(other.sampling.stop_token_ids is first.sampling.stop_token_ids for other in others)
 
@@ -311,7 +311,7 @@ GIVEN = (
 
 
 def prompt_of(made: Reader, **body: Any) -> str:
-    return made.prompts.decode(chat(made, **body).job.prompts[0].input_ids, skip_special_tokens=False)
+    return made.prompts.decode(chat(made, **body).prompts[0].input_ids, skip_special_tokens=False)
 
 
 def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_it(tokenizer: str) -> None:
@@ -329,7 +329,7 @@ def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_
     asks = "{% if enable_thinking %}think{% endif %}{{ messages[0].content }}"
     assert prompt_of(made, chat_template=asks, reasoning_effort="low") == "thinkhi"
     tokens = read(made, "tokenize", messages=[{"role": "user", "content": "hi"}], chat_template=GIVEN)
-    assert msgspec.json.decode(tokens.body)["count"] == len(chat(made, chat_template=GIVEN).job.prompts[0].input_ids)
+    assert msgspec.json.decode(tokens.body)["count"] == len(chat(made, chat_template=GIVEN).prompts[0].input_ids)
 
 
 def test_documents_are_ignored_where_the_template_has_no_place_for_them(tokenizer: str) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 from support.runtime_server import ServerProcess, running
-from treeline_runtime.server.timeouts import MAX_HEADER_BYTES, HttpProtocol
+from treeline_runtime.frontend import MAX_HEADER_BYTES, HttpProtocol
 
 ORIGIN = "https://chat.example.org"
 
@@ -189,14 +189,8 @@ async def test_a_tunnel_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def open_to_pages(model: Path) -> Iterator[ServerProcess]:
-    with running(model, "--no-events", "--no-docs", "--cors-allow-origin", ORIGIN, fake=True) as server:
+    with running(model, "--no-events", "--cors-allow-origin", ORIGIN, fake=True) as server:
         yield server
-
-
-def test_neither_docs_nor_document_are_served_with_no_docs(open_to_pages: ServerProcess) -> None:
-    with open_to_pages.client() as http:
-        for path in ("/docs", "/openapi.json"):
-            assert http.get(path).json()["error"]["code"] == "not_found"
 
 
 def test_head_is_get_without_a_body(http: httpx.Client) -> None:

@@ -269,19 +269,17 @@ def test_no_field_is_both_harmless_and_refused() -> None:
 def test_what_the_engines_call_otherwise_means_the_same(reader: Reader) -> None:
     for kind in ("chat", "completion"):
         task = read(reader, kind, include_stop_str_in_output=True, request_id="mine", stop="x")
-        assert task.job.rid == "mine"
-        assert task.job.prompts[0].sampling.no_stop_trim
+        assert task.rid == "mine"
+        assert task.prompts[0].sampling.no_stop_trim
         with pytest.raises(ApiError, match="contradict"):
             read(reader, kind, request_id="mine", rid="yours")
-        assert read(reader, kind, request_id="mine", rid="mine").job.rid == "mine"
-    chat = read(
-        reader, "responses", request_id="mine", include_reasoning=False, structured_outputs={"regex": "a+"}
-    ).chat
-    assert chat.job.rid == "mine"
+        assert read(reader, kind, request_id="mine", rid="mine").rid == "mine"
+    chat = read(reader, "responses", request_id="mine", include_reasoning=False, structured_outputs={"regex": "a+"})
+    assert chat.rid == "mine"
     assert not chat.shown.reasoning
-    grammar = chat.job.prompts[0].sampling.grammar
+    grammar = chat.prompts[0].sampling.grammar
     assert (grammar.kind, grammar.source) == ("regex", "a+") or "a+" in grammar.source
-    assert chat.job.prompts[0].sampling.grammar_param == "structured_outputs.regex"
+    assert chat.prompts[0].sampling.grammar_param == "structured_outputs.regex"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +307,7 @@ def test_an_echo_is_what_the_answer_goes_on_with(reader: Reader, fields: dict[st
 
 def test_a_conversation_that_would_have_to_be_cut_is_refused_as_such(reader: Reader) -> None:
     task = read(reader, "responses", truncation="auto", top_logprobs=3)
-    shown = json.loads(task.shown)
+    shown = json.loads(task.repeated)
     assert (shown["truncation"], shown["top_logprobs"]) == ("auto", 3)
     for truncation, param in (("auto", "truncation"), ("disabled", "input")):
         with pytest.raises(ApiError, match="maximum context length") as refused:

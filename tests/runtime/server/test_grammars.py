@@ -22,7 +22,7 @@ from treeline_runtime.server.grammars import (
     read_constraint,
 )
 from treeline_runtime.server.http import ApiRequest
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.limits import ByteBudget
 from treeline_runtime.server.service import Service, State
 from treeline_wire import headers
@@ -259,9 +259,9 @@ async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_n
 
     service = mock.Mock(Service, budget=ByteBudget(1 << 20), manager=mock.Mock(open=keep), state=State(ready=True))
     told = [(headers.CLIENT.encode(), b"ada"), (headers.ISOLATION.encode(), isolation.encode())]
-    job = GenerationJob("r", [GenerateReq("", [1], SamplingParams())])
+    job = Generations(rid="r", prompts=[GenerateReq("", [1], SamplingParams())])
     for told_by_edge in (told, told[1:]):
-        await Service.open(service, job, ApiRequest({"type": "http", "headers": told_by_edge}, mock.Mock(), service))
+        await Service.open(service, job, ApiRequest({"type": "http", "headers": told_by_edge}, mock.Mock()))
     assert [request.client for request in sent] == ["ada", None]
 
 

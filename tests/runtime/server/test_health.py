@@ -12,11 +12,10 @@ from support.fake_scheduler import Magic
 from support.runtime_server import eventually, running
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.messages import BatchTextOut, FinishReason, TextOut
-from treeline_runtime.server import health
+from treeline_runtime.server import probes as health
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.health import EngineHealth
-from treeline_runtime.server.jobs import GenerationJob
-from treeline_runtime.server.probes import Probes, ServerInfo
+from treeline_runtime.server.jobs import Generations
+from treeline_runtime.server.probes import EngineHealth, Probes, ServerInfo
 from treeline_runtime.server.service import State
 from treeline_runtime.tokenizer_manager import InflightRequest
 
@@ -38,7 +37,7 @@ class Engine:
         if self.refusal is not None:
             raise self.refusal
 
-    async def open(self, job: GenerationJob) -> Engine:
+    async def open(self, job: Generations) -> Engine:
         assert job.generations == 1
         self.asked += 1
         return self

@@ -7,12 +7,11 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
 from treeline_runtime.server.app import Observed
 from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.http import ApiRequest
-from treeline_runtime.server.jobs import Answered, GenerationJob
+from treeline_runtime.server.jobs import Answered, Generations
 from treeline_runtime.server.limits import (
     GENERATION_BYTES,
     INLINE_BYTES,
@@ -25,7 +24,7 @@ from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import TokenizerManager
+from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, TokenizerManager
 from treeline_wire import headers as wire_headers
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])
@@ -105,7 +104,7 @@ def service(budget: int) -> tuple[Service, Sent]:
 )
 async def test_all_that_generations_carry_counts_as_bytes_in_flight(sampling: SamplingParams) -> None:
     made, sent = service(64 << 20)
-    job = GenerationJob("r" * 128, [GenerateReq("", [1], sampling, "s" * 1024)] * 2, n=64)
+    job = Generations(rid="r" * 128, prompts=[GenerateReq("", [1], sampling, "s" * 1024)] * 2, n=64)
     inflight = await made.open(job)
     for message in sent:  # it goes on as the scheduler answers
         if isinstance(message, HeardReq):
@@ -121,7 +120,9 @@ async def test_all_that_generations_carry_counts_as_bytes_in_flight(sampling: Sa
 async def test_what_does_not_fit_is_refused_before_it_is_copied() -> None:
     made, sent = service(1 << 20)
     with pytest.raises(ApiError) as refused:
-        await made.open(GenerationJob("r", [GenerateReq("", [1], SamplingParams(stop=("x" * 1024,) * 64))], n=64))
+        await made.open(
+            Generations(rid="r", prompts=[GenerateReq("", [1], SamplingParams(stop=("x" * 1024,) * 64))], n=64)
+        )
     assert (refused.value.status, sent, made.budget.used) == (413, [], 0)
 
 
@@ -135,13 +136,13 @@ async def test_what_was_let_in_is_refused_when_an_operation_begins_while_it_is_c
 
     monkeypatch.setattr(Pacer, "rest", rest)
     with pytest.raises(ApiError) as refused:
-        await made.open(GenerationJob("r", [GenerateReq("", [1], SamplingParams())]))
+        await made.open(Generations(rid="r", prompts=[GenerateReq("", [1], SamplingParams())]))
     assert (refused.value.status, sent, made.budget.used) == (503, [], 0)
 
 
 async def test_more_generations_than_a_client_may_have_are_429_and_another_client_is_served() -> None:
     made, _ = service(1 << 30)
-    jobs = [GenerationJob(str(i), [GenerateReq("", [1], SamplingParams())], n=1024) for i in range(18)]
+    jobs = [Generations(rid=str(i), prompts=[GenerateReq("", [1], SamplingParams())], n=1024) for i in range(18)]
     assert MAX_GENERATIONS_OF_CLIENT == 16 * 1024
     opened = [await made.open(job, asking("hostile")) for job in jobs[:16]]
     with pytest.raises(ApiError, match="prompts x n") as refused:
@@ -163,7 +164,7 @@ async def test_more_generations_than_a_client_may_have_are_429_and_another_clien
 
 def asking(client: str | None = None, body: bytes = b"") -> ApiRequest:
     headers = [] if client is None else [(wire_headers.CLIENT.encode(), client.encode())]
-    made = ApiRequest({"type": "http", "headers": headers}, cast(Any, None), cast(Any, None))
+    made = ApiRequest({"type": "http", "headers": headers}, cast(Any, None))
     made.parts, made.size, made.reservation = [body], len(body), Reservation(ByteBudget(1 << 20), None)
     return made
 
@@ -235,7 +236,7 @@ async def test_bodies_that_are_large_or_have_many_slow_numbers_are_read_in_a_pro
             return Answered(b"")
 
     service: Any = SimpleNamespace(pool=Pool(), reader=Here(), limits=None)
-    await Service.read(service, asking(body=body), "chat", Answered)
+    await Service.read(service, asking(body=body), "chat")
     assert read == [where]
 
 

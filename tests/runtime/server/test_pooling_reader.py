@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.pooling_models import RERANK_TEMPLATE, add_tokenizer
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.jobs import Answered, Caller, RerankTask, ScoreTask
+from treeline_runtime.server.jobs import Answered, Caller, PoolingTask
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.pooling_reader import check_template
 from treeline_runtime.server.prompts import Prompts
@@ -47,8 +47,8 @@ LIMITS = Limits(512, 512)
 
 def pairs_of(reader: Reader, kind: Any, **body: Any) -> list[list[int]]:
     task = reader.read(kind, json.dumps(body).encode(), LIMITS, Caller())
-    assert isinstance(task, RerankTask | ScoreTask)
-    return [prompt.input_ids for prompt in task.job.prompts]
+    assert isinstance(task, PoolingTask)
+    return [prompt.input_ids for prompt in task.prompts]
 
 
 @pytest.mark.parametrize("instruct", [None, "Say yes or no."])
@@ -101,7 +101,7 @@ def test_whatever_a_body_says_it_is_read_or_refused(folders: dict[str, Path], ki
     assert status in ((400, 404) if task is None else (200,))
     if task is not None:
         assert not isinstance(task, Answered)
-        requests = task.job.prompts
+        requests = task.prompts
         assert all(0 < len(one.input_ids) <= 512 and one.sampling.max_new_tokens == 0 for one in requests)
         assert all(one.pools for one in requests)
 

@@ -15,7 +15,7 @@ from treeline_runtime.messages import CustomProcessor
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.native_fields import NativeSampling
 from treeline_runtime.server.native_fields import read_processor as read_native
-from treeline_runtime.server.processors import MAX_DEPTH, MAX_PARAMS_BYTES, read_processor
+from treeline_runtime.server.sampling import MAX_DEPTH, MAX_PARAMS_BYTES, read_processor
 
 
 def nested(levels: int) -> dict[str, Any]:

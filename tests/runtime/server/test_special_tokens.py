@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 from support.outputs import pieces
-from treeline_runtime.server.special_tokens import SpecialTokens, Unmarked
+from treeline_runtime.server.prompts import SpecialTokens, Unmarked
 
 TOKENS = SpecialTokens(["<|im_end|>", "<|im_start|>", "<s>", "[END]", "", "▁x"])
 texts = st.lists(

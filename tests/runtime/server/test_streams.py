@@ -210,6 +210,15 @@ def test_a_client_that_leaves_ends_its_requests(
     assert float(aborted[0].split()[-1]) >= generations
 
 
+def test_a_client_that_leaves_ends_its_request_also_with_another_one_sent_behind_it(
+    http: httpx.Client, fake: ServerProcess
+) -> None:
+    with connected(fake, "/v1/completions", {"prompt": [Magic.SILENT], "max_tokens": 4000}) as connection:
+        eventually(lambda: load(http) == 1, 60, "it runs")
+        connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+    eventually(lambda: load(http) == 0, 60, "it is gone")
+
+
 def test_many_clients_that_leave_at_once(http: httpx.Client, fake: ServerProcess) -> None:
     body: dict[str, object] = {"prompt": "hello", "max_tokens": 4000, "stream": True}
     clients = [connected(fake, "/v1/completions", body) for _ in range(24)]

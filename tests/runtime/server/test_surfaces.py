@@ -178,12 +178,6 @@ def test_with_the_key_administration_is_served(keyed: ServerProcess) -> None:
     assert "--enable-debug-endpoints" in message(ask(keyed.admin_url, "GET", "/debug/radix", BEARER))
 
 
-def test_profiles_are_for_servers_that_were_given_a_folder(fake: ServerProcess) -> None:
-    refused = ask(fake.admin_url, "POST", "/start_profile")
-    assert refused.status_code == 404
-    assert "--profile-dir" in message(refused)
-
-
 def test_two_authorizations_are_none(keyed: ServerProcess) -> None:
     headers = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
     assert httpx.post(f"{keyed.admin_url}/flush_cache", headers=headers, timeout=60).status_code == 401

@@ -15,9 +15,8 @@ from support.fake_scheduler import Magic
 from support.otlp import CollectedSpan, Collector, running_collector
 from support.runtime_server import ServerProcess, make_checkpoint, running
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
-from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import ClientGone
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.errors import ApiError, ClientGone
+from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.tracing import RequestSpan
 from treeline_wire.tracing import provider
 
@@ -226,7 +225,7 @@ def seconds(span: ReadableSpan) -> tuple[float, float]:
     return (span.start_time - 10**18) / 1e9, (span.end_time - 10**18) / 1e9
 
 
-JOB = GenerationJob("r", [GenerateReq("", [1, 2, 3], SamplingParams(stop=(SECRET,), seed=7))])
+JOB = Generations(rid="r", prompts=[GenerateReq("", [1, 2, 3], SamplingParams(stop=(SECRET,), seed=7))])
 
 
 def out(*tokens: int, finish: FinishReason | None = None, queued_s: float = 0.0) -> TextOut:

@@ -354,7 +354,7 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Clien
         ({"input_ids": []}, "input_ids"),
         ({"text": "a", "sampling_params": 5}, "sampling_params"),
         ({"text": "a", "sampling_params": {"regex": 1}}, "sampling_params.regex"),
-        ({"text": "a", "sampling_params": {"guided_regex": "x"}}, "guided_regex"),
+        ({"text": "a", "sampling_params": {"guided_regex": "x"}}, "sampling_params.guided_regex"),
         ({"text": "a", "regex": "x"}, "regex"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),

@@ -25,10 +25,6 @@ class KeyFileError(ValueError):
     """A key file is missing, malformed, readable by everyone, or the two do not belong together."""
 
 
-class InsecureBindError(ValueError):
-    """A socket would be open to the network without keys."""
-
-
 @dataclass(frozen=True)
 class CurveKeys:
     """A CURVE key pair, both halves in Z85."""
@@ -75,16 +71,6 @@ class CurveKeys:
         sock.curve_publickey = self.public
         sock.curve_secretkey = self.secret
         sock.curve_serverkey = self.public
-
-
-def bind_host(keys: CurveKeys | None, requested: str) -> str:
-    """Return `requested` if a socket may bind there. Raises `InsecureBindError` for the network without keys."""
-    if keys is None and not is_loopback(requested):
-        raise InsecureBindError(
-            f"refusing to bind to {requested} without keys: cached prompts would be readable from the network; "
-            "give a key directory, or bind to 127.0.0.1"
-        )
-    return requested
 
 
 def is_loopback(host: str) -> bool:

@@ -49,8 +49,6 @@ class Setting:
     """A bool that also has a flag `--no-NAME`."""
     env: str | None = None
     """The environment variable that sets it where the flag does not; an empty one sets nothing."""
-    file_help: str | None = None
-    """There is a flag `--NAME-file`, too, which names a file that holds the value; the parser's caller reads it."""
     secret: bool = False
     rare: bool = False
     """Left out of the short `--help`."""
@@ -109,8 +107,6 @@ def add_flags(
     for name, (field, words) in settings_of(kind).items():
         if words.group == group:
             flag = _flag(name, words)
-            if words.file_help is not None:
-                target.add_argument(flag + "-file", metavar="FILE", help=words.file_help)
             default = environ.get(words.env or "") or field.default
             said = argparse.SUPPRESS if short and words.rare else words.help
             target.add_argument(flag, help=said, **_argument(words, hints[name], default))

@@ -53,7 +53,7 @@ class Chained:
 class Without:
     """A parser whose thoughts and answers are rid of the special tokens that end turns.
 
-    A server that takes out all special tokens (`server.special_tokens.Unmarked`) finds none of these any more. This one
+    A server that takes out all special tokens (`server.prompts.Unmarked`) finds none of these any more. This one
     is for answers that it leaves alone: to clients who want to see special tokens (`skip_special_tokens: false`), and
     of tokenizers to which such a token is an ordinary one.
     """

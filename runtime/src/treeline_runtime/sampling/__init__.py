@@ -1,9 +1,8 @@
 """Choosing tokens, and their log probabilities."""
 
-from treeline_runtime.sampling.check import check_sampling
 from treeline_runtime.sampling.constraint import Constraint, Masks, mask_words
 from treeline_runtime.sampling.processor import Factory, LogitProcessor, Processing
-from treeline_runtime.sampling.sampler import Row, needs_history, needs_more, sample
+from treeline_runtime.sampling.sampler import Row, check_sampling, needs_history, needs_more, sample
 
 __all__ = [
     "Constraint",

@@ -10,6 +10,7 @@ The scheduler is asked once requests are refused or held back.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.server.dependencies import Controlling
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
-from treeline_runtime.server.http import ApiRequest, json_answer
+from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.service import Service
 from treeline_runtime.tokenizer_manager import NoReply
 
@@ -51,6 +52,16 @@ class SleepQuery(Struct, frozen=True):
 
 class NoFields(Struct, frozen=True):
     """Neither query nor body says anything."""
+
+
+class FlushQuery(Struct, frozen=True):
+    timeout: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    """Seconds."""
+
+
+class AbortBody(Struct, frozen=True):
+    rid: str = ""
+    abort_all: bool = False
 
 
 class UpdateBody(Struct, frozen=True):
@@ -72,14 +83,20 @@ class Administration:
 
     @property
     def router(self) -> APIRouter:
+        """Nothing that changes the server is a GET: a link must not do that."""
         made = APIRouter()
-        made.add_api_route("/sleep", self.sleep, methods=["POST"])
-        made.add_api_route("/wake_up", self.wake_up, methods=["POST"])
+        for paths, endpoint in (
+            (("/flush_cache", "/reset_prefix_cache"), self.flush_cache),
+            (("/abort_request",), self.abort_request),
+            (("/sleep",), self.sleep),
+            (("/wake_up",), self.wake_up),
+            (("/update_weights", "/update_weights_from_disk"), self.update_weights),
+            (("/start_profile",), self.start_profile),
+            (("/stop_profile",), self.stop_profile),
+        ):
+            for path in paths:
+                made.add_api_route(path, endpoint, methods=["POST"])
         made.add_api_route("/is_sleeping", self.is_sleeping)
-        for path in ("/update_weights", "/update_weights_from_disk"):
-            made.add_api_route(path, self.update_weights, methods=["POST"])
-        made.add_api_route("/start_profile", self.start_profile, methods=["POST"])
-        made.add_api_route("/stop_profile", self.stop_profile, methods=["POST"])
         return made
 
     # ---- endpoints ------------------------------------------------------------------------------------------
@@ -136,12 +153,13 @@ class Administration:
         return json_answer({"success": True, "weight_version": state.weight_version, "seconds": seconds})
 
     async def start_profile(self, asked: Controlling) -> Response:
-        """Traces the scheduler's next `num_steps` steps into a file in --profile-dir."""
+        """Traces the scheduler's next `num_steps` steps into a file in a new folder under TMPDIR."""
         _query(asked, NoFields)
         body = _body(asked, ProfileBody)
-        folder = self._args.profile_dir
-        if folder is None:
-            raise ApiError(404, "Start the server with --profile-dir DIR to profile it", code="disabled")
+        try:
+            folder = tempfile.mkdtemp(prefix="treeline-profile-")
+        except OSError as error:
+            raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
         await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
@@ -151,6 +169,27 @@ class Administration:
         _no_body(asked)
         reply = await self._ask(StopProfileReq)
         return json_answer(reply.data)
+
+    async def flush_cache(self, asked: Controlling) -> Response:
+        """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them to end."""
+        deadline = time.monotonic() + _query(asked, FlushQuery).timeout
+        _no_body(asked)
+        while True:
+            reply = await self._reply(self._service.manager.flush())
+            if reply.ok:
+                return Answer(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
+            if time.monotonic() >= deadline:
+                raise ApiError(400, reply.message or "The cache is in use", code="cache_busy")
+            await asyncio.sleep(POLL_S)
+
+    async def abort_request(self, asked: Controlling) -> Response:
+        """Ends one request (`rid`) or all (`abort_all`). Answers 200 whether or not there was anything to end."""
+        _query(asked, NoFields)
+        body = _body(asked, AbortBody)
+        if body.abort_all == bool(body.rid):
+            raise ApiError(400, "Give either 'rid' or 'abort_all': true", param="rid")
+        self._service.manager.abort(body.rid)
+        return json_answer({"aborted": body.rid or "all"})
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 
@@ -188,9 +227,7 @@ class Administration:
         state = self._service.state
         state.unheard = True
         try:
-            reply = await self._service.manager.ask(question, timeout_s=self._args.start_timeout)
-        except NoReply as error:
-            raise _no_answer(error) from None
+            reply = await self._reply(self._service.manager.ask(question, timeout_s=self._args.start_timeout))
         finally:
             state.unheard = False
             state.heartbeat_at = dict.fromkeys(state.heartbeat_at, time.monotonic())
@@ -198,11 +235,15 @@ class Administration:
             on_ok(reply)
         return reply
 
-    async def _ask(self, question: Callable[[str], AdminReq]) -> Reply:
+    @staticmethod
+    async def _reply(asking: Awaitable[Reply]) -> Reply:
         try:
-            reply = await self._service.manager.ask(question, timeout_s=60.0)
+            return await asking
         except NoReply as error:
-            raise _no_answer(error) from None
+            raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
+
+    async def _ask(self, question: Callable[[str], AdminReq]) -> Reply:
+        reply = await self._reply(self._service.manager.ask(question, timeout_s=60.0))
         if not reply.ok:
             raise _refused(reply)
         return reply
@@ -216,10 +257,6 @@ async def _to_its_end(work: Awaitable[Reply]) -> Reply:
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise
-
-
-def _no_answer(error: NoReply) -> ApiError:
-    return ApiError(503, f"The scheduler does not answer: {error}", type="server_error")
 
 
 def _refused(reply: Reply) -> ApiError:

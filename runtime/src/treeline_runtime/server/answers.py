@@ -145,7 +145,7 @@ class ChatDelta(Struct):
 class ChatChunkChoice(Struct, kw_only=True):
     index: int
     delta: ChatDelta
-    finish_reason: ChatFinishReason | None
+    finish_reason: ChatFinishReason | None = None
     matched_stop: Matched | Maybe = UNSET
     token_ids: list[int] | Maybe = UNSET
     logprobs: ChatLogprobs | None
@@ -192,17 +192,6 @@ class Completion(Struct, kw_only=True):
     choices: list[CompletionChoice]
 
 
-class HiddenStates(Struct):
-    """Of the prompt's tokens from `first_position` on (those before were cached), and of the output's but the last."""
-
-    first_position: int
-    shape: list[int]
-    """Rows, and the size of each."""
-    dtype: Literal["float32"]
-    data: str
-    """Base64, little-endian, row by row."""
-
-
 class MetaInfo(Struct):
     id: str
     finish_reason: dict[str, Any] | None
@@ -216,7 +205,6 @@ class MetaInfo(Struct):
     output_token_logprobs: list[Any] | Maybe = UNSET
     input_top_logprobs: list[Any] | Maybe = UNSET
     output_top_logprobs: list[Any] | Maybe = UNSET
-    hidden_states: HiddenStates | Maybe = UNSET
 
 
 class Generated(Struct):
@@ -300,8 +288,8 @@ class Scores(Struct):
     object: Literal["list"]
     created: int
     model: str
-    data: list[ScoreItem]
     usage: VectorUsage
+    data: list[ScoreItem]
 
 
 class RankedDocument(Struct):

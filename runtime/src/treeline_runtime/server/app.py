@@ -20,10 +20,10 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
 
 from treeline_runtime.server import schema
-from treeline_runtime.server.access import Guard
 from treeline_runtime.server.apis.errors import anthropic_error
-from treeline_runtime.server.errors import ApiError, UnknownModel
-from treeline_runtime.server.http import ApiRequest, ClientGone, json_answer
+from treeline_runtime.server.dependencies import Guard
+from treeline_runtime.server.errors import ApiError, ClientGone, UnknownModel
+from treeline_runtime.server.http import ApiRequest, json_answer
 from treeline_runtime.server.limits import TooMuchInFlight
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import BROKEN, Service

@@ -2,28 +2,216 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final
 
+import msgspec
 from fastapi import APIRouter, Response
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from treeline_runtime.messages import TextOut
+from treeline_runtime.messages import FinishReason, TextOut
+from treeline_runtime.parsers.parts import CallArguments, CallBegun, OutputParser, Part, Said, Thought
 from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server.chat_answers import Choice, message
-from treeline_runtime.server.dependencies import Generating, ReadingRoute
-from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
-from treeline_runtime.server.jobs import ChatTask
+from treeline_runtime.server.answers import (
+    CalledFunction,
+    ChatDelta,
+    ChatFinishReason,
+    ChatMessage,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from treeline_runtime.server.dependencies import Generating, Serving, task_of
+from treeline_runtime.server.errors import Header
+from treeline_runtime.server.http import DONE, Answer, event
+from treeline_runtime.server.jobs import ChatTask, Shown
 from treeline_runtime.server.pacing import Pacer, opened
-from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.service import Service, token_headers, usage
-from treeline_runtime.server.special_tokens import SpecialTokens
-from treeline_runtime.tokenizer_manager import InflightRequest
+from treeline_runtime.server.prompts import Prompts, SpecialTokens, Unmarked
+from treeline_runtime.server.service import AnswerMaker, Service, token_headers, usage
 
+FED_CHARS: Final = 2 << 10
+"""Of an answer, parsed before others get their turn."""
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
-router = APIRouter(route_class=ReadingRoute)
+
+class Choice:
+    """What one choice has said so far. `take` its outputs in order."""
+
+    def __init__(
+        self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
+    ) -> None:
+        """`parser`: None where all is said. `special`: those that are in its text and must not be in the answer.
+        `end_of_thinking`: the token."""
+        self._parser = parser
+        self._shown = shown
+        self._said = Unmarked(special)
+        self._thought = Unmarked(special)
+        self._held = list[str]()
+        """Of the reasoning, where it is to be sent in one piece."""
+        self._end_of_thinking = end_of_thinking
+        self._thinking_tokens = 0
+        self._thinks = False
+        self._has_thought = False
+        self.calls = 0
+
+    async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
+        """What an output adds of what the request wants to see, as few parts as tell it in its order."""
+        if self._parser is None:
+            return [Said(out.text)] if out.text else []
+        self._count(out.token_ids)
+        found = list[Part]()
+        for start in range(0, len(out.text), FED_CHARS):
+            found += self._visible(self._parser.feed(out.text[start : start + FED_CHARS]), over=False)
+            await pacer.rest()
+        if out.finish is not None:
+            found += self._visible(self._parser.end(), over=True)
+        return _joined(found)
+
+    def _visible(self, parts: Iterable[Part], *, over: bool) -> Iterator[Part]:
+        for part in self._clean(parts, over=over):
+            match part:
+                case Said(text):
+                    shown = bool(text)
+                case Thought(text):
+                    self._thinks = self._thinks or bool(text)
+                    shown = bool(text) and self._shown.reasoning
+                case CallBegun(index, _, _):
+                    shown = not index or self._shown.several_calls
+                    self.calls += shown
+                case CallArguments(index, text):
+                    shown = bool(text) and index < self.calls
+            if shown:
+                yield part
+
+    def _clean(self, parts: Iterable[Part], *, over: bool) -> Iterator[Part]:
+        """The parts without special tokens. Text that was held back comes before a part of another kind."""
+        for part in parts:
+            if not isinstance(part, Said) and (rest := self._said.end()):
+                yield Said(rest)
+            if not isinstance(part, Thought):
+                yield from self._end_of_thought()
+            match part:
+                case Said(text):
+                    yield Said(self._said.feed(text))
+                case Thought(text) if self._shown.reasoning_at_once:
+                    self._held.append(self._thought.feed(text))
+                case Thought(text):
+                    yield Thought(self._thought.feed(text))
+                case _:
+                    yield part
+        if over:
+            yield from self._end_of_thought()
+            yield Said(self._said.end())
+
+    def _end_of_thought(self) -> Iterator[Part]:
+        text = "".join([*self._held, self._thought.end()])
+        self._held.clear()
+        if text:
+            yield Thought(text)
+
+    def _count(self, ids: list[int]) -> None:
+        if self._end_of_thinking is None or self._has_thought:
+            return
+        self._has_thought = self._end_of_thinking in ids
+        self._thinking_tokens += ids.index(self._end_of_thinking) + 1 if self._has_thought else len(ids)
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many of the tokens so far were reasoning, markers included; None = not known."""
+        if self._end_of_thinking is None:
+            return None
+        return self._thinking_tokens if self._thinks else 0
+
+    def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
+        """`tool_calls` where the model ended by itself and has called; one that was cut off may be in the midst of a
+        call."""
+        assert finish.type != "error", "which is no answer (`Service.check_finish`)"
+        if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
+            return "tool_calls"
+        return finish.type
+
+
+def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
+    """The choices of an answer, of which nothing has come yet."""
+    parsing = task.parsing
+    if parsing is None:
+        return [Choice(None, task.shown, _NOTHING_SPECIAL) for _ in range(task.n)]
+    hidden = parsing.needs_special_tokens and not task.shown.special_tokens
+    special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
+    end = None if parsing.closing is None else prompts.token_of(parsing.closing)
+    return [Choice(parsing.parser(), task.shown, special, end) for _ in range(task.n)]
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Parts of one kind that follow each other become one."""
+    runs = list[tuple[Part, list[str]]]()
+    for part in parts:
+        before = runs[-1][0] if runs else None
+        if isinstance(part, CallBegun):
+            runs.append((part, []))
+        elif type(before) is type(part) and getattr(before, "index", 0) == getattr(part, "index", 0):
+            runs[-1][1].append(part.text)
+        else:
+            runs.append((part, [part.text]))
+    return [msgspec.structs.replace(part, text="".join(texts)) if len(texts) > 1 else part for part, texts in runs]
+
+
+def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
+    """The first delta of a call has the arguments that came with it."""
+    made = list[ChatDelta]()
+    begun: ToolCallDelta | None = None
+    for part in parts:
+        match part:
+            case Said(text):
+                made.append(ChatDelta(content=text))
+            case Thought(text):
+                made.append(ChatDelta(reasoning_content=text, reasoning=text))
+            case CallBegun(index, name, id):
+                begun = ToolCallDelta(index, FunctionDelta("", name), id or call_id(), "function")
+                made.append(ChatDelta(tool_calls=[begun]))
+                continue
+            case CallArguments(index, text):
+                if begun is not None and begun.index == index:
+                    begun.function.arguments = text
+                else:
+                    made.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))]))
+        begun = None
+    return made
+
+
+def call_id() -> str:
+    """Of a call for which the model's format has no name."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMessage:
+    """The parts of a whole answer as its message. Content is null where there are calls alone. `reasons`: the reasoning
+    has its place, be there any or not. `echo`: what the content begins with."""
+    content, reasoning, calls = list[str](), list[str](), list[ToolCall]()
+    for part in parts:
+        match part:
+            case Said(text):
+                content.append(text)
+            case Thought(text):
+                reasoning.append(text)
+            case CallBegun(_, name, id):
+                calls.append(ToolCall(id or call_id(), "function", CalledFunction(name, "")))
+            case CallArguments(index, text):
+                calls[index].function.arguments += text
+    thought = ("".join(reasoning) or None) if reasons else UNSET
+    return ChatMessage(
+        "assistant",
+        echo + "".join(content) if echo or content or not calls else None,
+        None,
+        thought,
+        thought,
+        calls or UNSET,
+    )
+
+
+router = APIRouter()
 
 
 @router.post(
@@ -36,126 +224,95 @@ router = APIRouter(route_class=ReadingRoute)
         event=answers.ChatChunk,
     ),
 )
-async def chat_completions(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "generate")
-    task = await service.read(asked, "chat", ChatTask)
-    size = task.job.n * len(task.echo) + task.told.size(task.job)
-    inflight = await service.open(task.job, asked, answer_bytes=size)
-    answer = _Answer(service, task)
-    if task.streaming.on:
-        return await answer.stream(asked, inflight)
-    return await answer.whole(await service.collect(inflight))
+async def chat(service: Serving, asked: Generating, task: Annotated[ChatTask, task_of("chat", "generate")]) -> Response:
+    size = task.n * len(task.echo) + task.ids_bytes
+    return await service.answer(asked, task, _Answer(service, task), answer_bytes=size)
 
 
-def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
-    """The choices of an answer, of which nothing has come yet."""
-    parsing = task.parsing
-    hidden = parsing is not None and parsing.needs_special_tokens and not task.shown.special_tokens
-    special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
-    closing = None if parsing is None else parsing.closing
-    end = None if closing is None else prompts.token_of(closing)
-    return [Choice(None if parsing is None else parsing.parser(), task.shown, special, end) for _ in range(task.job.n)]
-
-
-class _Answer:
-    """What becomes of the outputs of one request."""
-
+class _Answer(AnswerMaker):
     def __init__(self, service: Service, task: ChatTask) -> None:
-        self._service = service
+        self._prompts, self._model = service.prompts, service.model_name
         self._task = task
         self._choices = choices(service.prompts, task)
+        self._last: dict[int, TextOut] = {}
+        self._head = answers.ChatChunk(
+            **openai.envelope(task.rid, "chat.completion.chunk", self._model),
+            usage=None if task.usage else UNSET,
+            choices=[],
+        )
 
     def _usage(self, outs: Mapping[int, TextOut]) -> answers.Usage:
         counts = [count for choice in self._choices if (count := choice.reasoning_tokens) is not None]
-        return usage(self._task.job, outs, sum(counts) if counts else None)
+        return usage(self._task, outs, sum(counts) if counts else None)
 
     async def whole(self, outs: list[TextOut]) -> Answer:
-        job, parsing, told = self._task.job, self._task.parsing, self._task.told
-        reasons = parsing is not None and parsing.reasoning is not None
+        task = self._task
+        reasons = task.parsing is not None and task.parsing.reasoning is not None
         pieces, pacer = list[bytes](), Pacer()
         for index, (choice, out) in enumerate(zip(self._choices, outs, strict=True)):
             assert out.finish is not None, "a whole answer has ended"
-            made = message(await choice.take(out, pacer), reasons=reasons)
-            if self._task.echo:
-                made["content"] = self._task.echo + (made["content"] or "")
             shown = answers.ChatChoice(
                 index=index,
-                message=answers.ChatMessage(**made),
+                message=message(await choice.take(out, pacer), reasons=reasons, echo=task.echo),
                 finish_reason=choice.finish_reason(out.finish),
                 matched_stop=out.finish.matched,
-                token_ids=out.token_ids if told.token_ids else UNSET,
+                token_ids=out.token_ids if task.token_ids else UNSET,
                 logprobs=None,
             )
             pieces += [b"," if index else b"", opened(shown)]
-            pieces += [*await openai.chat_logprobs(out, told.logprobs, self._service.prompts, pacer), b"}"]
+            pieces += [*await openai.chat_logprobs(out, task.logprobs, self._prompts, pacer), b"}"]
         head = answers.ChatCompletion(
-            **openai.envelope(job.rid, "chat.completion", self._service.model_name),
+            **openai.envelope(task.rid, "chat.completion", self._model),
             usage=self._usage(dict(enumerate(outs))),
-            prompt_token_ids=job.prompts[0].input_ids if told.token_ids else UNSET,
+            prompt_token_ids=task.prompts[0].input_ids if task.token_ids else UNSET,
             choices=[],
         )
         tail = [b"]"]
-        if told.prompt_logprobs is not None:
-            tail += [b',"prompt_logprobs":', *await openai.prompt_logprobs(outs[0], told.prompt_logprobs, pacer)]
-        headers = token_headers(job.prompt_tokens, outs[0].cached_tokens)
-        return Answer([opened(head), *pieces, *tail, b"}"], headers=headers)
+        if task.prompt_logprobs is not None:
+            tail += [b',"prompt_logprobs":', *await openai.prompt_logprobs(outs[0], task.prompt_logprobs, pacer)]
+        return Answer([opened(head), *pieces, *tail, b"}"], headers=self.headers(outs[0]))
 
-    async def stream(self, asked: ApiRequest, inflight: InflightRequest) -> Response:
-        job, streaming, told = self._task.job, self._task.streaming, self._task.told
-        head = answers.ChatChunk(
-            **openai.envelope(job.rid, "chat.completion.chunk", self._service.model_name),
-            usage=None if streaming.usage else UNSET,
-            choices=[],
+    def headers(self, first: TextOut) -> list[Header]:
+        return token_headers(self._task.prompt_tokens, first.cached_tokens)
+
+    def opening(self) -> bytes:
+        """The role of each choice; the first chunk has the prompt's ids."""
+        role, task = answers.ChatDelta("assistant", self._task.echo, None), self._task
+        first = replace(self._head, prompt_token_ids=task.prompts[0].input_ids) if task.token_ids else self._head
+        return b"".join(
+            self._begun(index, role, head=self._head if index else first) + b"null" + _END for index in range(task.n)
         )
-        last: dict[int, TextOut] = {}
-        role = {"role": "assistant", "content": self._task.echo, "refusal": None}
-        first = replace(head, prompt_token_ids=job.prompts[0].input_ids) if told.token_ids else head
 
-        def begun(
-            index: int,
-            delta: dict[str, Any],
-            finish: answers.ChatFinishReason | None = None,
-            head: answers.ChatChunk = head,
-            **more: Any,
-        ) -> bytes:
-            """A chunk up to its `choices[0].logprobs`."""
-            shown = replace(head, usage=self._usage(last)) if streaming.continuous_usage and last else head
-            choice = answers.ChatChunkChoice(
-                index=index, delta=answers.ChatDelta(**delta), finish_reason=finish, logprobs=None, **more
-            )
-            return b"data: " + opened(shown) + opened(choice)
+    def _begun(
+        self, index: int, delta: answers.ChatDelta, *, head: answers.ChatChunk | None = None, **more: Any
+    ) -> bytes:
+        """A chunk up to its `choices[0].logprobs`."""
+        head = head or self._head
+        if self._task.continuous_usage and self._last:
+            head = replace(head, usage=self._usage(self._last))
+        choice = answers.ChatChunkChoice(index=index, delta=delta, logprobs=None, **more)
+        return b"data: " + opened(head) + opened(choice)
 
-        async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-            last[index] = out
-            choice, made = self._choices[index], list[bytes]()
-            deltas = await choice.take(out, pacer)
-            logprobs = openai.NO_LOGPROBS
-            if (told.logprobs is not None or told.token_ids) and out.token_ids:
-                logprobs = await openai.chat_logprobs(out, told.logprobs, self._service.prompts, pacer)
-                deltas = deltas or [{}]  # tokens that say nothing, or whose text is held back
-            ids: dict[str, Any] = {"token_ids": out.token_ids} if told.token_ids else {}
-            for delta in deltas:
-                made += [begun(index, delta, **ids), *logprobs, _END]
-                logprobs, ids = openai.NO_LOGPROBS, {}
-            if out.finish is not None:
-                finish = choice.finish_reason(out.finish)
-                made += [begun(index, {}, finish, matched_stop=out.finish.matched), b"null", _END]
-            return made
+    async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        self._last[index] = out
+        task, choice, made = self._task, self._choices[index], list[bytes]()
+        told = deltas(await choice.take(out, pacer))
+        logprobs = openai.NO_LOGPROBS
+        if (task.logprobs is not None or task.token_ids) and out.token_ids:
+            logprobs = await openai.chat_logprobs(out, task.logprobs, self._prompts, pacer)
+            told = told or [answers.ChatDelta()]  # tokens that say nothing, or whose text is held back
+        ids: dict[str, Any] = {"token_ids": out.token_ids} if task.token_ids else {}
+        for delta in told:
+            made += [self._begun(index, delta, **ids), *logprobs, _END]
+            logprobs, ids = openai.NO_LOGPROBS, {}
+        if out.finish is not None:
+            finish = choice.finish_reason(out.finish)
+            end = self._begun(index, answers.ChatDelta(), finish_reason=finish, matched_stop=out.finish.matched)
+            made += [end, b"null", _END]
+        return made
 
-        def closing() -> bytes:
-            return (event(replace(head, usage=self._usage(last))) if streaming.usage else b"") + DONE
-
-        return await self._service.stream(
-            asked,
-            inflight,
-            frames,
-            headers_of=lambda out: token_headers(job.prompt_tokens, out.cached_tokens),
-            opening=b"".join(
-                begun(index, role, head=head if index else first) + b"null" + _END for index in range(job.n)
-            ),
-            closing=closing,
-        )
+    def closing(self) -> bytes:
+        return (event(replace(self._head, usage=self._usage(self._last))) if self._task.usage else b"") + DONE
 
 
 _END = b"}]}\n\n"

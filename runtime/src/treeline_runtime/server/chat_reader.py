@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -13,47 +13,43 @@ from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
-from treeline_runtime.server.jobs import Caller, ChatTask, GenerationJob, Shown, Told
+from treeline_runtime.server.jobs import Caller, ChatTask, Shown
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.tools import Calls, read_calls
 
-if TYPE_CHECKING:
-    from treeline_runtime.server.reader import Reader
 
-
-def read_chat_task(raw: Mapping[str, Any], reader: Reader, limits: Limits, caller: Caller) -> ChatTask:
+def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: Caller) -> ChatTask:
     """Raises ApiError 400 or 404."""
-    body = openai.read_chat(raw, reader)
+    body = openai.read_chat(raw, model)
     calls = read_calls(raw)
     if calls is not None:
-        _check_tools(reader, body.chat_template)
+        _check_tools(model, body.chat_template)
     constraint = read_constraint(raw, GRAMMAR_FIELDS)
     namespace = openai.namespace(raw, caller)
-    ids = reader.prompts.of_chat(raw, limits, namespace)
-    end = reader.prompts.end_of(ids)
-    parsing = _parsing(body, reader, calls, end)
+    ids = model.prompts.of_chat(raw, limits, namespace)
+    end = model.prompts.end_of(ids)
+    parsing = _parsing(body, model, calls, end)
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    constraint = formats.whole_output(constraint, calls, reader.formats, end)
+    constraint = formats.whole_output(constraint, calls, model.formats, end)
     most = limits.max_new_tokens(len(ids), asked, None, "messages")
-    sampling = openai.sampling(body, reader, most, constraint, openai.processor(body))
-    shown = Shown(
-        reasoning=body.include_reasoning is not False,
-        reasoning_at_once=body.stream_reasoning is False,
-        several_calls=calls is None or calls.several,
-        special_tokens=body.skip_special_tokens is False,
-    )
+    sampling = openai.sampling(body, model, most, constraint, openai.processor(body))
     if parsing is not None and parsing.needs_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    told = Told.checked(logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
-    job = GenerationJob(
-        openai.rid_of(body, "chatcmpl"),
-        [told.request(ids, sampling, namespace, body.priority)],
-        n=body.n or 1,
-        tenant=caller.tenant,
-        hides_cache=caller.shares_cache,
+    fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
+    task = ChatTask(
+        **fields,
+        prompts=[openai.request(body, ids, sampling, namespace, fields["logprobs"])],
+        parsing=parsing,
+        shown=Shown(
+            reasoning=body.include_reasoning is not False,
+            reasoning_at_once=body.stream_reasoning is False,
+            several_calls=calls is None or calls.several,
+            special_tokens=body.skip_special_tokens is False,
+        ),
+        echo=_echo(raw) if body.echo else "",
     )
-    return ChatTask(job.check_copies(), openai.streaming(body), parsing, shown, _echo(raw) if body.echo else "", told)
+    task.check_copies()
+    return task
 
 
 def _echo(raw: Mapping[str, Any]) -> str:
@@ -67,9 +63,9 @@ def _echo(raw: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
 
 
-def _check_tools(reader: Reader, template: str | None) -> None:
+def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
     """Raises ApiError 400 where calls could not be made, or not be found."""
-    if reader.formats.tools is None:
+    if model.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
         raise ApiError(
             400,
@@ -78,7 +74,7 @@ def _check_tools(reader: Reader, template: str | None) -> None:
             param="tools",
             code="unsupported_parameter",
         )
-    if "tools" not in reader.prompts.variables(template):
+    if "tools" not in model.prompts.variables(template):
         raise ApiError(
             400,
             "The chat template has no place for tools: it would not know of them",
@@ -87,17 +83,17 @@ def _check_tools(reader: Reader, template: str | None) -> None:
         )
 
 
-def _parsing(body: openai.ChatBody, reader: Reader, calls: Calls | None, end: str) -> Parsing | None:
+def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
     """How the output is to be read; None: it is all said. Raises ApiError 400."""
-    if body.separate_reasoning is False and reader.formats.harmonic:
+    if body.separate_reasoning is False and model.formats.harmonic:
         raise ApiError(
             400,
             "'separate_reasoning' cannot be false for a model that writes harmony: nothing else is its answer",
             param="separate_reasoning",
             code="unsupported_parameter",
         )
-    reasoning = None if body.separate_reasoning is False else reader.formats.reasoning
-    tools = None if calls is None else reader.formats.tools
+    reasoning = None if body.separate_reasoning is False else model.formats.reasoning
+    tools = None if calls is None else model.formats.tools
     if reasoning is None and tools is None:
         return None
     functions = {} if calls is None else {tool.name: tool.parameters for tool in calls.tools}

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from fastapi import APIRouter, Response
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server.dependencies import Generating, ReadingRoute
+from treeline_runtime.server.dependencies import Generating, Serving, task_of
 from treeline_runtime.server.errors import Header
-from treeline_runtime.server.http import DONE, Answer, ApiRequest, event
+from treeline_runtime.server.http import DONE, Answer, event
 from treeline_runtime.server.jobs import CompletionTask
 from treeline_runtime.server.pacing import Pacer, opened
-from treeline_runtime.server.service import Service, token_headers, usage
-from treeline_runtime.tokenizer_manager import InflightRequest
+from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.service import AnswerMaker, Service, token_headers, usage
 
-router = APIRouter(route_class=ReadingRoute)
+router = APIRouter()
 
 
 @router.post(
@@ -29,40 +31,35 @@ router = APIRouter(route_class=ReadingRoute)
         event=answers.Completion,
     ),
 )
-async def completions(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "generate")
-    task = await service.read(asked, "completion", CompletionTask)
-    size = task.job.n * sum(map(len, task.echoes)) + task.told.size(task.job)
-    inflight = await service.open(task.job, asked, answer_bytes=size)
-    choices = [_Choice(service, task, index) for index in range(task.job.generations)]
-    if task.streaming.on:
-        return await _stream(asked, task, choices, inflight)
-    return await _answer(service, task, choices, await service.collect(inflight))
+async def completion(
+    service: Serving, asked: Generating, task: Annotated[CompletionTask, task_of("completion", "generate")]
+) -> Response:
+    size = task.n * sum(map(len, task.echoes)) + task.ids_bytes
+    return await service.answer(asked, task, _Answer(service, task), answer_bytes=size)
 
 
 class _Choice:
     """One choice of an answer, as its outputs come."""
 
-    def __init__(self, service: Service, task: CompletionTask, index: int) -> None:
-        job = task.job
-        prompt = index // job.n
+    def __init__(self, prompts: Prompts, task: CompletionTask, index: int) -> None:
+        prompt = index // task.n
         self._index = index
         self._echo = task.echoes[prompt]
-        self._told = task.told
-        self._prompt_ids: list[int] | UnsetType = job.prompts[prompt].input_ids if task.told.token_ids else UNSET
+        self._task = task
+        self._prompt_ids: list[int] | UnsetType = task.prompts[prompt].input_ids if task.token_ids else UNSET
         self._logprobs = openai.TextLogprobs(
-            service.prompts,
-            task.told.logprobs,
-            skip_special_tokens=job.prompts[prompt].sampling.skip_special_tokens,
+            prompts,
+            task.logprobs,
+            skip_special_tokens=task.prompts[prompt].sampling.skip_special_tokens,
             echo=bool(self._echo),
         )
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
         """What an output adds, as pieces of JSON; [] when it says nothing. An echoed prompt comes first."""
+        task = self._task
         text, self._echo = self._echo + out.text, ""
         logprobs = await self._logprobs.take(out, pacer)
-        says = text or out.finish is not None or (self._told.token_ids and out.token_ids)
+        says = text or out.finish is not None or (task.token_ids and out.token_ids)
         if not says and logprobs is openai.NO_LOGPROBS:
             return []
         choice = answers.CompletionChoice(
@@ -70,52 +67,49 @@ class _Choice:
             text=text,
             finish_reason=openai.finish_reason(out.finish),
             matched_stop=None if out.finish is None else out.finish.matched,
-            token_ids=out.token_ids if self._told.token_ids else UNSET,
+            token_ids=out.token_ids if task.token_ids else UNSET,
             prompt_token_ids=self._prompt_ids,
             logprobs=None,
         )
         self._prompt_ids = UNSET
         made = [opened(choice), *logprobs]
-        if self._told.prompt_logprobs is not None:
-            made += [b',"prompt_logprobs":', *await openai.prompt_logprobs(out, self._told.prompt_logprobs, pacer)]
+        if task.prompt_logprobs is not None:
+            made += [b',"prompt_logprobs":', *await openai.prompt_logprobs(out, task.prompt_logprobs, pacer)]
         return [*made, b"}"]
 
 
-async def _answer(service: Service, task: CompletionTask, choices: list[_Choice], outs: list[TextOut]) -> Answer:
-    job = task.job
-    envelope = openai.envelope(job.rid, "text_completion", service.model_name)
-    head = answers.Completion(**envelope, usage=usage(job, dict(enumerate(outs))), choices=[])
-    pieces, pacer = [opened(head)], Pacer()
-    for index, (choice, out) in enumerate(zip(choices, outs, strict=True)):
-        pieces += [b"," if index else b"", *await choice.take(out, pacer)]
-        await pacer.rest()
-    cached = sum(out.cached_tokens for out in outs[:: job.n])
-    return Answer([*pieces, b"]}"], headers=token_headers(job.prompt_tokens, cached))
+class _Answer(AnswerMaker):
+    def __init__(self, service: Service, task: CompletionTask) -> None:
+        self._task = task
+        self._choices = [_Choice(service.prompts, task, index) for index in range(task.generations)]
+        self._last: dict[int, TextOut] = {}
+        envelope = openai.envelope(task.rid, "text_completion", service.model_name)
+        self._head = answers.Completion(**envelope, usage=None if task.usage else UNSET, choices=[])
 
+    def _counted(self) -> answers.Completion:
+        return replace(self._head, usage=usage(self._task, self._last))
 
-async def _stream(
-    asked: ApiRequest, task: CompletionTask, choices: list[_Choice], inflight: InflightRequest
-) -> Response:
-    service, job, streaming = asked.service, task.job, task.streaming
-    envelope = openai.envelope(job.rid, "text_completion", service.model_name)
-    head = answers.Completion(**envelope, usage=None if streaming.usage else UNSET, choices=[])
-    last: dict[int, TextOut] = {}
+    async def whole(self, outs: list[TextOut]) -> Answer:
+        self._last = dict(enumerate(outs))
+        pieces, pacer = [opened(self._counted())], Pacer()
+        for index, out in enumerate(outs):
+            pieces += [b"," if index else b"", *await self._choices[index].take(out, pacer)]
+            await pacer.rest()
+        cached = sum(out.cached_tokens for out in outs[:: self._task.n])
+        return Answer([*pieces, b"]}"], headers=token_headers(self._task.prompt_tokens, cached))
 
-    def counted() -> answers.Completion:
-        return replace(head, usage=usage(job, last))
+    def headers(self, first: TextOut) -> list[Header]:
+        # With several prompts, what the others found in the cache is not known yet.
+        several = len(self._task.prompts) > 1
+        return [] if several else token_headers(self._task.prompt_tokens, first.cached_tokens)
 
-    async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-        last[index] = out
-        choice = await choices[index].take(out, pacer)
+    async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        self._last[index] = out
+        choice = await self._choices[index].take(out, pacer)
         if not choice:
             return []
-        return [b"data: ", opened(counted() if streaming.continuous_usage else head), *choice, b"]}\n\n"]
+        head = self._counted() if self._task.continuous_usage else self._head
+        return [b"data: ", opened(head), *choice, b"]}\n\n"]
 
-    def headers(out: TextOut) -> list[Header]:
-        # With several prompts, what the others found in the cache is not known yet.
-        return token_headers(job.prompt_tokens, out.cached_tokens) if len(job.prompts) == 1 else []
-
-    def closing() -> bytes:
-        return (event(counted()) if streaming.usage else b"") + DONE
-
-    return await service.stream(asked, inflight, frames, headers_of=headers, closing=closing)
+    def closing(self) -> bytes:
+        return (event(self._counted()) if self._task.usage else b"") + DONE

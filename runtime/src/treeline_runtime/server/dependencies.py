@@ -1,19 +1,102 @@
-"""What endpoints depend on: the request with its body, read within the bounds of its path."""
+"""What endpoints depend on: who may ask, the request with its body, read within the bounds of its path, and what that
+asks for.
+"""
 
 from __future__ import annotations
 
-import functools
+import hmac
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
-from fastapi import Depends, Request
-from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
+from fastapi import Depends, Request, Response
+from fastapi.security import HTTPBearer
+from treeline_wire.browsers import foreign_host, page_request
 
-from treeline_runtime.server.access import Guarded
-from treeline_runtime.server.http import ApiRequest
-from treeline_runtime.server.limits import MAX_BODY_BYTES, MAX_CONTROL_BYTES, Reservation
+from treeline_runtime.models.pooling import Task as Model
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import Answer, ApiRequest
+from treeline_runtime.server.jobs import Answered, Kind, Task
+from treeline_runtime.server.limits import INLINE_BYTES, MAX_BODY_BYTES, MAX_CONTROL_BYTES, Reservation
 from treeline_runtime.server.service import Service
+
+Guard = Callable[[Request], None]
+"""Raises ApiError for a request that a listener refuses."""
+
+
+class Guarded(HTTPBearer):
+    """Asks the guard of the listener. The OpenAPI document, of inference alone, says `ApiKey`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            scheme_name="key",
+            description="Where the server was started with --api-key. `x-api-key` takes it as well.",
+        )
+
+    async def __call__(self, request: Request) -> None:  # type: ignore[override]
+        request.app.state.guard(request)
+
+
+class ApiKey:
+    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it; anybody where there is no
+    key."""
+
+    def __init__(self, key: str | None) -> None:
+        self._key = key
+
+    def __call__(self, request: Request) -> None:
+        if self._key is None or _holds(request, self._key):
+            return
+        named = request.headers.getlist("x-api-key")
+        if len(named) != 1 or not _equal(named[0], self._key):
+            raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+
+
+class AdminKey:
+    """`Authorization: Bearer KEY`, and no web pages. Without a key, which only a listener on loopback may do, the
+    request must name loopback as its host."""
+
+    def __init__(self, key: str | None, *, loopback: bool) -> None:
+        self._key = key
+        self._loopback = loopback
+
+    def __call__(self, request: Request) -> None:
+        headers = request.scope["headers"]
+        refused = page_request(headers) or (foreign_host(headers) if self._loopback else None)
+        if refused is not None:
+            raise ApiError(403, f"Administration is refused: {refused}", code="forbidden")
+        if self._key is not None and not _holds(request, self._key):
+            raise ApiError(
+                401,
+                "Administration needs 'Authorization: Bearer KEY' with the key of --admin-key-file",
+                code="invalid_admin_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+
+
+def without_body(request: Request) -> None:
+    """Anybody who can connect, but without a body: nothing here reads one."""
+    if "transfer-encoding" in request.headers or request.headers.get("content-length", "0").strip("0 "):
+        raise ApiError(413, "Nothing here takes a body", code="request_too_large")
+
+
+def _holds(request: Request, key: str) -> bool:
+    given = request.headers.getlist("authorization")
+    if len(given) != 1:
+        return False
+    scheme, _, held = given[0].partition(" ")  # a scheme may be written in any case (RFC 9110, 11.1)
+    return scheme.lower() == "bearer" and _equal(held.strip(" "), key)
+
+
+def _equal(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode("latin-1"), key.encode())
+
+
+def service_of(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+Serving = Annotated[Service, Depends(service_of)]
 
 
 class _Reading(Guarded):
@@ -27,14 +110,14 @@ class _Reading(Guarded):
 
     async def __call__(self, request: Request) -> ApiRequest:  # type: ignore[override]
         await super().__call__(request)
-        service: Service = request.app.state.service
-        asked = request.state.asked = ApiRequest(request.scope, request.receive, service)
+        service = service_of(request)
+        asked = request.state.asked = ApiRequest(request.scope, request.receive)
         if self._generates and service.tracing is not None:
             asked.span = service.tracing.begin(asked)
         await asked.read_body(self._limit, Reservation(service.budget, asked.client))
         if self._generates:
-            asked.counted = True
             service.count_generating(1)
+            asked.on_end = lambda: service.count_generating(-1)
         asked.watch()
         return asked
 
@@ -46,22 +129,23 @@ Checking = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES, generates=T
 Generating = Annotated[ApiRequest, Depends(_Reading(MAX_BODY_BYTES, generates=True))]
 
 
-class ReadingRoute(APIRoute):
-    """The route of an endpoint whose one argument is the request with its body: it calls the two itself. FastAPI's
-    solver of dependencies and its exit stacks, of which there is no use here, cost a small completion a quarter of its
-    time. The document shows such a route as any other."""
+def task_of(kind: Kind, *models: Model, inline_bytes: int = INLINE_BYTES) -> Any:
+    """The dependency of an endpoint that generates: what the body asks for. `models`: those that the path is for.
+    `inline_bytes`: a smaller body is read in the event loop."""
 
-    @functools.cached_property
-    def _read(self) -> Callable[[Request], Awaitable[ApiRequest]]:
-        (reading,) = self.dependant.dependencies
-        found: Any = reading.call
-        assert isinstance(found, _Reading)
-        return found
+    async def read(service: Serving, asked: Generating) -> Task:
+        service.admit_for(asked, *models)
+        return await service.read(asked, kind, inline_bytes)
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)
-            return
-        asked = await self._read(Request(scope, receive, send))
-        answer = await self.endpoint(asked)
-        await answer(scope, receive, send)
+    return Depends(read)
+
+
+def converting(kind: Kind) -> Callable[[Service, ApiRequest], Awaitable[Response]]:
+    """An endpoint of bodies that are answered as soon as they have been read."""
+
+    async def convert(service: Serving, asked: Converting) -> Response:
+        task = await service.read(asked, kind)
+        assert isinstance(task, Answered)
+        return Answer(task.body)
+
+    return convert

@@ -73,3 +73,7 @@ class UnknownModel(ApiError):
             code="picker_unavailable",
             headers=ELSEWHERE,
         )
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had sent its request."""

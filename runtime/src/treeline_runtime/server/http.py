@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.server.errors import ApiError, Header
+from treeline_runtime.server.errors import ApiError, ClientGone, Header
 from treeline_runtime.server.fields import json_object
+from treeline_runtime.server.limits import Reservation
 from treeline_runtime.server.pacing import encode_json
 
 if TYPE_CHECKING:
-    from treeline_runtime.server.limits import Reservation
-    from treeline_runtime.server.service import Service
     from treeline_runtime.server.tracing import RequestSpan
     from treeline_runtime.tokenizer_manager import InflightRequest
 
-
 _SEND_BYTES = 256 << 10
 """Of one piece of an answer: the connection's buffer is looked at in between."""
-
-
-class ClientGone(Exception):
-    """The client closed its connection before it had sent its request."""
 
 
 class Answer(Response):
@@ -80,9 +75,9 @@ def json_answer(value: Any, status: int = 200, headers: Iterable[Header] = ()) -
 class ApiRequest(Request):
     """A request to an endpoint, whose body is read completely before the endpoint runs."""
 
-    def __init__(self, scope: Scope, receive: Receive, service: Service) -> None:
+    def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
-        self.service = service
+        self.came_at = time.monotonic()
         self.parts: list[bytes] = []
         """The body, in pieces as it came: a large one is never put together here."""
         self.size = 0
@@ -99,8 +94,8 @@ class ApiRequest(Request):
         """What is recorded of it; None: nothing."""
         self.ignored: tuple[str, ...] = ()
         """Fields without effect: a header of the answer names them."""
-        self.counted = False
-        """It is one of those that generate."""
+        self.on_end: Callable[[], object] | None = None
+        """Called once, when it has ended."""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -201,8 +196,8 @@ class ApiRequest(Request):
         inflight, self.inflight, self.parts = self.inflight, None, []
         if self.reservation is not None:
             self.reservation.release()
-        if self.counted:
-            self.service.count_generating(-1)
+        if self.on_end is not None:
+            self.on_end()
         if self.span is not None:
             self.span.end(streamed=self.streaming)
         if inflight is not None:
@@ -226,9 +221,9 @@ def event(value: Any) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
-def named_event(value: dict[str, Any]) -> bytes:
-    """The same, named by its `type`."""
-    return b"event: " + value["type"].encode() + b"\n" + event(value)
+def named_event(name: str, value: Any) -> bytes:
+    """The same with its name."""
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def error_event(error: ApiError) -> bytes:

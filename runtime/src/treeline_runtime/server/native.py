@@ -1,37 +1,29 @@
-"""SGLang's own endpoints: `/generate`, `/tokenize`, `/detokenize`, `/flush_cache`, `/abort_request`."""
+"""SGLang's `/generate`, and texts as ids."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
-from msgspec import Struct
 
 from treeline_runtime.messages import FinishReason, GenerateReq, HiddenStates, TextOut, decode_logprobs
 from treeline_runtime.server import answers, native_fields, openai, schema
-from treeline_runtime.server.dependencies import Controlling, Converting, Generating, ReadingRoute
-from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.fields import check_unknown, convert
-from treeline_runtime.server.http import DONE, Answer, ApiRequest, json_answer
-from treeline_runtime.server.jobs import Answered, GenerateTask, GenerationJob
+from treeline_runtime.server.dependencies import Generating, Serving, converting, task_of
+from treeline_runtime.server.errors import ApiError, Header
+from treeline_runtime.server.http import Answer, ApiRequest
+from treeline_runtime.server.jobs import GenerateTask
 from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_object
-from treeline_runtime.server.service import Service, token_headers
-from treeline_runtime.tokenizer_manager import InflightRequest, NoReply
+from treeline_runtime.server.service import AnswerMaker, Service, token_headers
 
 HIDDEN_BYTES = 10
 """What an element of a hidden state takes while an answer is made: as float32, and that as base64."""
 _BASE64_AT_ONCE = 3 << 18
 """Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
 
-
-router = APIRouter(route_class=ReadingRoute)
-administration = APIRouter()
-"""Of these paths what is for operators alone."""
+router = APIRouter()
 
 
 @router.post(
@@ -44,36 +36,16 @@ administration = APIRouter()
         event=answers.Generated,
     ),
 )
-async def generate(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "generate")
-    started_at = time.monotonic()
-    task = await service.read(asked, "generate", GenerateTask)
-    job = task.job
-    inflight = await service.open(job, asked, answer_bytes=_hidden_bytes(service, job))
-    answers = _Answers(
-        inflight.rids,
-        [prompt for prompt in job.prompts for _ in range(job.n)],
-        started_at,
-        with_text=task.with_text,
-        weight_version=service.state.weight_version,
-        hides_cache=job.hides_cache,
-    )
-    if task.streaming.on:
-        return await _stream(asked, task, inflight, answers)
-    outs = await service.collect(inflight)
-    several = task.batched or job.n > 1
-    pieces, pacer = [b"[" if several else b""], Pacer()
-    for index, out in enumerate(outs):
-        pieces += [b"," if index else b"", *await answers.take(index, out, pacer)]
-        await pacer.rest()
-    headers = token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs[:: job.n]))
-    return Answer([*pieces, b"]" if several else b""], headers=headers)
+async def generate(
+    service: Serving, asked: Generating, task: Annotated[GenerateTask, task_of("generate", "generate")]
+) -> Response:
+    made = _Answers(asked, task, service.state.weight_version)
+    return await service.answer(asked, task, made, answer_bytes=_hidden_bytes(service, task))
 
 
-def _hidden_bytes(service: Service, job: GenerationJob) -> int:
+def _hidden_bytes(service: Service, task: GenerateTask) -> int:
     """What the hidden states of an answer may take. Raises ApiError 400 where there are none to be had."""
-    if not job.prompts[0].return_hidden_states:
+    if not task.prompts[0].return_hidden_states:
         return 0
     if service.hidden_size is None:
         raise ApiError(
@@ -82,32 +54,58 @@ def _hidden_bytes(service: Service, job: GenerationJob) -> int:
             param="return_hidden_states",
             code="disabled",
         )
-    rows = job.n * sum(len(prompt.input_ids) + prompt.sampling.max_new_tokens for prompt in job.prompts)
+    rows = task.n * sum(len(prompt.input_ids) + prompt.sampling.max_new_tokens for prompt in task.prompts)
     return HIDDEN_BYTES * service.hidden_size * rows
 
 
-@dataclass
-class _Answers:
+for _path in ("/tokenize", "/v1/tokenize"):
+    router.post(
+        _path,
+        **schema.operation(
+            tag=schema.NATIVE, summary="Text → ids", body=native_fields.TokenizeBody, answer=answers.Tokens
+        ),
+    )(converting("tokenize"))
+for _path in ("/detokenize", "/v1/detokenize"):
+    router.post(
+        _path,
+        **schema.operation(
+            tag=schema.NATIVE, summary="Ids → text", body=native_fields.DetokenizeBody, answer=answers.Text
+        ),
+    )(converting("detokenize"))
+
+
+class _Answers(AnswerMaker):
     """Native answers are cumulative: text and lists so far, by index."""
 
-    rids: list[str]
-    prompts: list[GenerateReq]
-    """What each of them answers."""
-    started_at: float
-    with_text: bool
-    weight_version: str
-    hides_cache: bool = False
-    """Clients read the member, so it stays and says 0."""
-    _so_far: dict[int, _SoFar] = field(default_factory=dict)
+    def __init__(self, asked: ApiRequest, task: GenerateTask, weight_version: str) -> None:
+        self._task = task
+        self._came_at = asked.came_at
+        self._weight_version = weight_version
+        self._names = task.names
+        self._several = task.generations > 1
+        self._so_far: dict[int, _SoFar] = {}
 
-    async def take(self, index: int, out: TextOut, pacer: Pacer, *, shown_index: bool = False) -> list[bytes]:
-        """Adds an output; returns the answer as it stands, as pieces of JSON.
+    async def whole(self, outs: list[TextOut]) -> Answer:
+        task, listed = self._task, self._task.batched or self._task.n > 1
+        pieces, pacer = [b"[" if listed else b""], Pacer()
+        for index, out in enumerate(outs):
+            pieces += [b"," if index else b"", *await self._take(index, out, pacer)]
+            await pacer.rest()
+        headers = token_headers(task.prompt_tokens, sum(out.cached_tokens for out in outs[:: task.n]))
+        return Answer([*pieces, b"]" if listed else b""], headers=headers)
 
-        `shown_index`: with its index.
-        """
+    def headers(self, first: TextOut) -> list[Header]:
+        return [] if self._several else token_headers(self._task.prompt_tokens, first.cached_tokens)
+
+    async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        return [b"data: ", *await self._take(index, out, pacer), b"\n\n"]
+
+    async def _take(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        """Adds an output; returns the answer as it stands, as pieces of JSON: in a stream of several, with its
+        index."""
         so_far = self._so_far.get(index)
         if so_far is None:
-            so_far = self._so_far[index] = _SoFar(logprobs=_logprob_lists(self.prompts[index]))
+            so_far = self._so_far[index] = _SoFar(logprobs=_logprob_lists(self._task.prompts[index // self._task.n]))
         so_far.text += out.text
         _shorten(so_far.ids, out.withdrawn)
         _extend(so_far.ids, elements(out.token_ids))
@@ -123,16 +121,16 @@ class _Answers:
                     _extend(so_far.logprobs[name], elements([self._shown(item) for item in fresh]))
             await pacer.rest()
         meta = answers.MetaInfo(
-            id=self.rids[index],
+            id=self._names[index],
             finish_reason=_finish(out.finish, out.completion_tokens),
             prompt_tokens=out.prompt_tokens,
             completion_tokens=out.completion_tokens,
-            cached_tokens=0 if self.hides_cache else out.cached_tokens,
-            weight_version=self.weight_version,
+            cached_tokens=0 if self._task.hides_cache else out.cached_tokens,
+            weight_version=self._weight_version,
             num_retractions=out.retractions,
-            e2e_latency=time.monotonic() - self.started_at,
+            e2e_latency=time.monotonic() - self._came_at,
         )
-        head = {"text": so_far.text} | ({"index": index} if shown_index else {})
+        head = {"text": so_far.text} | ({"index": index} if self._several and self._task.stream else {})
         pieces = [open_object(head, "output_ids"), b"[", bytes(so_far.ids), b'],"meta_info":']
         pieces.append(encode_json(meta)[:-1])
         for name, listed in so_far.logprobs.items():
@@ -148,7 +146,7 @@ class _Answers:
         if isinstance(item, list):
             return [self._shown(one) for one in item]
         value, id, text = item
-        return [openai.floor(value), id, text if self.with_text else None]
+        return [openai.floor(value), id, text if self._task.with_text else None]
 
 
 @dataclass
@@ -201,83 +199,3 @@ def _finish(finish: FinishReason | None, completion_tokens: int) -> dict[str, An
     if finish.type == "stop":
         return {"type": "stop", "matched": finish.matched}
     return {"type": "abort", "message": finish.message or "Aborted"}
-
-
-async def _stream(asked: ApiRequest, task: GenerateTask, inflight: InflightRequest, answers: _Answers) -> Response:
-    several = len(inflight.rids) > 1
-
-    async def frames(index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-        return [b"data: ", *await answers.take(index, out, pacer, shown_index=several), b"\n\n"]
-
-    return await asked.service.stream(
-        asked,
-        inflight,
-        frames,
-        headers_of=lambda out: [] if several else token_headers(task.job.prompt_tokens, out.cached_tokens),
-        closing=lambda: DONE,
-    )
-
-
-_TOKENIZE = schema.operation(
-    tag=schema.NATIVE, summary="Text → ids", body=native_fields.TokenizeBody, answer=answers.Tokens
-)
-
-
-@router.post("/tokenize", **_TOKENIZE)
-@router.post("/v1/tokenize", **_TOKENIZE)
-async def tokenize(asked: Converting) -> Response:
-    return Answer((await asked.service.read(asked, "tokenize", Answered)).body)
-
-
-_DETOKENIZE = schema.operation(
-    tag=schema.NATIVE, summary="Ids → text", body=native_fields.DetokenizeBody, answer=answers.Text
-)
-
-
-@router.post("/detokenize", **_DETOKENIZE)
-@router.post("/v1/detokenize", **_DETOKENIZE)
-async def detokenize(asked: Converting) -> Response:
-    return Answer((await asked.service.read(asked, "detokenize", Answered)).body)
-
-
-@administration.post("/flush_cache")
-@administration.post("/reset_prefix_cache")
-async def flush_cache(asked: Controlling) -> Response:
-    """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them to end."""
-    check_unknown(asked.query_params, {"timeout"})
-    check_unknown(asked.json_object(), ())
-    try:
-        timeout_s = float(asked.query_params.get("timeout", 0))
-    except ValueError:
-        timeout_s = math.nan
-    if math.isnan(timeout_s):
-        raise ApiError(400, "'timeout' must be a number of seconds", param="timeout")
-    deadline = time.monotonic() + min(max(timeout_s, 0.0), 3600.0)
-    while True:
-        try:
-            reply = await asked.service.manager.flush()
-        except NoReply as error:
-            raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
-        if reply.ok:
-            return Answer(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
-        if time.monotonic() >= deadline:
-            raise ApiError(400, reply.message or "The cache is in use", code="cache_busy")
-        await asyncio.sleep(0.05)
-
-
-class AbortBody(Struct, frozen=True):
-    rid: str = ""
-    abort_all: bool = False
-
-
-@administration.post("/abort_request")
-async def abort_request(asked: Controlling) -> Response:
-    """Ends one request (`rid`) or all (`abort_all`). Answers 200 whether or not there was anything to end."""
-    check_unknown(asked.query_params, ())
-    raw = asked.json_object()
-    check_unknown(raw, frozenset(AbortBody.__struct_fields__))
-    body = convert(raw, AbortBody)
-    if body.abort_all == bool(body.rid):
-        raise ApiError(400, "Give either 'rid' or 'abort_all': true", param="rid")
-    asked.service.manager.abort(body.rid)
-    return json_answer({"aborted": body.rid or "all"})

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct
 
 from treeline_runtime.messages import CustomProcessor
-from treeline_runtime.server import grammars, openai, processors, tools
+from treeline_runtime.server import grammars, openai, tools
+from treeline_runtime.server import sampling as shared
 from treeline_runtime.server.fields import HARMLESS, Body
 from treeline_runtime.server.sampling import Count, Priority, SamplingFields, Seed, TokenId, TopCount
 
@@ -25,13 +26,13 @@ class NativeSampling(SamplingFields, frozen=True):
     max_new_tokens: Count | None = None
     min_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
-    custom_logit_processor: processors.ProcessorName | None = None
+    custom_logit_processor: shared.ProcessorName | None = None
     custom_params: dict[str, Any] | None = None
 
 
 def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:
     """name, params: what the body says beside them. Raises ApiError 400."""
-    return processors.read_processor(
+    return shared.read_processor(
         {"custom_logit_processor": name, "sampling_params.custom_logit_processor": sampling.custom_logit_processor},
         {"custom_params": params, "sampling_params.custom_params": sampling.custom_params},
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 from treeline_wire.prompt import PromptError, namespace_of
@@ -13,40 +14,59 @@ from treeline_wire.prompt import PromptError, namespace_of
 from treeline_runtime.messages import (
     CustomProcessor,
     FinishReason,
+    GenerateReq,
     SamplingParams,
     TextLogprob,
     TextOut,
     decode_logprobs,
 )
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, tools
 from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, TokenLogprob
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, UnknownModel
 from treeline_runtime.server.fields import Body, ignore
+from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.grammars import Constraint
-from treeline_runtime.server.jobs import Caller, Streaming
+from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.pacing import Pacer, elements
-from treeline_runtime.server.processors import ProcessorName, read_processor
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.sampling import (
     MAX_TOP_LOGPROBS,
     Count,
     PositiveCount,
     Priority,
+    ProcessorName,
+    SamplingDefaults,
     SamplingFields,
     Seed,
     TopCount,
+    read_processor,
 )
 
-if TYPE_CHECKING:
-    from treeline_runtime.server.reader import Reader
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the readers of bodies know of the model."""
+
+    name: str
+    prompts: Prompts
+    defaults: SamplingDefaults
+    pooling: Pooling | None = None
+    """How the model makes vectors; None: it makes text."""
+    formats: Formats = NO_FORMATS
+    """In which the model thinks, and calls tools."""
+
+    def check_model(self, name: object) -> None:
+        """Raises UnknownModel for another model than the one served; none at all is this one."""
+        if name is not None and name != self.name:
+            raise UnknownModel(name)
+
 
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
 
 ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
 """Known ones have up to 20 thousand characters."""
-
-
 MAX_SALT_CHARS = 1024
 """It is kept with every page, and sent to every router."""
 Salt = Annotated[
@@ -185,13 +205,13 @@ EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
 """Of chat templates: an effort sets them all (`treeline_wire.dialects.treeline`)."""
 
 
-def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
+def read_chat(body: Mapping[str, Any], model: ModelFacts) -> ChatBody:
     """Raises ApiError 400 or 404."""
     typed = ChatBody.read(body)
-    reader.prompts.check_place(typed.chat_template)
-    if typed.reasoning_effort and reader.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
+    model.prompts.check_place(typed.chat_template)
+    if typed.reasoning_effort and model.prompts.variables(typed.chat_template).isdisjoint(EFFORT_VARIABLES):
         ignore("reasoning_effort")
-    _check_common(body, typed, reader)
+    _check_common(body, typed, model)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
     if both and typed.max_tokens != typed.max_completion_tokens:
         raise ApiError(400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
@@ -200,26 +220,21 @@ def read_chat(body: Mapping[str, Any], reader: Reader) -> ChatBody:
     return typed
 
 
-def read_completion(body: Mapping[str, Any], reader: Reader) -> CompletionBody:
+def read_completion(body: Mapping[str, Any], model: ModelFacts) -> CompletionBody:
     """Raises ApiError 400 or 404."""
     if body.get("logprobs") is False:  # chat's spelling of "none"
         body = {**body, "logprobs": None}
     typed = CompletionBody.read(body)
-    _check_common(body, typed, reader)
+    _check_common(body, typed, model)
     return typed
 
 
-def _check_common(raw: Mapping[str, Any], body: CommonBody, reader: Reader) -> None:
-    reader.check_model(body.model)
+def _check_common(raw: Mapping[str, Any], body: CommonBody, model: ModelFacts) -> None:
+    model.check_model(body.model)
     if body.stream_options is not None:
         if not body.stream:
             raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
         StreamOptions.read(raw["stream_options"], "stream_options.")
-
-
-def streaming(body: CommonBody) -> Streaming:
-    options = body.stream_options or StreamOptions()
-    return Streaming(bool(body.stream), bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
 def rid_of(body: CommonBody, kind: str) -> str:
@@ -253,14 +268,14 @@ def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
 
 def sampling(
     body: CommonBody,
-    reader: Reader,
+    model: ModelFacts,
     max_new_tokens: int,
     constraint: Constraint | None = None,
     processor: CustomProcessor | None = None,
 ) -> SamplingParams:
     return body.params(
-        reader.defaults,
-        reader.prompts,
+        model.defaults,
+        model.prompts,
         max_new_tokens=max_new_tokens,
         min_new_tokens=body.min_tokens,
         seed=body.seed,
@@ -273,6 +288,48 @@ def processor(body: CommonBody) -> CustomProcessor | None:
     """What is to change its logits. Raises ApiError 400."""
     given = {"custom_params": body.custom_params, "vllm_xargs": body.vllm_xargs}
     return read_processor({"custom_logit_processor": body.custom_logit_processor}, given)
+
+
+def task_fields(body: CommonBody, caller: Caller, kind: str, logprobs: int | None) -> dict[str, Any]:
+    """The fields of a `TextTask` but for its prompts. `kind` begins a new id. Raises ApiError 400."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
+    options = body.stream_options or StreamOptions()
+    return {
+        "rid": rid_of(body, kind),
+        "n": body.n or 1,
+        "hides_cache": caller.shares_cache,
+        "stream": bool(body.stream),
+        "usage": bool(options.include_usage),
+        "continuous_usage": bool(options.continuous_usage_stats),
+        "logprobs": logprobs,
+        "prompt_logprobs": body.prompt_logprobs,
+        "token_ids": bool(body.return_token_ids),
+    }
+
+
+def request(
+    body: CommonBody,
+    ids: list[int],
+    sampling: SamplingParams,
+    namespace: str | None,
+    logprobs: int | None,
+    *,
+    echo: bool = False,
+) -> GenerateReq:
+    """With the log probabilities that are sent; they also keep ids that have been sent from being withdrawn."""
+    tops = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
+    start = 0 if (echo and logprobs is not None) or body.prompt_logprobs is not None else -1
+    return GenerateReq(
+        "",
+        ids,
+        sampling,
+        namespace,
+        return_logprob=bool(tops) or bool(body.return_token_ids and sampling.grammar is not None),
+        logprob_start_len=start,
+        top_logprobs_num=max(tops, default=0),
+        priority=body.priority or 0,
+    )
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:

@@ -26,24 +26,18 @@ class PoolingFields(Body, frozen=True, kw_only=True):
     priority: Priority | None = None
 
 
-class VectorFields(PoolingFields, frozen=True, kw_only=True):
-    """What of vectors cannot be chosen, but may be said as it is."""
-
-    normalize: bool | None = None
-    """The former name of `use_activation`."""
-    use_activation: bool | None = None
-
-
-class EmbeddingBody(VectorFields, frozen=True, kw_only=True):
+class EmbeddingBody(PoolingFields, frozen=True, kw_only=True):
     """Texts, or their token ids. `dimensions` where the model was trained for it."""
 
+    normalize: bool | None = None
+    use_activation: bool | None = None
     input: openai.Texts
     encoding_format: EncodingFormat | None = None
     dimensions: PositiveCount | None = None
     add_special_tokens: bool | None = None
 
 
-class PoolingBody(VectorFields, frozen=True, kw_only=True):
+class TextsOrChat(PoolingFields, frozen=True, kw_only=True):
     """Either `input` or `messages`, which are one conversation."""
 
     input: openai.MaybeTexts = None
@@ -52,22 +46,21 @@ class PoolingBody(VectorFields, frozen=True, kw_only=True):
     add_generation_prompt: openai.TemplateFlag = None
     continue_final_message: openai.TemplateFlag = None
     chat_template_kwargs: openai.Variables = None
-    encoding_format: EncodingFormat | None = None
     add_special_tokens: bool | None = None
-
-
-class ClassifyBody(PoolingFields, frozen=True, kw_only=True):
-    """Either `input` or `messages`. Without `use_activation: false`, probabilities."""
-
-    input: openai.MaybeTexts = None
-    messages: openai.MaybeConversation = None
-    documents: openai.Documents = None
-    add_generation_prompt: openai.TemplateFlag = None
-    continue_final_message: openai.TemplateFlag = None
-    chat_template_kwargs: openai.Variables = None
     use_activation: bool | None = None
-    """False: the head's own outputs."""
-    add_special_tokens: bool | None = None
+
+
+class PoolingBody(TextsOrChat, frozen=True, kw_only=True):
+    """Either `input` or `messages`, which are one conversation. Vectors come as the model makes them."""
+
+    encoding_format: EncodingFormat | None = None
+    normalize: bool | None = None
+    """The former name of `use_activation`."""
+
+
+class ClassifyBody(TextsOrChat, frozen=True, kw_only=True):
+    """Either `input` or `messages`. Without `use_activation: false`, which asks for the head's own outputs,
+    probabilities."""
 
 
 class PairFields(PoolingFields, frozen=True, kw_only=True):

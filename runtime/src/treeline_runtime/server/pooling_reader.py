@@ -5,32 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from treeline_wire.prompt import PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_fields as fields
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import check_unknown
-from treeline_runtime.server.jobs import (
-    Caller,
-    ClassifyTask,
-    GenerationJob,
-    RerankTask,
-    ScoreTask,
-    VectorsTask,
-)
+from treeline_runtime.server.jobs import Caller, PoolingTask
 from treeline_runtime.server.limits import MAX_INPUTS, Limits
-
-if TYPE_CHECKING:
-    from treeline_runtime.models.pooling import Pooling
-    from treeline_runtime.server.prompts import Prompts
-    from treeline_runtime.server.reader import Reader
+from treeline_runtime.server.prompts import Prompts
 
 T = TypeVar("T", bound=fields.PoolingFields)
-InputsOrChat = fields.PoolingBody | fields.ClassifyBody
+
 _FOR_TEMPLATES = ("documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _NOTHING = SamplingParams(max_new_tokens=0)
 
@@ -48,29 +38,27 @@ def check_template(pooling: Pooling | None, prompts: Prompts) -> None:
 class PoolingReader:
     """Reads one body. Raises ApiError 400, or UnknownModel."""
 
-    reader: Reader
+    model: openai.ModelFacts
     raw: Mapping[str, Any]
     limits: Limits
     caller: Caller
 
-    def embedding(self) -> VectorsTask:
+    def embedding(self) -> PoolingTask:
         body = self._body(fields.EmbeddingBody)
         self._check_as_made(body)
-        return VectorsTask(
-            self._job(body, "embd", self._inputs(body)), body.encoding_format == "base64", body.dimensions
-        )
+        base64 = body.encoding_format == "base64"
+        return self._task(body, "embd", self._inputs(body), base64=base64, dimensions=body.dimensions)
 
-    def pooling(self) -> VectorsTask:
+    def pooling(self) -> PoolingTask:
         body = self._body(fields.PoolingBody)
         self._check_as_made(body)
-        return VectorsTask(self._job(body, "pool", self._inputs_or_chat(body)), body.encoding_format == "base64")
+        return self._task(body, "pool", self._inputs_or_chat(body), base64=body.encoding_format == "base64")
 
-    def classify(self) -> ClassifyTask:
+    def classify(self) -> PoolingTask:
         body = self._body(fields.ClassifyBody)
-        job = self._job(body, "classify", self._inputs_or_chat(body))
-        return ClassifyTask(job, body.use_activation is not False)
+        return self._task(body, "classify", self._inputs_or_chat(body), activation=body.use_activation is not False)
 
-    def score(self) -> ScoreTask:
+    def score(self) -> PoolingTask:
         body = self._body(fields.ScoreBody)
         first, second = _one_or_more(body.first, "text_1"), _one_or_more(body.second, "text_2")
         if len(first) == 1:
@@ -78,29 +66,30 @@ class PoolingReader:
         if len(first) != len(second):
             raise ApiError(400, f"{len(first)} texts in 'text_1' for {len(second)} in 'text_2'", param="text_1")
         prompts = self._pairs(list(zip(first, second, strict=True)), body, "text_2")
-        return ScoreTask(self._job(body, "score", prompts), body.use_activation is not False)
+        return self._task(body, "score", prompts, activation=body.use_activation is not False)
 
-    def rerank(self) -> RerankTask:
+    def rerank(self) -> PoolingTask:
         body = self._body(fields.RerankBody)
         (query,) = _texts([body.query], "query")
         documents = _texts([one if isinstance(one, str) else one.text for one in body.documents], "documents")
-        prompts = self._pairs([(query, document) for document in documents], body, "documents")
-        return RerankTask(
-            self._job(body, "rerank", prompts),
-            body.use_activation is not False,
-            body.top_n or None,
-            None if body.return_documents is False else documents,
+        return self._task(
+            body,
+            "rerank",
+            self._pairs([(query, document) for document in documents], body, "documents"),
+            activation=body.use_activation is not False,
+            top_n=body.top_n or None,
+            documents=None if body.return_documents is False else documents,
         )
 
     def _body(self, type: type[T]) -> T:
         body = type.read(self.raw)
-        self.reader.check_model(body.model)
+        self.model.check_model(body.model)
         return body
 
-    def _check_as_made(self, body: fields.VectorFields) -> None:
+    def _check_as_made(self, body: fields.EmbeddingBody | fields.PoolingBody) -> None:
         """Vectors come as the model makes them, whatever is asked: with a length of 1 or not, and the outputs of a head
         as they are."""
-        pooling = self.reader.pooling
+        pooling = self.model.pooling
         made = pooling is not None and pooling.normalize
         for name in ("normalize", "use_activation"):
             asked = getattr(body, name)
@@ -112,18 +101,17 @@ class PoolingReader:
     def _namespace(self) -> str | None:
         return openai.namespace(self.raw, self.caller)
 
-    def _job(self, body: fields.PoolingFields, kind: str, prompts: list[list[int]]) -> GenerationJob:
-        return GenerationJob(
-            body.rid or openai.new_rid(kind),
-            [
-                GenerateReq("", ids, _NOTHING, self._namespace, priority=body.priority or 0, pools=True)
-                for ids in prompts
-            ],
-            tenant=self.caller.tenant,
+    def _task(self, body: fields.PoolingFields, kind: str, prompts: list[list[int]], **shown: Any) -> PoolingTask:
+        """`shown`: the fields of the task that say how it is answered."""
+        priority = body.priority or 0
+        return PoolingTask(
+            rid=body.rid or openai.new_rid(kind),
+            prompts=[GenerateReq("", ids, _NOTHING, self._namespace, priority=priority, pools=True) for ids in prompts],
             hides_cache=self.caller.shares_cache,
+            **shown,
         )
 
-    def _inputs(self, body: fields.EmbeddingBody | InputsOrChat) -> list[list[int]]:
+    def _inputs(self, body: fields.EmbeddingBody | fields.TextsOrChat) -> list[list[int]]:
         """OpenAI's `input`: a text or its token ids, or several of them."""
         value = body.input
         if value is None:
@@ -136,9 +124,9 @@ class PoolingReader:
             raise ApiError(400, f"Invalid value for 'input': {error}", param="input") from None
         if any(prompt.text == "" for prompt in prompts):
             raise ApiError(400, "Invalid value for 'input': must not be an empty string", param="input")
-        return self._fitting(self.reader.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
+        return self._fitting(self.model.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
 
-    def _inputs_or_chat(self, body: InputsOrChat) -> list[list[int]]:
+    def _inputs_or_chat(self, body: fields.TextsOrChat) -> list[list[int]]:
         if (body.input is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'input' and 'messages'", param="input")
         if body.messages is None:
@@ -150,7 +138,7 @@ class PoolingReader:
             raise ApiError(400, problem, param="add_special_tokens")
         # what is judged is complete: the model does not go on with it, unless the client says so
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
-        return self._fitting([self.reader.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
+        return self._fitting([self.model.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 
     def _pairs(self, pairs: Sequence[tuple[str, str]], body: fields.PairFields, param: str) -> list[list[int]]:
         if body.instruct is not None:
@@ -158,8 +146,8 @@ class PoolingReader:
         if body.add_special_tokens is False:
             problem = "'add_special_tokens' cannot be false: they are what tells the two texts of a pair apart"
             raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
-        pooling = self.reader.pooling
-        prompts = self.reader.prompts.of_pairs(
+        pooling = self.model.pooling
+        prompts = self.model.prompts.of_pairs(
             pairs,
             self.limits,
             param,

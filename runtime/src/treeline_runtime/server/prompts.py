@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -20,13 +21,63 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_runtime.server.errors import ApiError, invalid
 from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
-from treeline_runtime.server.special_tokens import SpecialTokens
 from treeline_runtime.server.tokenization import CachedTokenizer
 from treeline_runtime.templates.pool import TemplatePool
 
+
+class SpecialTokens:
+    """The texts of a tokenizer's special tokens, of which there may be thousands; made once."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = frozenset(text for text in texts if text)
+        self.beginnings = frozenset(text[:end] for text in self.texts for end in range(1, len(text)))
+        self.longest = max(map(len, self.texts), default=0)
+        # The shortest first: what is taken out does not depend on what comes later.
+        self._sizes = sorted({len(text) for text in self.texts})
+        first = "".join(sorted({re.escape(text[0]) for text in self.texts}))
+        self._first = re.compile(f"[{first}]" if first else r"(?!)")
+
+    def spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """Where they are in a text, in order. O(characters x sizes)."""
+        behind = 0
+        for match in self._first.finditer(text):
+            start = match.start()
+            if start < behind:
+                continue
+            end = next((start + size for size in self._sizes if text[start : start + size] in self.texts), None)
+            if end is not None:
+                behind = end
+                yield start, end
+
+
+class Unmarked:
+    """A text that comes in pieces, without special tokens. What may become one is held back."""
+
+    def __init__(self, special: SpecialTokens) -> None:
+        self._special = special
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        special = self._special
+        if not special.texts:
+            return text
+        text, at, kept = self._held + text, 0, list[str]()
+        for start, end in special.spans(text):
+            kept.append(text[at:start])
+            at = end
+        longest = min(special.longest - 1, len(text) - at)
+        held = next((size for size in range(longest, 0, -1) if text[-size:] in special.beginnings), 0)
+        end = len(text) - held
+        self._held = text[end:]
+        return "".join([*kept, text[at:end]])
+
+    def end(self) -> str:
+        """What was held back was no special token."""
+        held, self._held = self._held, ""
+        return held
+
+
 _ESCAPE_BYTES = 5
-MAX_ANALYSED_CHARS = 64 << 10
-"""Of a template, whose variables take jinja2 a time that grows with its square. Known ones have up to 20 thousand."""
 KEPT_TEMPLATES = 16
 """Of those that came with requests."""
 END_TOKENS = 64
@@ -351,9 +402,7 @@ def _names_read(template: str) -> set[str]:
 
 
 def _variables_of(template: str) -> set[str]:
-    """The variables that a template is given; all names of one that is so long that telling them would take long."""
-    if len(template) > MAX_ANALYSED_CHARS:
-        return _names_read(template)
+    """The variables that a template is given."""
     try:
         return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
     except (jinja2.TemplateError, RecursionError):

@@ -13,31 +13,24 @@ import msgspec
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq
-from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.chat_reader import read_chat_task
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
-from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import (
     Answered,
     Caller,
     CompletionTask,
     GenerateTask,
-    GenerationJob,
     Kind,
-    Streaming,
     Task,
-    Told,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
-from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.tools import read_calls
 
 DEFAULT_MAX_TOKENS = 16
@@ -46,23 +39,15 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Reader:
+class Reader(openai.ModelFacts):
     """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
-
-    model_name: str
-    prompts: Prompts
-    defaults: SamplingDefaults
-    pooling: Pooling | None = None
-    """How the model makes vectors; None: it makes text."""
-    formats: Formats = NO_FORMATS
-    """In which the model thinks, and calls tools."""
 
     def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
         """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
         a chat that only another process may render.
         """
         readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
-            "chat": self._chat,
+            "chat": lambda *read: read_chat_task(read[0], self, *read[1:]),
             "completion": self._completion,
             "generate": self._generate,
             "tokenize": self._tokenize,
@@ -86,14 +71,6 @@ class Reader:
             raise ApiError(400, "The body is nested too deeply") from None
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
 
-    def check_model(self, name: object) -> None:
-        """Raises UnknownModel for another model than the one served; none at all is this one."""
-        if name is not None and name != self.model_name:
-            raise UnknownModel(name)
-
-    def _chat(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> Task:
-        return read_chat_task(raw, self, limits, caller)
-
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
@@ -101,33 +78,19 @@ class Reader:
         processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
         prompts = self.prompts.of_completion(raw, limits, namespace)
-        told = Told.checked(body.logprobs, body.prompt_logprobs, body.return_token_ids, body.stream)
-        specs = [
-            told.request(
-                ids,
-                openai.sampling(
-                    body,
-                    self,
-                    limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt"),
-                    constraint,
-                    processor,
-                ),
-                namespace,
-                body.priority,
-                echo=bool(body.echo),
-            )
-            for ids in prompts
-        ]
-        # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
-        echoes = [self.prompts.decode(ids, skip_special_tokens=False) if body.echo else "" for ids in prompts]
-        job = GenerationJob(
-            openai.rid_of(body, "cmpl"),
-            specs,
-            n=body.n or 1,
-            tenant=caller.tenant,
-            hides_cache=caller.shares_cache,
+        requests = list[GenerateReq]()
+        for ids in prompts:
+            most = limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
+            sampling = openai.sampling(body, self, most, constraint, processor)
+            requests.append(openai.request(body, ids, sampling, namespace, body.logprobs, echo=bool(body.echo)))
+        task = CompletionTask(
+            **openai.task_fields(body, caller, "cmpl", body.logprobs),
+            prompts=requests,
+            # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
+            echoes=[self.prompts.decode(ids, skip_special_tokens=False) if body.echo else "" for ids in prompts],
         )
-        return CompletionTask(job.check_copies(), openai.streaming(body), echoes, told)
+        task.check_copies()
+        return task
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
@@ -135,27 +98,28 @@ class Reader:
         body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
-        specs, n = self._requests(body, prompts, limits, namespace)
+        requests, n = self._requests(body, prompts, limits, namespace)
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
-        if rids is not None and len(rids) != len(specs) * n:
-            raise ApiError(400, f"{len(rids)} rids for {len(specs) * n} generations", param="rid")
+        if rids is not None and len(rids) != len(requests) * n:
+            raise ApiError(400, f"{len(rids)} rids for {len(requests) * n} generations", param="rid")
         if rids is not None and len(set(rids)) < len(rids):
             twice = next(rid for index, rid in enumerate(rids) if rid in rids[:index])
             raise ApiError(400, f"rid {twice!r} is given twice", param="rid")
-        name = body.rid if isinstance(body.rid, str) else openai.new_rid("gen")
-        job = GenerationJob(
-            name,
-            specs,
-            n=n,
-            tenant=caller.tenant,
-            rids=rids,
-            hides_cache=caller.shares_cache,
-        )
-        streaming = Streaming(bool(body.stream))
         if body.stream and body.return_hidden_states:
             raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
-        return GenerateTask(job.check_copies(), streaming, batched, bool(body.return_text_in_logprobs))
+        task = GenerateTask(
+            rid=body.rid if isinstance(body.rid, str) else openai.new_rid("gen"),
+            prompts=requests,
+            n=n,
+            rids=rids,
+            hides_cache=caller.shares_cache,
+            stream=bool(body.stream),
+            batched=batched,
+            with_text=bool(body.return_text_in_logprobs),
+        )
+        task.check_copies()
+        return task
 
     def _native_prompts(
         self, body: native.GenerateBody, limits: Limits, namespace: str | None
@@ -299,7 +263,7 @@ def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Const
     """The `sampling_params` of a prompt, and what its output is held to."""
     if not isinstance(params, dict):
         raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
-    check_unknown(params, native.NativeSampling.__struct_fields__)
+    check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
     typed = convert(params, native.NativeSampling, "sampling_params.")
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 

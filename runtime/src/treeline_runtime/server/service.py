@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
+from starlette.responses import Response
 from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import answers, errors
 from treeline_runtime.server.errors import RETRY, ApiError, Header
 from treeline_runtime.server.formats import NO_FORMATS, Formats
-from treeline_runtime.server.http import ApiRequest, EventStream, error_event, in_pieces
-from treeline_runtime.server.jobs import Caller, GenerationJob, Kind, size_of
+from treeline_runtime.server.http import DONE, Answer, ApiRequest, EventStream, error_event, in_pieces
+from treeline_runtime.server.jobs import Caller, Generations, Kind, size_of
 from treeline_runtime.server.jobs import Task as Read
 from treeline_runtime.server.limits import (
     GENERATION_BYTES,
     INLINE_BYTES,
-    INLINE_PAIRS_BYTES,
-    INLINE_TEXTS_BYTES,
     ByteBudget,
     Limits,
     Reservation,
@@ -37,21 +36,21 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
-from treeline_runtime.tokenizer_manager import DuplicateRid, InflightRequest, TokenizerManager, merge
+from treeline_runtime.tokenizer_manager import (
+    MAX_GENERATIONS_OF_CLIENT,
+    DuplicateRid,
+    InflightRequest,
+    TokenizerManager,
+    TooManyGenerations,
+    merge,
+)
 
 if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
-T = TypeVar("T", bound=Read)
 BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
 OURSELVES = ""
 """The client of what no client asked for: it does not wait behind those whom the edge has not named."""
-_INLINE_BYTES: Mapping[Kind, int] = {
-    **dict.fromkeys(("embedding", "pooling", "classify"), INLINE_TEXTS_BYTES),
-    **dict.fromkeys(("score", "rerank"), INLINE_PAIRS_BYTES),
-}
-
-
 _DOES: Mapping[Task, tuple[str, str]] = {
     "generate": ("makes text", "/v1/chat/completions or /v1/completions"),
     "embed": ("makes embeddings", "/v1/embeddings"),
@@ -114,6 +113,33 @@ class State:
             return "", 0.0
         process = min(self.heartbeat_at, key=self.heartbeat_at.__getitem__)
         return process, now - self.heartbeat_at[process]
+
+
+class AnswerMaker(ABC):
+    """What becomes of the outputs of one request, in the words of its API."""
+
+    @abstractmethod
+    async def whole(self, outs: list[TextOut]) -> Answer:
+        """Of all generations, in order."""
+
+    @abstractmethod
+    def headers(self, first: TextOut) -> list[Header]:
+        """Of a stream that begins with this output."""
+
+    @abstractmethod
+    async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        """The events of one generation's output; raises ApiError."""
+
+    def opening(self) -> bytes:
+        """What comes before the first frames."""
+        return b""
+
+    def closing(self) -> bytes:
+        return DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The end of a stream that fails on its way."""
+        return error_event(error)
 
 
 @dataclass
@@ -198,11 +224,11 @@ class Service:
         self.metrics.rejected.inc()
         return errors.overloaded(message)
 
-    async def read(self, asked: ApiRequest, kind: Kind, type: type[T]) -> T:
+    async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
         """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
         caller = Caller(asked.tenant, asked.shares_cache)
         task: Read | None = None
-        small = asked.size <= _INLINE_BYTES.get(kind, INLINE_BYTES) and slow_numbers(asked.content) <= MAX_SLOW
+        small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
         if self.pool is None or small:
             try:
                 task = self.reader.read(kind, asked.content, self.limits, caller)
@@ -215,12 +241,11 @@ class Service:
             reading = self.pool.read(kind, parts, asked.size, self.limits, caller, reservation, asked.client)
             del parts
             task = await reading
-        assert isinstance(task, type)
         asked.ignored += task.ignored
         return task
 
     async def open(
-        self, job: GenerationJob, asked: ApiRequest | None = None, *, answer_bytes: int = 0
+        self, job: Generations, asked: ApiRequest | None = None, *, answer_bytes: int = 0
     ) -> InflightRequest:
         """Starts the job's generations. They end with the request that asked for them; without one (None) the caller
         closes them. `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
@@ -245,7 +270,7 @@ class Service:
                 requests,
                 name=job.rid,
                 on_close=reservation.release,
-                tenant=job.tenant,
+                tenant=None if asked is None else asked.tenant,
                 on_output=None if span is None else span.came,
             )
         except BaseException as error:
@@ -297,31 +322,30 @@ class Service:
             await pacer.rest()
         return whole
 
-    async def stream(
-        self,
-        asked: ApiRequest,
-        inflight: InflightRequest,
-        frames_of: Callable[[int, TextOut, Pacer], Awaitable[list[bytes]]],
-        *,
-        headers_of: Callable[[TextOut], Sequence[Header]],
-        opening: bytes = b"",
-        closing: Callable[[], bytes],
-        failed: Callable[[ApiError], bytes] = error_event,
-    ) -> EventStream:
+    async def answer(
+        self, asked: ApiRequest, task: Generations, made: AnswerMaker, *, answer_bytes: int = 0
+    ) -> Response:
+        """The answer, whole or as it comes. Raises ApiError, TooMuchInFlight."""
+        inflight = await self.open(task, asked, answer_bytes=answer_bytes)
+        if task.stream:
+            return await self.stream(asked, inflight, made)
+        return await made.whole(await self.collect(inflight))
+
+    async def stream(self, asked: ApiRequest, inflight: InflightRequest, made: AnswerMaker) -> EventStream:
         """Outputs as they come. Headers leave with the first token; an error before it is an ordinary error answer
-        (ApiError), one after it an event that ends the stream (`failed`)."""
+        (ApiError), one after it an event that ends the stream."""
         pacer = Pacer()
 
         async def frames(outs: list[tuple[int, TextOut]]) -> list[bytes]:
-            made = list[bytes]()
+            written = list[bytes]()
             for index, out in outs:
                 self.check_finish(out.finish)
-                made += await frames_of(index, out, pacer)
+                written += await made.frames(index, out, pacer)
                 await pacer.rest()
-            return made
+            return written
 
         first = await inflight.next()
-        begun = [opening, *await frames(first)]
+        begun = [made.opening(), *await frames(first)]
         asked.streaming = True
 
         async def content() -> AsyncIterator[bytes]:
@@ -333,21 +357,21 @@ class Service:
                     for piece in in_pieces(await frames(outs)):
                         yield piece
                 inflight.close()  # the client may use its rid again once it has the end
-                yield closing()
+                yield made.closing()
             except ApiError as error:
-                yield failed(error)
+                yield made.failed(error)
             except Exception as error:
                 logger.exception("%s failed", asked.path)
                 if asked.span is not None:
                     asked.span.failed(error)
-                yield failed(BROKEN)
+                yield made.failed(BROKEN)
 
-        headers = {name.decode(): value.decode() for name, value in headers_of(first[0][1])}
+        headers = {name.decode(): value.decode() for name, value in made.headers(first[0][1])}
         headers["cache-control"] = "no-cache"
         return EventStream(content(), headers=headers, media_type="text/event-stream")
 
 
-def usage(job: GenerationJob, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
+def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
     """OpenAI's usage object, from the outputs so far by index of the generation. `reasoning_tokens`: of the completion
     tokens; None = not known.
 

@@ -8,10 +8,10 @@ from fastapi import APIRouter, Security
 from starlette.types import ASGIApp
 
 from treeline_runtime.server import chat, completions, native, vectors
-from treeline_runtime.server.access import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.administration import Administration
-from treeline_runtime.server.apis import endpoints
+from treeline_runtime.server.apis import anthropic_events, responses_events
 from treeline_runtime.server.app import application
+from treeline_runtime.server.dependencies import AdminKey, ApiKey, Guarded, without_body
 from treeline_runtime.server.probes import Probes
 from treeline_runtime.server.service import Service
 
@@ -44,11 +44,10 @@ def inference(
     key: str | None,
     metrics_at: str | None,
     admin_at: str | None,
-    documented: bool,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The API, the probes, what pickers and routers read, and what all this is (`documented`). `metrics_at` and
-    `admin_at` are the URLs of the other listeners, None where they are off; the 404 of a path that they serve says so.
+    """The API, the probes, what pickers and routers read, and the document of all this. `metrics_at` and `admin_at`
+    are the URLs of the other listeners, None where they are off; the 404 of a path that they serve says so.
     `allowed_origins`: of web pages.
     """
     hints = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
@@ -60,14 +59,15 @@ def inference(
         [
             chat.router,
             completions.router,
-            endpoints.router,
+            responses_events.router,
+            anthropic_events.router,
             native.router,
             vectors.router,
             probes.keyed_router,
             probes.router,
         ],
         hints=hints,
-        documented=documented,
+        documented=True,
         allowed_origins=allowed_origins,
     )
 
@@ -82,13 +82,13 @@ def metrics(service: Service, probes: Probes) -> ASGIApp:
 def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> ASGIApp:
-    """What changes the server for everybody, or shows what others have asked. Nothing that changes it is a GET: a link
-    must not do that. Some paths have a second name, vLLM's or SGLang's.
+    """What changes the server for everybody, or shows what others have asked. Some
+    paths have a second name, vLLM's or SGLang's.
     """
     guard = AdminKey(key, loopback=loopback)
     debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)
-    return application(service, guard, [native.administration, engine.router, debugging], hints=SAID_OTHERWISE)
+    return application(service, guard, [engine.router, debugging], hints=SAID_OTHERWISE)
 
 
 def _served_by_other(path: str, what: str, flag: str, url: str | None) -> str:

@@ -21,14 +21,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+from starlette.requests import Request
 from treeline_wire import headers as names
 from treeline_wire import tracing
 from treeline_wire.tracing_env import operation_of
 
 from treeline_runtime.messages import FinishReason, SamplingParams, TextOut
-from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import ApiRequest, ClientGone
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.errors import ApiError, ClientGone
+from treeline_runtime.server.jobs import Generations
 
 SERVICE: Final = "treeline-runtime"
 """`service.name`, unless the variables have another."""
@@ -54,9 +54,9 @@ class Tracing:
         """Send what there is, for so many seconds at most."""
         await tracing.stop(self._provider, limit_s)
 
-    def begin(self, request: ApiRequest) -> RequestSpan | None:
+    def begin(self, request: Request) -> RequestSpan | None:
         """The span of a request, if it is recorded."""
-        operation = operation_of(request.path)
+        operation = operation_of(request.url.path)
         if not operation:  # a probe
             return None
         carrier = {name: value for name in _CONTEXT if (value := request.headers.get(name)) is not None}
@@ -83,13 +83,13 @@ class RequestSpan:
         self._turn_ns: int | None = None
         self._first_ns: int | None = None
         self._last_ns: int | None = None
-        self._job: GenerationJob | None = None
+        self._job: Generations | None = None
         self._last: dict[int, TextOut] = {}
         """The last output of each generation, without its text."""
         self._status: int | None = None
         self._error: str | None = None
 
-    def began(self, job: GenerationJob) -> None:
+    def began(self, job: Generations) -> None:
         """Its generations are about to be sent to the scheduler."""
         self._began_ns, self._job = self._clock(), job
         self._span.set_attributes(_of_job(job, self._model))
@@ -188,17 +188,17 @@ def _known(found: Mapping[str, AttributeValue | None]) -> dict[str, AttributeVal
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _of_http(request: ApiRequest) -> dict[str, AttributeValue]:
+def _of_http(request: Request) -> dict[str, AttributeValue]:
     id = request.headers.get(names.REQUEST_ID)
     found: dict[str, AttributeValue | None] = {
         "http.request.method": request.method,
-        "url.path": request.path,
+        "url.path": request.url.path,
         "http.request.header.x-request-id": None if id is None else id[:_LONGEST],
     }
     return _known(found)
 
 
-def _of_job(job: GenerationJob, model: str) -> dict[str, AttributeValue]:
+def _of_job(job: Generations, model: str) -> dict[str, AttributeValue]:
     found: dict[str, Any] = {
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,

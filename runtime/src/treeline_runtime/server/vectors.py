@@ -10,18 +10,19 @@ import base64
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from msgspec import UNSET, Struct
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
-from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server import pooling_fields as fields
-from treeline_runtime.server.dependencies import Generating, ReadingRoute
-from treeline_runtime.server.errors import ApiError, Header
-from treeline_runtime.server.http import Answer, ApiRequest, json_answer
-from treeline_runtime.server.jobs import ClassifyTask, GenerationJob, RerankTask, ScoreTask, VectorsTask
+from treeline_runtime.server import answers, openai, pooling_fields, schema
+from treeline_runtime.server.dependencies import Generating, Serving, task_of
+from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.http import Answer, ApiRequest
+from treeline_runtime.server.jobs import PoolingTask
+from treeline_runtime.server.limits import INLINE_PAIRS_BYTES, INLINE_TEXTS_BYTES
 from treeline_runtime.server.pacing import Pacer, encode_json, opened
 from treeline_runtime.server.service import Service, token_headers
 
@@ -32,24 +33,25 @@ SHOWN_BYTES = 2
 """What a character of a document takes that is shown in an answer: itself, and as JSON. Most are ASCII."""
 
 
-router = APIRouter(route_class=ReadingRoute)
+router = APIRouter()
 
 
 @router.post(
     "/v1/embeddings",
     **schema.operation(
-        tag=schema.OPENAI, summary="Vectors of texts", body=fields.EmbeddingBody, answer=answers.Embeddings
+        tag=schema.OPENAI, summary="Vectors of texts", body=pooling_fields.EmbeddingBody, answer=answers.Embeddings
     ),
 )
-async def embeddings(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "embed")
-    task = await service.read(asked, "embedding", VectorsTask)
+async def embeddings(
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
+) -> Response:
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
-    outs = await _outs(asked, task.job)
-    head = answers.Embeddings("list", service.model_name, _usage(task.job), [])
-    return await _answer(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
+    outs = await _outs(service, asked, task)
+    head = answers.Embeddings("list", service.model_name, _usage(task), [])
+    return await _vectors(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
 @router.post(
@@ -57,140 +59,142 @@ async def embeddings(asked: Generating) -> Response:
     **schema.operation(
         tag=schema.VECTORS,
         summary="What the model makes of texts, as it is",
-        body=fields.PoolingBody,
+        body=pooling_fields.PoolingBody,
         answer=answers.Pooled,
     ),
 )
-async def pooling(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "embed", "score", "reward")
-    task = await service.read(asked, "pooling", VectorsTask)
-    outs = await _outs(asked, task.job)
-    envelope = openai.envelope(task.job.rid, "list", service.model_name)
-    head = answers.Pooled(**envelope, usage=_usage(task.job), data=[])
-    return await _answer(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
+async def pooling(
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
+) -> Response:
+    outs = await _outs(service, asked, task)
+    head = answers.Pooled(**_envelope(service, task), data=[])
+    return await _vectors(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
 
 
 _CLASSIFY = schema.operation(
     tag=schema.VECTORS,
     summary="What a classification head says of texts",
-    body=fields.ClassifyBody,
+    body=pooling_fields.ClassifyBody,
     answer=answers.Classified,
 )
 
 
 @router.post("/classify", **_CLASSIFY)
 @router.post("/v1/classify", **_CLASSIFY)
-async def classify(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "reward", "score")
-    task = await service.read(asked, "classify", ClassifyTask)
-    outs = await _outs(asked, task.job)
-    made = service.pools()
+async def classify(
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
+) -> Response:
+    outs, made = await _outs(service, asked, task), service.pools()
     labels = made.labels or ("LABEL_0",)
 
-    def item(index: int) -> bytes:
+    def item(index: int) -> Struct:
         probs = activated(_floats(outs[index]), made.activation if task.activation else "identity")
         likeliest = max(range(len(probs)), key=probs.__getitem__)
-        return encode_json(answers.ClassifiedItem(index, labels[likeliest], probs, len(probs)))
+        return answers.ClassifiedItem(index, labels[likeliest], probs, len(probs))
 
-    envelope = openai.envelope(task.job.rid, "list", service.model_name)
-    head = answers.Classified(**envelope, usage=_usage(task.job), data=[])
-    return await _listed(head, item, len(outs), _headers(task.job, outs))
+    return await _listed(task, outs, answers.Classified(**_envelope(service, task), data=[]), item, len(outs))
 
 
 _SCORE = schema.operation(
-    tag=schema.VECTORS, summary="How relevant texts are to others", body=fields.ScoreBody, answer=answers.Scores
+    tag=schema.VECTORS,
+    summary="How relevant texts are to others",
+    body=pooling_fields.ScoreBody,
+    answer=answers.Scores,
 )
 
 
 @router.post("/score", **_SCORE)
 @router.post("/v1/score", **_SCORE)
-async def score(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "score")
-    task = await service.read(asked, "score", ScoreTask)
-    outs = await _outs(asked, task.job)
-    scores = _scores(service, outs, activation=task.activation)
-    data = [answers.ScoreItem(index, "score", value) for index, value in enumerate(scores)]
-    head = openai.envelope(task.job.rid, "list", service.model_name)
-    return json_answer(answers.Scores(**head, data=data, usage=_usage(task.job)), headers=_headers(task.job, outs))
+async def score(
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
+) -> Response:
+    outs = await _outs(service, asked, task)
+    scores = _scores(service, task, outs)
+    head = answers.Scores(**_envelope(service, task), data=[])
+    return await _listed(task, outs, head, lambda index: answers.ScoreItem(index, "score", scores[index]), len(outs))
 
 
 _RERANK = schema.operation(
-    tag=schema.VECTORS, summary="Documents by relevance", body=fields.RerankBody, answer=answers.Ranking
+    tag=schema.VECTORS,
+    summary="Documents by relevance",
+    body=pooling_fields.RerankBody,
+    answer=answers.Ranking,
 )
 
 
 @router.post("/rerank", **_RERANK)
 @router.post("/v1/rerank", **_RERANK)
 @router.post("/v2/rerank", **_RERANK)
-async def rerank(asked: Generating) -> Response:
-    service = asked.service
-    service.admit_for(asked, "score")
-    task = await service.read(asked, "rerank", RerankTask)
-    texts = sum(map(len, task.documents or ()))
-    outs = await _outs(asked, task.job, shown_bytes=SHOWN_BYTES * texts)
-    scores = _scores(service, outs, activation=task.activation)
+async def rerank(
+    service: Serving,
+    asked: Generating,
+    task: Annotated[PoolingTask, task_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
+) -> Response:
+    texts = task.documents
+    outs = await _outs(service, asked, task, shown_bytes=SHOWN_BYTES * sum(map(len, texts or ())))
+    scores = _scores(service, task, outs)
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: task.top_n]  # the earlier one among equals
 
-    def item(place: int) -> bytes:
+    def item(place: int) -> Struct:
         index = order[place]
-        document = UNSET if task.documents is None else answers.RankedDocument(task.documents[index])
-        return encode_json(answers.Ranked(index, scores[index], document))
+        return answers.Ranked(index, scores[index], UNSET if texts is None else answers.RankedDocument(texts[index]))
 
-    head = answers.Ranking(task.job.rid, "list", service.model_name, _usage(task.job), [])
-    return await _listed(head, item, len(order), _headers(task.job, outs))
-
-
-# ---- vectors --------------------------------------------------------------------------------------------------------
+    head = answers.Ranking(task.rid, "list", service.model_name, _usage(task), [])
+    return await _listed(task, outs, head, item, len(order))
 
 
-async def _outs(asked: ApiRequest, job: GenerationJob, shown_bytes: int = 0) -> list[TextOut]:
+async def _outs(service: Service, asked: ApiRequest, task: PoolingTask, shown_bytes: int = 0) -> list[TextOut]:
     """One for each prompt, each with its vector. `shown_bytes`: of what else the answer has. Raises ApiError."""
-    service = asked.service
-    made = FLOAT_BYTES * service.pools().size * len(job.prompts)
-    outs = await service.collect(await service.open(job, asked, answer_bytes=made + shown_bytes))
+    made = FLOAT_BYTES * service.pools().size * len(task.prompts)
+    outs = await service.collect(await service.open(task, asked, answer_bytes=made + shown_bytes))
     if any(out.vector is None for out in outs):  # by an operator, or the engine is being stopped
         raise ApiError(503, "The request was aborted", type="server_error")
     return outs
 
 
-async def _answer(
+async def _vectors(
     service: Service,
-    task: VectorsTask,
+    task: PoolingTask,
     outs: Sequence[TextOut],
     head: answers.Embeddings | answers.Pooled,
-    as_item: Callable[[int, list[float] | str], answers.Embedding | answers.PooledItem],
+    as_item: Callable[[int, list[float] | str], Struct],
 ) -> Response:
     """`data` with an item for each vector: `as_item` has its index, and its numbers as they are written."""
-    made = service.pools()
+    normalize = service.pools().normalize
 
-    def item(index: int) -> bytes:
+    def item(index: int) -> Struct:
         vector = _vector(outs[index])
         if task.dimensions is not None:
-            vector = cut(vector, task.dimensions, normalize=made.normalize)
-        written = base64.b64encode(vector).decode() if task.base64 else vector.tolist()
-        return encode_json(as_item(index, written))
+            vector = cut(vector, task.dimensions, normalize=normalize)
+        return as_item(index, base64.b64encode(vector).decode() if task.base64 else vector.tolist())
 
-    return await _listed(head, item, len(outs), _headers(task.job, outs))
+    return await _listed(task, outs, head, item, len(outs))
 
 
-async def _listed(head: Struct, item: Callable[[int], bytes], count: int, headers: tuple[Header, ...]) -> Response:
+async def _listed(
+    task: PoolingTask, outs: Sequence[TextOut], head: Struct, item: Callable[[int], Struct], count: int
+) -> Response:
     """An answer whose last member is a list of `count` items, each written in its turn."""
     pieces, pacer = [opened(head)], Pacer()
     for index in range(count):
-        pieces += [b"," if index else b"", item(index)]
+        pieces += [b"," if index else b"", encode_json(item(index))]
         await pacer.rest()
+    headers = token_headers(task.prompt_tokens, sum(out.cached_tokens for out in outs))
     return Answer([*pieces, b"]}"], headers=headers)
 
 
-def _headers(job: GenerationJob, outs: Sequence[TextOut]) -> tuple[Header, ...]:
-    return tuple(token_headers(job.prompt_tokens, sum(out.cached_tokens for out in outs)))
+def _envelope(service: Service, task: PoolingTask) -> dict[str, Any]:
+    return {**openai.envelope(task.rid, "list", service.model_name), "usage": _usage(task)}
 
 
-def _usage(job: GenerationJob) -> answers.VectorUsage:
-    return answers.VectorUsage(job.prompt_tokens, job.prompt_tokens)
+def _usage(task: PoolingTask) -> answers.VectorUsage:
+    return answers.VectorUsage(task.prompt_tokens, task.prompt_tokens)
 
 
 def _vector(out: TextOut) -> array[float]:
@@ -225,11 +229,8 @@ def cut(vector: array[float], dimensions: int, *, normalize: bool) -> array[floa
     return array("f", [value / length for value in short])
 
 
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-
-def _scores(service: Service, outs: Sequence[TextOut], *, activation: bool) -> list[float]:
-    name = service.pools().activation if activation else "identity"
+def _scores(service: Service, task: PoolingTask, outs: Sequence[TextOut]) -> list[float]:
+    name = service.pools().activation if task.activation else "identity"
     return [activated(_floats(out), name)[0] for out in outs]
 
 

@@ -1,129 +1,169 @@
-"""How an answer of another API leaves, whole or as events: one output's parts, in the words of that API."""
+"""How an answer of another chat API leaves, whole or as events: one output's parts, in the words of that API.
+
+Both APIs tell an output as blocks that begin, grow and end one after the other. Of blanks no text is begun: between
+reasoning, calls and texts they are the model's way to separate them.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
-
-from fastapi import Response
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
+from treeline_runtime.server.apis.answers import MessageEvent, ResponseEvent
 from treeline_runtime.server.chat import choices
-from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import Answer, ApiRequest, named_event
+from treeline_runtime.server.errors import Header
+from treeline_runtime.server.http import Answer, named_event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import Pacer, encode_json
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.service import Service, token_headers
-from treeline_runtime.tokenizer_manager import InflightRequest
+from treeline_runtime.server.service import AnswerMaker, token_headers
 
-Event = dict[str, Any]
-"""With its `type`. Parts of it may change afterwards: it is written before the next is asked for."""
+Event = ResponseEvent | MessageEvent
+"""Parts of it may change afterwards: it is written before the next is asked for."""
+Kind = Literal["text", "thought", "call"]
 
 
-class Events(Protocol):
-    """One answer's. No IO."""
+@dataclass
+class Block:
+    """One text, one piece of reasoning, or one call, whose text are its arguments."""
+
+    index: int
+    kind: Kind
+    name: str = ""
+    """Of the tool."""
+    id: str | None = None
+    """The model's own, of the call."""
+    pieces: list[str] = field(default_factory=list)
 
     @property
-    def answer(self) -> Any:
-        """As it is by now; becomes JSON."""
+    def text(self) -> str:
+        return "".join(self.pieces)
 
+
+def written(events: Iterator[Event]) -> Iterator[bytes]:
+    return (named_event(event.type, event) for event in events)
+
+
+class EventMaker(AnswerMaker):
+    """One answer's events, and the answer as it is by then."""
+
+    answer: Any
+    """As it is by now; becomes JSON."""
+
+    def __init__(self, task: ChatTask, prompts: Prompts) -> None:
+        self.task = task
+        (self._choice,) = choices(prompts, task)
+        self._begun = False
+        self._count = 0
+        self._open: Block | None = None
+        self._blanks: tuple[Kind, str] = ("text", "")
+        """Those that came last while nothing of their kind was open."""
+        self.called = False
+        """A tool is called."""
+
+    # ---- in the words of the API --------------------------------------------------------------------------------
+
+    @abstractmethod
     def begin(self, out: TextOut) -> Iterator[Event]:
         """The first output has come."""
 
-    def take(self, part: Part) -> Iterator[Event]:
-        """The output goes on."""
-
+    @abstractmethod
     def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
         """That was the last. `reasoning_tokens`: how many of all were reasoning; None = not known. Raises ApiError for
         an end that the API has no word for."""
 
+    @abstractmethod
+    def block_begun(self, block: Block) -> Iterator[Event]: ...
 
-async def answer(
-    asked: ApiRequest,
-    chat: ChatTask,
-    inflight: InflightRequest,
-    events: Events,
-    failed: Callable[[ApiError], bytes],
-) -> Response:
-    """The answer, whole or as it comes. `failed`: the last event of one that fails on its way."""
-    if not chat.streaming.on:
-        return await _whole(asked.service, chat, inflight, events)
-    return await _stream(asked, chat, inflight, events, failed)
+    @abstractmethod
+    def block_grown(self, block: Block, text: str) -> Iterator[Event]: ...
 
+    @abstractmethod
+    def block_ended(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        """`cut`: the output ended in the midst of it."""
 
-async def _whole(service: Service, chat: ChatTask, inflight: InflightRequest, events: Events) -> Answer:
-    (out,) = await service.collect(inflight)
-    parts = _Parts(service.prompts, chat)
-    _drain(events.begin(out))
-    for part in await parts.take(out, Pacer()):
-        _drain(events.take(part))
-    _drain(events.end(out, parts.reasoning_tokens))
-    headers = token_headers(chat.job.prompt_tokens, out.cached_tokens)
-    return Answer(encode_json(events.answer), headers=headers)
+    # ---- whole or as it comes -----------------------------------------------------------------------------------
 
+    async def _tell(self, out: TextOut, pacer: Pacer, told: Callable[[Iterator[Event]], object]) -> None:
+        """What an output adds."""
+        if not self._begun:
+            self._begun = True
+            told(self.begin(out))
+        for part in await self._choice.take(out, pacer):
+            told(self.take(part))
+        if out.finish is not None:
+            told(self.end(out, self._choice.reasoning_tokens))
 
-async def _stream(
-    asked: ApiRequest,
-    chat: ChatTask,
-    inflight: InflightRequest,
-    events: Events,
-    failed: Callable[[ApiError], bytes],
-) -> Response:
-    parts = _Parts(asked.service.prompts, chat)
+    async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
+        made = list[bytes]()
+        await self._tell(out, pacer, lambda events: made.extend(written(events)))
+        return made
 
-    async def frames(_index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-        made = [] if asked.streaming else _written(events.begin(out))
-        for part in await parts.take(out, pacer):
-            made += _written(events.take(part))
-        return made if out.finish is None else made + _written(events.end(out, parts.reasoning_tokens))
+    async def whole(self, outs: list[TextOut]) -> Answer:
+        await self._tell(outs[0], Pacer(), lambda events: deque(events, maxlen=0))
+        return Answer(encode_json(self.answer), headers=self.headers(outs[0]))
 
-    return await asked.service.stream(
-        asked,
-        inflight,
-        frames,
-        headers_of=lambda out: token_headers(chat.job.prompt_tokens, out.cached_tokens),
-        closing=lambda: b"",
-        failed=failed,
-    )
+    def headers(self, first: TextOut) -> list[Header]:
+        return token_headers(self.task.prompt_tokens, first.cached_tokens)
 
+    def closing(self) -> bytes:
+        return b""
 
-def _written(events: Iterator[Event]) -> list[bytes]:
-    return [named_event(event) for event in events]
+    # ---- blocks -------------------------------------------------------------------------------------------------
 
+    def take(self, part: Part) -> Iterator[Event]:
+        """The output goes on."""
+        match part:
+            case Thought(text):
+                yield from self._text("thought", text)
+            case Said(text):
+                yield from self._text("text", text)
+            case CallBegun(_, name, id):
+                self.called = True
+                yield from self._begin(Block(self._count, "call", name, id))
+            case CallArguments(_, text) if text:
+                assert self._open is not None, "a call has begun"
+                assert self._open.kind == "call", "the arguments of a call follow it"
+                yield from self._grow(text)
 
-def _drain(events: Iterator[Event]) -> None:
-    for _ in events:
-        pass
+    def end_blocks(self, *, cut: bool) -> Iterator[Event]:
+        """The output is over; `cut`: before its end."""
+        kind, blanks = self._blanks
+        if not self._count and kind == "text" and blanks:
+            yield from self._begin(Block(0, "text"))
+            yield from self._grow(blanks)
+        yield from self._close(cut=cut)
 
+    def _text(self, kind: Kind, text: str) -> Iterator[Event]:
+        if not text:
+            return
+        if self._open is None or self._open.kind != kind:
+            before, blanks = self._blanks
+            text = blanks + text if before == kind else text
+            if text.isspace():
+                self._blanks = (kind, text)
+                return
+            yield from self._begin(Block(self._count, kind))
+        yield from self._grow(text)
 
-class _Parts:
-    """The outputs of one answer → its parts, as a chat tells them: `take` the outputs in order."""
+    def _begin(self, block: Block) -> Iterator[Event]:
+        yield from self._close(cut=False)
+        self._blanks = ("text", "")
+        self._open = block
+        self._count += 1
+        yield from self.block_begun(block)
 
-    def __init__(self, prompts: Prompts, task: ChatTask) -> None:
-        (self._choice,) = choices(prompts, task)
+    def _grow(self, text: str) -> Iterator[Event]:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        yield from self.block_grown(self._open, text)
 
-    async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
-        """What an output adds: only what the request wants to see."""
-        return [part for delta in await self._choice.take(out, pacer) for part in _parts_of(delta)]
-
-    @property
-    def reasoning_tokens(self) -> int | None:
-        """How many of the tokens so far were reasoning; None = not known."""
-        return self._choice.reasoning_tokens
-
-
-def _parts_of(delta: dict[str, Any]) -> Iterator[Part]:
-    match delta:
-        case {"content": text}:
-            yield Said(text)
-        case {"reasoning_content": text}:
-            yield Thought(text)
-        case {"tool_calls": [{"index": index, "id": id, "function": {"name": name, "arguments": text}}]}:
-            yield CallBegun(index, name, id)
-            yield CallArguments(index, text)
-        case {"tool_calls": [{"index": index, "function": {"arguments": text}}]}:
-            yield CallArguments(index, text)
-        case _:
-            raise AssertionError(f"a delta of an unknown kind: {sorted(delta)}")
+    def _close(self, *, cut: bool) -> Iterator[Event]:
+        if self._open is not None:
+            closed, self._open = self._open, None
+            yield from self.block_ended(closed, cut=cut)

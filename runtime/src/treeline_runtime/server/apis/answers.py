@@ -45,12 +45,12 @@ class OutputTokensDetails(Struct):
     reasoning_tokens: int
 
 
-class ResponseUsage(Struct):
+class ResponseUsage(Struct, kw_only=True):
     input_tokens: int
+    input_tokens_details: InputTokensDetails | Maybe = UNSET
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-    input_tokens_details: InputTokensDetails | Maybe = UNSET
 
 
 class ResponseError(Struct):
@@ -62,27 +62,27 @@ class IncompleteDetails(Struct):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseObject(Struct):
+class ResponseObject(Struct, kw_only=True):
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: ResponseError | None
-    incomplete_details: IncompleteDetails | None
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
     model: str
     output: list[ResponseItem]
-    usage: ResponseUsage | None
-    background: bool
+    usage: ResponseUsage | None = None
+    background: bool = False
     instructions: str | None
     max_output_tokens: int | None
-    max_tool_calls: None
+    max_tool_calls: None = None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: None = None
     reasoning: dict[str, Any]
-    service_tier: str
-    store: bool
+    service_tier: str = "default"
+    store: bool = False
     temperature: float
     text: dict[str, Any]
     tool_choice: Any

@@ -1,4 +1,4 @@
-"""An answer to `/v1/messages`: the parts of the output → events, and the message as it is by then.
+"""`POST /v1/messages`: the parts of the output → events, and the message as it is by then.
 
 Events and their order: https://platform.claude.com/docs/en/build-with-claude/streaming, and the types of the anthropic
 package.
@@ -8,122 +8,142 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.parsers.parts import Part
-from treeline_runtime.server.apis.answering import Event
-from treeline_runtime.server.apis.blocks import Begun, Block, Blocks, Ended, Grown, Step
+from treeline_runtime.server import schema
+from treeline_runtime.server.apis.answering import Block, Event, EventMaker
+from treeline_runtime.server.apis.answers import (
+    AnthropicError,
+    Message,
+    MessageBlock,
+    MessageDelta,
+    MessageEvent,
+    MessageUsage,
+    StopReason,
+    ThinkingTokens,
+    TokenCount,
+)
+from treeline_runtime.server.apis.anthropic_fields import MessagesBody
+from treeline_runtime.server.apis.errors import anthropic_error
+from treeline_runtime.server.dependencies import Generating, Serving, converting, task_of
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.jobs import GenerationJob
+from treeline_runtime.server.http import named_event
+from treeline_runtime.server.jobs import ChatTask
+from treeline_runtime.server.prompts import Prompts
 
 _arguments = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class MessageEvents:
-    """One message's: see `answering.Events`."""
+router = APIRouter()
 
-    def __init__(self, job: GenerationJob, model: str, *, fills_context: bool) -> None:
-        """`fills_context`: more tokens were asked for than the context has room for."""
-        self.answer: dict[str, Any] = {
-            "id": job.rid,
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
-        self._job = job
-        self._blocks = Blocks()
-        self._length = "model_context_window_exceeded" if fills_context else "max_tokens"
+
+@router.post(
+    "/v1/messages",
+    **schema.operation(
+        tag=schema.ANTHROPIC,
+        summary="Answer a chat",
+        body=MessagesBody,
+        answer=Message,
+        event=MessageEvent,
+        error=AnthropicError,
+    ),
+)
+async def messages(
+    service: Serving, asked: Generating, task: Annotated[ChatTask, task_of("messages", "generate")]
+) -> Response:
+    return await service.answer(asked, task, MessageEvents(task, service.prompts, service.model_name))
+
+
+router.post(
+    "/v1/messages/count_tokens",
+    **schema.operation(
+        tag=schema.ANTHROPIC,
+        summary="How many tokens the prompt of a chat has",
+        body=MessagesBody,
+        answer=TokenCount,
+        error=AnthropicError,
+    ),
+)(converting("count_tokens"))
+
+
+class MessageEvents(EventMaker):
+    """One message's."""
+
+    def __init__(self, task: ChatTask, prompts: Prompts, model: str) -> None:
+        super().__init__(task, prompts)
+        usage = MessageUsage(task.prompt_tokens, 0)
+        self.answer = Message(task.rid, "message", "assistant", model, [], None, None, usage)
 
     def begin(self, out: TextOut) -> Iterator[Event]:
-        self.answer["usage"] = _usage(self._job, out)
-        yield {"type": "message_start", "message": self.answer}
+        self.answer.usage = self._usage(out)
+        yield MessageEvent("message_start", message=self.answer)
 
-    def take(self, part: Part) -> Iterator[Event]:
-        for step in self._blocks.take(part):
-            yield self._tell(step)
-
-    def end(self, out: TextOut, reasoning_tokens: int | None = None) -> Iterator[Event]:
-        finish = out.finish
+    def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
+        finish, answer = out.finish, self.answer
         assert finish is not None
         if finish.type not in ("stop", "length"):
             raise ApiError(500, finish.message or "The request was ended", type="server_error")
-        for step in self._blocks.end(cut=finish.type == "length"):
-            yield self._tell(step)
+        yield from self.end_blocks(cut=finish.type == "length")
         matched = finish.matched if isinstance(finish.matched, str) else None
+        reason: StopReason = "tool_use" if self.called else "end_turn"
         if finish.type == "length":
-            reason = self._length
+            reason = "model_context_window_exceeded" if self.task.fills_context else "max_tokens"
         elif matched is not None:
             reason = "stop_sequence"
-        else:
-            reason = "tool_use" if self._blocks.called else "end_turn"
-        stopped = {"stop_reason": reason, "stop_sequence": matched}
-        usage = _usage(self._job, out)
+        answer.stop_reason, answer.stop_sequence, answer.usage = reason, matched, self._usage(out)
         if reasoning_tokens is not None:
-            usage["output_tokens_details"] = {"thinking_tokens": reasoning_tokens}
-        self.answer |= stopped | {"usage": usage}
-        yield {"type": "message_delta", "delta": stopped, "usage": usage}
-        yield {"type": "message_stop"}
+            answer.usage.output_tokens_details = ThinkingTokens(reasoning_tokens)
+        delta = MessageDelta(stop_reason=reason, stop_sequence=matched)
+        yield MessageEvent("message_delta", delta=delta, usage=answer.usage)
+        yield MessageEvent("message_stop")
 
-    def _tell(self, step: Step) -> Event:
-        content: list[dict[str, Any]] = self.answer["content"]
-        match step:
-            case Begun(block):
-                made = _block(block)
-                content.append(made)
-                return {"type": "content_block_start", "index": block.index, "content_block": made}
-            case Grown(block, text):
-                return {"type": "content_block_delta", "index": block.index, "delta": _delta(block, text)}
-            case Ended(block):
-                made = content[block.index]
-                match block.kind:
-                    case "text":
-                        made["text"] = block.text
-                    case "thought":
-                        made["thinking"] = block.text
-                    case "call":
-                        made["input"] = _input(block.text)
-                return {"type": "content_block_stop", "index": block.index}
+    def failed(self, error: ApiError) -> bytes:
+        return named_event("error", anthropic_error(error))
 
+    def block_begun(self, block: Block) -> Iterator[Event]:
+        match block.kind:
+            case "text":
+                made = MessageBlock("text", text="")
+            case "thought":
+                made = MessageBlock("thinking", thinking="", signature="")
+            case "call":
+                id = block.id or f"toolu_{uuid.uuid4().hex[:24]}"
+                made = MessageBlock("tool_use", id=id, name=block.name, input={})
+        self.answer.content.append(made)
+        yield MessageEvent("content_block_start", index=block.index, content_block=made)
 
-def _usage(job: GenerationJob, out: TextOut) -> dict[str, Any]:
-    """What was read from the cache is counted beside the input, not within it."""
-    made: dict[str, Any] = {"input_tokens": job.prompt_tokens, "output_tokens": out.completion_tokens}
-    if job.hides_cache:
-        return made
-    cached = min(out.cached_tokens, job.prompt_tokens)
-    return made | {
-        "input_tokens": job.prompt_tokens - cached,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-    }
+    def block_grown(self, block: Block, text: str) -> Iterator[Event]:
+        match block.kind:
+            case "text":
+                delta = MessageDelta("text_delta", text=text)
+            case "thought":
+                delta = MessageDelta("thinking_delta", thinking=text)
+            case "call":
+                delta = MessageDelta("input_json_delta", partial_json=text)
+        yield MessageEvent("content_block_delta", index=block.index, delta=delta)
 
+    def block_ended(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        made: MessageBlock = self.answer.content[block.index]
+        match block.kind:
+            case "text":
+                made.text = block.text
+            case "thought":
+                made.thinking = block.text
+            case "call":
+                made.input = _input(block.text)
+        yield MessageEvent("content_block_stop", index=block.index)
 
-def _block(block: Block) -> dict[str, Any]:
-    """A block that has begun."""
-    match block.kind:
-        case "text":
-            return {"type": "text", "text": ""}
-        case "thought":
-            return {"type": "thinking", "thinking": "", "signature": ""}
-        case "call":
-            id = block.id or f"toolu_{uuid.uuid4().hex[:24]}"
-            return {"type": "tool_use", "id": id, "name": block.name, "input": {}}
-
-
-def _delta(block: Block, text: str) -> dict[str, Any]:
-    match block.kind:
-        case "text":
-            return {"type": "text_delta", "text": text}
-        case "thought":
-            return {"type": "thinking_delta", "thinking": text}
-        case "call":
-            return {"type": "input_json_delta", "partial_json": text}
+    def _usage(self, out: TextOut) -> MessageUsage:
+        """What was read from the cache is counted beside the input, not within it."""
+        prompt_tokens = self.task.prompt_tokens
+        if self.task.hides_cache:
+            return MessageUsage(prompt_tokens, out.completion_tokens)
+        cached = min(out.cached_tokens, prompt_tokens)
+        return MessageUsage(prompt_tokens - cached, out.completion_tokens, cached, 0)
 
 
 def _input(arguments: str) -> Any:

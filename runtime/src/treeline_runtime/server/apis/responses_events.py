@@ -1,4 +1,4 @@
-"""An answer to `/v1/responses`: the parts of the output → events, and the response as it is by then.
+"""`POST /v1/responses`: the parts of the output → events, and the response as it is by then.
 
 Events and their order: https://platform.openai.com/docs/api-reference/responses-streaming, and the types of the openai
 package.
@@ -9,145 +9,150 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from fastapi import APIRouter, Response
+from msgspec import UNSET
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.parsers.parts import Part
-from treeline_runtime.server.apis.answering import Event
-from treeline_runtime.server.apis.blocks import Begun, Block, Blocks, Ended, Grown, Step
+from treeline_runtime.server import schema
+from treeline_runtime.server.apis.answering import Block, Event, EventMaker, written
+from treeline_runtime.server.apis.answers import (
+    IncompleteDetails,
+    InputTokens,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseError,
+    ResponseEvent,
+    ResponseItem,
+    ResponseObject,
+    ResponsePart,
+    ResponseUsage,
+)
+from treeline_runtime.server.apis.responses_fields import ResponsesBody
+from treeline_runtime.server.chat import call_id
+from treeline_runtime.server.dependencies import Generating, Serving, converting, task_of
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import named_event
-from treeline_runtime.server.jobs import GenerationJob
-from treeline_runtime.server.pacing import encode_json
-from treeline_runtime.server.service import usage
+from treeline_runtime.server.jobs import ChatTask
+from treeline_runtime.server.prompts import Prompts
+
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-class ResponseEvents:
-    """One response's: see `answering.Events`."""
+router = APIRouter()
 
-    def __init__(
-        self,
-        job: GenerationJob,
-        members: dict[str, Any],
-        shown: bytes,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """`members`: those of the response that do not change, besides those that repeat the request, which are in
-        `shown` as JSON (an object that is not empty). `clock`: seconds since the epoch."""
-        self._shown = shown
-        self._items: list[dict[str, Any]] = []
-        self._made = members | {
-            "status": "in_progress",
-            "output": self._items,
-            "error": None,
-            "incomplete_details": None,
-            "usage": None,
-            "completed_at": None,
-        }
-        self._job = job
+
+@router.post(
+    "/v1/responses",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="Answer a chat, as items",
+        body=ResponsesBody,
+        answer=ResponseObject,
+        event=ResponseEvent,
+    ),
+)
+async def responses(
+    service: Serving, asked: Generating, task: Annotated[ChatTask, task_of("responses", "generate")]
+) -> Response:
+    events = ResponseEvents(task, service.prompts, service.model_name)
+    return await service.answer(asked, task, events, answer_bytes=3 * len(task.repeated))
+
+
+router.post(
+    "/v1/responses/input_tokens",
+    **schema.operation(
+        tag=schema.OPENAI,
+        summary="How many tokens the prompt of a chat has",
+        body=ResponsesBody,
+        answer=InputTokens,
+    ),
+)(converting("input_tokens"))
+
+
+class ResponseEvents(EventMaker):
+    """One response's."""
+
+    def __init__(self, task: ChatTask, prompts: Prompts, model: str, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds since the epoch."""
+        super().__init__(task, prompts)
         self._clock = clock
-        self._blocks = Blocks()
         self._number = 0
+        # What the response repeats may be large, and is copied as it is.
+        repeated: dict[str, Any] = dict(_members(task.repeated))
+        self.answer = ResponseObject(id=task.rid, created_at=int(clock()), model=model, output=[], **repeated)
 
-    @property
-    def answer(self) -> msgspec.Raw:
-        """The response as it is by now. What it repeats may be large, and is copied as it is."""
-        return msgspec.Raw(b"".join((encode_json(self._made)[:-1], b",", memoryview(self._shown)[1:])))
-
-    def begin(self, _out: TextOut) -> Iterator[Event]:
+    def begin(self, out: TextOut) -> Iterator[Event]:
         yield self._event("response.created", response=self.answer)
         yield self._event("response.in_progress", response=self.answer)
 
-    def take(self, part: Part) -> Iterator[Event]:
-        for step in self._blocks.take(part):
-            yield from self._tell(step)
-
-    def end(self, out: TextOut, reasoning_tokens: int | None = None) -> Iterator[Event]:
-        finish = out.finish
+    def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
+        finish, answer = out.finish, self.answer
         assert finish is not None
-        for step in self._blocks.end(cut=finish.type != "stop"):
-            yield from self._tell(step)
-        self._made["usage"] = _usage(self._job, out, reasoning_tokens or 0)
+        yield from self.end_blocks(cut=finish.type != "stop")
+        answer.usage = self._usage(out, reasoning_tokens or 0)
         if finish.type == "stop":
-            self._made |= {"status": "completed", "completed_at": int(self._clock())}
-            yield self._event("response.completed", response=self.answer)
+            answer.status, answer.completed_at = "completed", int(self._clock())
+            yield self._event("response.completed", response=answer)
         elif finish.type == "length":
-            self._made |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-            yield self._event("response.incomplete", response=self.answer)
+            answer.status, answer.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            yield self._event("response.incomplete", response=answer)
         else:
             yield self._failed(finish.message or "The request was ended")
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that fails: what came so far stays."""
+        """What came so far stays."""
+        ended = b"".join(written(self.end_blocks(cut=True)))
+        return ended + b"".join(written(iter([self._failed(error.body["error"]["message"])])))
 
-        def all() -> Iterator[Event]:
-            for step in self._blocks.end(cut=True):
-                yield from self._tell(step)
-            yield self._failed(error.body["error"]["message"])
-
-        return b"".join(named_event(event) for event in all())
-
-    def _failed(self, message: str) -> Event:
-        self._made |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+    def _failed(self, message: str) -> ResponseEvent:
+        self.answer.status, self.answer.error = "failed", ResponseError("server_error", message)
         return self._event("response.failed", response=self.answer)
 
-    def _tell(self, step: Step) -> Iterator[Event]:
-        match step:
-            case Begun(block):
-                yield from self._begun(block)
-            case Grown(block, text):
-                yield self._about(block, f"{_NAMES[block.kind]}.delta", delta=text, **_no_logprobs(block))
-            case Ended(block, cut):
-                yield from self._ended(block, cut)
-
-    def _begun(self, block: Block) -> Iterator[Event]:
-        item = _item(block)
-        self._items.append(item)
+    def block_begun(self, block: Block) -> Iterator[Event]:
+        item, part = _item(block), _part(block)
+        self.answer.output.append(item)
         yield self._event("response.output_item.added", output_index=block.index, item=item)
-        if block.kind != "call":
-            part = _part(block)
+        if part is not None:
             yield self._about(block, "response.content_part.added", part=part)
-            item["content"] = [part]
+            item.content = [part]
 
-    def _ended(self, block: Block, cut: bool) -> Iterator[Event]:
-        item, text = self._items[block.index], block.text
+    def block_grown(self, block: Block, text: str) -> Iterator[Event]:
+        yield self._about(block, f"{_NAMES[block.kind]}.delta", delta=text, **_no_logprobs(block))
+
+    def block_ended(self, block: Block, *, cut: bool) -> Iterator[Event]:
+        item, text = self.answer.output[block.index], block.text
         if block.kind == "call":
-            item["arguments"] = text
+            item.arguments = text
             yield self._about(block, f"{_NAMES['call']}.done", name=block.name, arguments=text)
         else:
-            (part,) = item["content"]
-            part["text"] = text
+            (part,) = item.content
+            part.text = text
             yield self._about(block, f"{_NAMES[block.kind]}.done", text=text, **_no_logprobs(block))
             yield self._about(block, "response.content_part.done", part=part)
-        item["status"] = "incomplete" if cut else "completed"
+        item.status = "incomplete" if cut else "completed"
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _about(self, block: Block, type: str, **members: Any) -> Event:
-        where: Event = {"item_id": self._items[block.index]["id"], "output_index": block.index}
+    def _about(self, block: Block, type: str, **members: Any) -> ResponseEvent:
+        where: dict[str, Any] = {"item_id": self.answer.output[block.index].id, "output_index": block.index}
         if block.kind != "call":
             where["content_index"] = 0
         return self._event(type, **where, **members)
 
-    def _event(self, type: str, **members: Any) -> Event:
+    def _event(self, type: str, **members: Any) -> ResponseEvent:
         self._number += 1
-        return {"type": type, "sequence_number": self._number - 1, **members}
+        return ResponseEvent(type, self._number - 1, **members)
 
-
-def _usage(job: GenerationJob, out: TextOut, reasoning_tokens: int) -> dict[str, Any]:
-    counted = usage(job, {0: out})
-    cached = counted.prompt_tokens_details
-    shown = (
-        {} if not cached else {"input_tokens_details": {"cached_tokens": cached.cached_tokens, "cache_write_tokens": 0}}
-    )
-    return {
-        "input_tokens": counted.prompt_tokens,
-        **shown,
-        "output_tokens": counted.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": counted.total_tokens,
-    }
+    def _usage(self, out: TextOut, reasoning_tokens: int) -> ResponseUsage:
+        task, made = self.task, out.completion_tokens
+        return ResponseUsage(
+            input_tokens=task.prompt_tokens,
+            input_tokens_details=UNSET if task.hides_cache else InputTokensDetails(out.cached_tokens, 0),
+            output_tokens=made,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens),
+            total_tokens=task.prompt_tokens + made,
+        )
 
 
 _NAMES: Final = {
@@ -157,35 +162,27 @@ _NAMES: Final = {
 }
 
 
-def _item(block: Block) -> dict[str, Any]:
+def _item(block: Block) -> ResponseItem:
     """An item of the output that has begun."""
     key = uuid.uuid4().hex
     match block.kind:
         case "text":
-            return {
-                "id": f"msg_{key}",
-                "type": "message",
-                "status": "in_progress",
-                "role": "assistant",
-                "content": [],
-            }
+            return ResponseItem(f"msg_{key}", "message", "in_progress", role="assistant", content=[])
         case "thought":
-            return {"id": f"rs_{key}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+            return ResponseItem(f"rs_{key}", "reasoning", "in_progress", summary=[], content=[])
         case "call":
-            return {
-                "id": f"fc_{key}",
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": block.id or f"call_{key}",
-                "name": block.name,
-                "arguments": "",
-            }
+            id = block.id or call_id()
+            return ResponseItem(f"fc_{key}", "function_call", "in_progress", call_id=id, name=block.name, arguments="")
 
 
-def _part(block: Block) -> dict[str, Any]:
-    if block.kind == "thought":
-        return {"type": "reasoning_text", "text": ""}
-    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+def _part(block: Block) -> ResponsePart | None:
+    match block.kind:
+        case "text":
+            return ResponsePart("output_text", "", [], [])
+        case "thought":
+            return ResponsePart("reasoning_text", "")
+        case "call":
+            return None
 
 
 def _no_logprobs(block: Block) -> dict[str, Any]:
