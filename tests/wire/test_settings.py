@@ -183,3 +183,13 @@ def test_a_namespace_that_cannot_exist_is_refused(name: str) -> None:
     assert namespace("team-1") == "team-1"
     with pytest.raises(argparse.ArgumentTypeError, match="is no namespace"):
         namespace(name)
+
+
+def test_a_bool_is_no_text() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Switch:
+        jumps: bool = setting(True, help="whether it jumps")
+
+    check(Switch(jumps=False))
+    with pytest.raises(ConfigError, match="^jumps must be False or True, got 'off'$"):
+        check(Switch(jumps="off"))  # type: ignore[arg-type]

@@ -145,7 +145,9 @@ class SchedulerConfig(EngineConfig):
     )
     waiting_timeout: float | None = setting(
         None,
-        group=None,
+        group="scheduling",
+        rare=True,
+        metavar="S",
         above=0,
         help="503 for a request that has not begun after S seconds (default: no limit)",
     )

@@ -108,6 +108,26 @@ def test_a_flow_that_took_less_than_was_believed_is_next_at_once() -> None:
     assert head.flow == A, "without a look at the whole queue"
 
 
+def test_corrections_between_two_looks_leave_an_entry_for_each_target() -> None:
+    models = [f"m{i}" for i in range(300)]
+    queue = filled(*(ticket(flow, model=model) for model in models for flow in (A, A, B)))
+    served = []
+    for model in models:
+        head = queue.head({Target(None, other, None) for other in models if other != model})
+        assert head is not None
+        queue.serve(head, 1000.0)
+        queue.rewind()
+        served.append(head)
+    assert queue.head(()) is not None
+    for tokens in range(999, 989, -1):
+        for one in served:
+            assert one.served is not None
+            one.served(float(tokens))
+    assert queue._heads is not None
+    assert len(queue._heads) <= 2 * len(models)
+    check_queue(queue)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_targets_that_cannot_be_compared_wait_beside_each_other(seed: int) -> None:
     subsets = (None, frozenset({"a"}), frozenset({"b", "c"}))

@@ -146,7 +146,9 @@ def _choices(words: Setting, hint: Any) -> Iterable[Any] | None:
 @functools.cache
 def _choices_of(kind: type) -> dict[str, Iterable[Any] | None]:
     hints = typing.get_type_hints(kind)
-    return {name: _choices(words, hints[name]) for name, (_, words) in settings_of(kind).items()}
+    # Also of a bool, which a call can give any value: "off" counts as true.
+    either = {name: (False, True) for name, hint in hints.items() if hint is bool}
+    return {name: either.get(name) or _choices(words, hints[name]) for name, (_, words) in settings_of(kind).items()}
 
 
 def _parser(words: Setting, hint: Any) -> Callable[[str], Any]:

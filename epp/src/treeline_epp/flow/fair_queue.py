@@ -179,6 +179,11 @@ def _much(flow: Flow, at: int) -> int:
     return flow.bytes if at else len(flow.tickets)
 
 
+_Head = tuple[int, float, int, int, Target]
+"""Less urgent, tokens that were served, the ticket's number (0 = nobody has looked who it is), and a number of the
+entry's own before the target, since not all targets can be compared."""
+
+
 class FairQueue:
     """The requests that wait for one pool: its bands, the most urgent first."""
 
@@ -186,9 +191,10 @@ class FairQueue:
         self.bands: dict[int, Band] = {}
         self._numbers = count(1)
         self._entries = count()
-        self._heads: list[tuple[int, float, int, int, Target]] | None = None
-        """A heap of who may be next of each band and target; one that says too little is put right when it comes up.
-        Before each target, of which not all can be compared, a number of the entry's own."""
+        self._heads: list[_Head] | None = None
+        """A heap of who may be next of each band and target; one that says too little is put right when it comes up."""
+        self._newest: dict[tuple[int, Target], _Head] = {}
+        """Of each band and target; what else the heap has of them is of the past."""
 
     def __len__(self) -> int:
         return sum(band.requests for band in self.bands.values())
@@ -206,24 +212,32 @@ class FairQueue:
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
         """Who is next of those whose target is not blocked. O(log targets), and O(targets) once after a rewind."""
         if self._heads is None:
-            self._heads = [(-priority, 0.0, 0, next(self._entries), target) for priority, target in self.targets()]
-            heapq.heapify(self._heads)
+            self._heads, self._newest = [], {}
+            for priority, target in self.targets():
+                self._sooner(priority, target)
         heads = self._heads
         while heads:
             entry = heads[0]
-            band, target = self.bands.get(-entry[0]), entry[4]
-            found = None if band is None or target in blocked else band.head(target)
+            key = -entry[0], entry[4]
+            if self._newest.get(key) is not entry:
+                heapq.heappop(heads)
+                continue
+            band = self.bands.get(key[0])
+            found = None if band is None or key[1] in blocked else band.head(key[1])
             if found is None:
                 heapq.heappop(heads)
+                del self._newest[key]
             elif (found[0], found[1].number) == entry[1:3]:
                 return found[1]
             else:
-                heapq.heapreplace(heads, (entry[0], found[0], found[1].number, next(self._entries), target))
+                self._newest[key] = entry = (entry[0], found[0], found[1].number, next(self._entries), key[1])
+                heapq.heapreplace(heads, entry)
         return None
 
     def rewind(self) -> None:
         """Any target may have room again."""
         self._heads = None
+        self._newest = {}
 
     def remove(self, ticket: Ticket[Any]) -> None:
         """It waits no more, and was served nothing."""
@@ -245,8 +259,10 @@ class FairQueue:
             yield from ((priority, target) for target in band.orders)
 
     def _sooner(self, priority: int, target: Target) -> None:
-        if self._heads is not None:
-            heapq.heappush(self._heads, (-priority, 0.0, 0, next(self._entries), target))
+        known = self._newest.get((priority, target))
+        if self._heads is not None and (known is None or known[2]):
+            self._newest[priority, target] = entry = (-priority, 0.0, 0, next(self._entries), target)
+            heapq.heappush(self._heads, entry)
 
     def _close(self, priority: int) -> None:
         if not self.bands[priority].requests:

@@ -91,7 +91,8 @@ def _equal(given: str, key: str) -> bool:
     return hmac.compare_digest(given.encode("latin-1"), key.encode())
 
 
-def service_of(request: Request) -> Service:
+async def service_of(request: Request) -> Service:
+    """A coroutine, as all dependencies are: FastAPI hands a plain function to a thread, at each request."""
     found: Service = request.app.state.service
     return found
 
@@ -110,7 +111,7 @@ class _Reading(Guarded):
 
     async def __call__(self, request: Request) -> ApiRequest:  # type: ignore[override]
         await super().__call__(request)
-        service = service_of(request)
+        service: Service = request.app.state.service
         asked = request.state.asked = ApiRequest(request.scope, request.receive)
         if self._generates and service.tracing is not None:
             asked.span = service.tracing.begin(asked)
