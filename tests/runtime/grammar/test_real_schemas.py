@@ -48,6 +48,10 @@ def _node(child: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"name": {"type": "string"}, "a": child}, "required": ["name", "a"]}
 
 
+def _holds(child: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"k": child}, "required": ["k"]}
+
+
 def _tagged(kind: str, more: dict[str, Any]) -> dict[str, Any]:
     properties = {"kind": {"const": kind}, **more}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -170,6 +174,8 @@ def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken
         ({"if": {"pattern": "a"}, "then": {"minLength": 1}}, "'if' at /"),
         ({"type": "object", "propertyNames": {"not": {"const": "a"}}}, "'propertyNames' at /"),
         ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'oneOf' at / is not supported"),
+        ({"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}]}, "'oneOf' at / is not"),
+        ({"type": "string", "not": {"type": "string", "pattern": "^a"}}, "'not' at / is not supported"),
         ({"$ref": "#"}, "the schema at / refers to itself for the same value"),
         ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "hold another one of its kind"),
         (_node({"$ref": "#"}), "hold another one of its kind: at /"),
@@ -195,6 +201,40 @@ def test_what_cannot_be_held_is_refused_by_name(backend: GrammarBackend, schema:
         {"oneOf": [{"pattern": "^a"}, {"multipleOf": 3}]},
         {"oneOf": [{"items": {"type": "string"}}, {"minimum": 3}]},
         {"oneOf": [{"additionalProperties": {"type": "string"}}, {"type": "array", "items": {"type": "integer"}}]},
+        {
+            "$schema": DRAFT_7,
+            "definitions": {"any": {"title": "x"}},
+            "oneOf": [_holds({"$ref": "#/definitions/any", "type": "string"}), _holds({"type": "integer"})],
+        },
+        {
+            "$schema": DRAFT_7,
+            "definitions": {"any": {"title": "x"}},
+            "oneOf": [_holds({"$ref": "#/definitions/any", "enum": ["s"]}), _holds({"enum": [1]})],
+        },
+        {
+            "$schema": DRAFT_7,
+            "oneOf": [
+                {"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False},
+                {"type": "object", "required": ["b"]},
+            ],
+        },
+        {"not": {"format": "date", "pattern": "^2"}},
+        {"if": {"format": "date", "pattern": "^2"}, "then": {"type": "string"}, "else": True},
+        {"oneOf": [{"format": "date", "pattern": "^2"}, {"type": "integer"}]},
+        {
+            "type": "object",
+            "propertyNames": {"$ref": "#/$defs/n", "maxLength": 2},
+            "$defs": {"n": {"pattern": "^[a-z]+$"}},
+        },
+        {
+            "type": "object",
+            "patternProperties": {"^a": {"type": "integer"}, "^[a]": {"type": ["integer", "string"]}},
+            "additionalProperties": False,
+        },
+        {"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"exclusiveMaximum": 0.2}]},
+        {"type": "number", "allOf": [{"exclusiveMinimum": 0}, {"maximum": 0}]},
+        {"type": "number", "not": {"const": 0}, "minimum": -0.5, "maximum": 0.5},
+        {"type": "string", "pattern": "^[(?<x]$"},
     ],
     ids=lambda schema: json.dumps(schema)[:90],
 )  # fmt: skip
