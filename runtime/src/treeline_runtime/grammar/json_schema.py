@@ -211,7 +211,8 @@ def _apart_from_format(schema: Schema) -> None:
 
 
 def _take_unevaluated(schema: Schema, path: str, is_before_2019: bool) -> None:
-    """Without other schemas for the same value, what is not evaluated is what is additional. No word of older drafts."""
+    """Without other schemas for the same value, what is not evaluated is what is additional. Older drafts have no such
+    word."""
     for key, plain in UNEVALUATED.items():
         if is_before_2019:
             schema.pop(key, None)

@@ -72,8 +72,8 @@ def _check_free_keys(schema: Schema, path: str) -> None:
 
 
 def _check_near_bounds(document: Document) -> None:
-    """llguidance 1.9.1 takes 0 where it is between 0 and 0.25, both exclusive. Bounds of one number may stand in several
-    schemas, so each is held against all."""
+    """llguidance 1.9.1 takes 0 where it is between 0 and 0.25, both exclusive. Bounds of one number may stand in
+    several schemas, so each is held against all."""
     lows, highs = set[float](), set[float]()
     for _path, schema in document.schemas:
         lows.add(max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=-math.inf))
