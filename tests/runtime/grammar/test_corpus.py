@@ -29,7 +29,6 @@ REASONS = [
     r"a (lookaround|backreference) in the pattern",
     r"is not a regular expression: bad escape \\p",
     r"is not a regular expression: global flags not at the start",
-    r"'oneOf' is not supported where two of its schemas may have a value in common",
     r"refers to itself for the same value",
     r"can never be satisfied: ",
     r"Unsatisfiable schema: ",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from re._casefix import _EXTRA_CASES  # type: ignore[import-not-found]
 
 Ranges = tuple[tuple[int, int], ...]
 """Characters, as first and last of ascending ranges that do not touch."""
@@ -50,11 +51,25 @@ def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
     chars = [chr(code) for first, last in ranges for code in range(first, last + 1)]
     found = {ord(c) for char in chars for c in (char, char.lower(), char.upper()) if len(c) == 1}
     if wide:
-        found |= {ord(c) for char in chars for c in _SPECIAL_CASES.get(char.lower(), "")}
+        found |= {code for char in chars for code in _alike().get(ord(char), ())}
     return tuple((code, code) for code in sorted(found))
 
 
-_SPECIAL_CASES = {"k": "\u212a", "s": "\u017f", "i": "\u0130\u0131", "å": "\u212b", "µ": "\u039c\u03bc"}
+_LAST_CASED = 0x1FFFF
+"""Only the first two planes have letters with cases."""
+
+
+@cache
+def _alike() -> dict[int, set[int]]:
+    """All characters that any dialect takes for one another without regard to case, by each of them."""
+    classes: dict[int, set[int]] = {}
+    for char in filter(lambda char: char != char.lower() or char != char.upper(), map(chr, range(_LAST_CASED + 1))):
+        code, cases = ord(char), (char.lower(), char.upper(), char.title(), char.casefold())
+        others = {code, *(ord(one) for one in cases if len(one) == 1), *_EXTRA_CASES.get(code, ())}
+        together = others.union(*(classes.get(one, ()) for one in others))
+        classes |= dict.fromkeys(together, together)
+    dotted = classes[ord("i")] | {0x130}  # its lower case is two characters
+    return classes | dict.fromkeys(dotted, dotted)
 
 
 ASCII: dict[str, Ranges] = {

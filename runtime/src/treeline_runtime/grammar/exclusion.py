@@ -32,6 +32,7 @@ _MOST_CHARACTERS = 2048
 _MOST_VALUES = 6
 """Of lists whose items differ: they have as many sublists as a schema may have alternatives."""
 _MOST_NAMES = 16
+_ALL = 2
 _BASIC = ("string", "number", "boolean", "null", "array", "object")
 _BEYOND = {
     "minLength": ("string", "maxLength", -1),
@@ -67,7 +68,7 @@ def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str
     for word, rule in _RULES.items():
         if word in schema:
             found = rule(document, schema)
-            if all(found):
+            if all(any(_loss(schema, one) < _ALL for one in options) for options in found):
                 words += [word, *(("then", "else") if word == "if" else ())]
                 conditions += found
     count = math.prod(len(one) for one in conditions if one != schema.get("oneOf"))
@@ -116,6 +117,8 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
         without = [sorted(_negated(document, other), key=partial(_loss, option))[:most] for other in others]
         if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
             continue  # all of it is of the other one, too
+        if any(one and _loss(option, one[0]) == _ALL for one in without):
+            continue  # what is left of it cannot be said
         if not all(without):
             return [[]]
         one = schema["oneOf"][i]
@@ -186,7 +189,7 @@ def _loss(option: Any, alternative: Any) -> int:
     absent = {name for name, inner in alternative.get("properties", {}).items() if inner is False}
     types = {*_types(option)} & _with_integers(_types(alternative))
     if absent & {*option.get("required", ())} or ({"type"} <= option.keys() & alternative.keys() and not types):
-        return 2
+        return _ALL
     return 0 if absent else 1
 
 
@@ -273,7 +276,7 @@ def _none_of(values: list[Any]) -> Alternatives:
 
 def _name_properties(document: Document, schema: Schema) -> None:
     """Names of free properties that are a list, or have a pattern or a length, are named where the properties are."""
-    names = document.resolved(schema.get("propertyNames"))
+    names = document.resolved(schema.get("propertyNames"), alone=True)
     if not isinstance(names, dict):
         return
     if names.keys() == {"type"} and "string" in _types(names):

@@ -54,7 +54,7 @@ def simplify(document: Document) -> None:
         _check_keywords(schema, path)
         _drop_what_says_nothing(schema)
         _apart_from_format(schema)
-        _take_unevaluated(schema, path)
+        _take_unevaluated(schema, path, document.is_before_2019)
     document.find()
     in_plain_words(document)  # before any of them gets a type, which allows less
     document.find()
@@ -202,18 +202,21 @@ def _drop_what_says_nothing(schema: Schema) -> None:
 
 
 def _apart_from_format(schema: Schema) -> None:
-    """A pattern beside a format is a schema of its own."""
+    """A pattern beside a format is a schema of its own; without a type, for what is no text holds both."""
     name = schema.get("format")
     if "pattern" in schema and name in FORMATS:
         pattern = schema.pop("pattern")
         if pattern != REDUNDANT.get(name):
-            schema["allOf"] = [*schema.get("allOf", ()), {"type": "string", "pattern": pattern}]
+            schema["allOf"] = [*schema.get("allOf", ()), {"pattern": pattern}]
 
 
-def _take_unevaluated(schema: Schema, path: str) -> None:
-    """Without other schemas for the same value, what is not evaluated is what is additional."""
+def _take_unevaluated(schema: Schema, path: str, is_before_2019: bool) -> None:
+    """Without other schemas for the same value, what is not evaluated is what is additional. Older drafts have no such
+    word."""
     for key, plain in UNEVALUATED.items():
-        if key in schema:
+        if is_before_2019:
+            schema.pop(key, None)
+        elif key in schema:
             if APPLIED & set(schema) or "contains" in schema:
                 raise UnsupportedError(key, path)
             schema.setdefault(plain, schema.pop(key))
@@ -262,8 +265,11 @@ def _strings(schema: Schema, path: str) -> None:
     if "format" in schema:
         schema["pattern"] = _of_format(schema.pop("format"))
     if "patternProperties" in schema:
-        patterns = schema["patternProperties"]
-        schema["patternProperties"] = {_canonical(p, f"{path}/patternProperties"): patterns[p] for p in patterns}
+        patterns = dict[str, Any]()
+        for pattern, one in schema["patternProperties"].items():
+            if patterns.setdefault(_canonical(pattern, f"{path}/patternProperties"), one) != one:
+                raise UnsupportedError("patternProperties", path, "has a pattern twice, which is not supported")
+        schema["patternProperties"] = patterns
 
 
 @cache

@@ -234,7 +234,5 @@ def _llguidance(matcher: Matcher) -> LLGuidanceMatcher:
 
 def _reason(error: str) -> str:
     """What the library says, without its place in our text."""
-    if "oneOf constraints" in error:
-        return "'oneOf' is not supported where two of its schemas may have a value in common"
     first = error.strip().partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
     return first[:500] or "the grammar was refused"

@@ -57,6 +57,8 @@ class Anchor:
 
 Node = Chars | Sequence | Choice | Repeat | Anchor
 EMPTY = Sequence(())
+_NAMED_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<(?![=!])", re.DOTALL)
+"""Or an escape, or a class, within which none begins."""
 
 
 def whole(pattern: str) -> Node:
@@ -95,7 +97,7 @@ def shortest(node: Node) -> int:
 
 
 def _read(pattern: str) -> Node:
-    pattern = re.sub(r"\\.|\(\?<(?![=!])", lambda m: "(?P<" if m[0] == "(?<" else m[0], pattern, flags=re.DOTALL)
+    pattern = _NAMED_GROUP.sub(lambda m: "(?P<" if m[0] == "(?<" else m[0], pattern)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.schema_words import VALUES, inner
+from treeline_runtime.grammar.schema_words import DEFINITIONS, VALUES, inner
 
 Schema = dict[str, Any]
 
@@ -52,17 +52,31 @@ class Document:
         if re.search("draft-0[0-3]", draft):
             raise UnsupportedError("$schema", "", "names a draft before the fourth, which is not supported")
         self.is_draft_4 = "draft-04" in draft
+        self.is_before_2019 = bool(re.search("draft-0[4-7]", draft))
         self._identifier = "id" if self.is_draft_4 else "$id"
         self.find()
+        if self.is_before_2019:
+            self._drop_beside_references()
 
     def target(self, schema: Schema) -> Schema | bool:
         """What its `$ref` means."""
         return self._targets[id(schema)][1]
 
-    def resolved(self, option: Any) -> Any:
-        """What an option refers to."""
+    def _drop_beside_references(self) -> None:
+        """What stands beside a `$ref` says nothing in these drafts, but for what is referred to."""
+        for _path, schema in self.schemas:
+            if "$ref" in schema:
+                self._kept.append({**schema})
+                for word in schema.keys() - DEFINITIONS - {"$ref", "$schema"}:
+                    del schema[word]
+        self.find()
+
+    def resolved(self, option: Any, alone: bool = False) -> Any:
+        """What an option refers to. alone: as far as the references have nothing beside them; else without that."""
         for _ in range(8):
             if not isinstance(option, dict) or "$ref" not in option:
+                break
+            if alone and option.keys() - DEFINITIONS != {"$ref"}:
                 break
             option = self.target(option)
         return option

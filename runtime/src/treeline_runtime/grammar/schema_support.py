@@ -43,9 +43,9 @@ def for_llguidance(source: str) -> str:
     simplify(document)
     for path, schema in document.schemas:
         _check_free_keys(schema, path)
-        _check_near_bounds(schema, path)
         if len(schema.get("properties", ())) > _MOST_PROPERTIES:
             raise UnsupportedError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
+    _check_near_bounds(document)
     return document.written()
 
 
@@ -71,13 +71,18 @@ def _check_free_keys(schema: Schema, path: str) -> None:
         raise UnsupportedError("minProperties", path, "above 1 is not supported where keys are free")
 
 
-def _check_near_bounds(schema: Schema, path: str) -> None:
-    """llguidance 1.9.1 takes 0 where it is between 0 and 0.25, both exclusive."""
-    low = max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=-math.inf)
-    high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=math.inf)
-    for key, bound in (("exclusiveMinimum", low), ("exclusiveMaximum", high)):
-        if schema.get(key) == bound == round(bound) and high - low < 1:
-            raise UnsupportedError(key, path, "within 1 of the other bound is not supported")
+def _check_near_bounds(document: Document) -> None:
+    """llguidance 1.9.1 takes 0 where it is between 0 and 0.25, both exclusive. Bounds of one number may stand in
+    several schemas, so each is held against all."""
+    lows, highs = set[float](), set[float]()
+    for _path, schema in document.schemas:
+        lows.add(max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=-math.inf))
+        highs.add(min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=math.inf))
+    for path, schema in document.schemas:
+        for key, others, side in (("exclusiveMinimum", highs, 1), ("exclusiveMaximum", lows, -1)):
+            bound = schema.get(key, 0.5)
+            if bound == round(bound) and any(0 < side * (other - bound) < 1 for other in others):
+                raise UnsupportedError(key, path, "within 1 of the other bound is not supported")
 
 
 def _check_in_tags(schema: Schema, path: str) -> None:

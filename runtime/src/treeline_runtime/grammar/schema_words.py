@@ -36,7 +36,7 @@ UNEVALUATED = {"unevaluatedProperties": "additionalProperties", "unevaluatedItem
 DYNAMIC = frozenset(["$dynamicRef", "$recursiveRef"])
 NOBODYS = frozenset(
     [
-        *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "propertyNames"),
+        *("oneOf", "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "propertyNames"),
         *("contains", "minContains", "maxContains", "uniqueItems"),
     ]
 )
