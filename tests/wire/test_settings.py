@@ -191,5 +191,5 @@ def test_a_bool_is_no_text() -> None:
         jumps: bool = setting(True, help="whether it jumps")
 
     check(Switch(jumps=False))
-    with pytest.raises(ConfigError, match="^jumps must be False or True, got 'off'$"):
+    with pytest.raises(ConfigError, match=r"^jumps must be False or True, got 'off'$"):
         check(Switch(jumps="off"))  # type: ignore[arg-type]
