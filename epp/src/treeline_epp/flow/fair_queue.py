@@ -212,7 +212,7 @@ class FairQueue:
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
         """Who is next of those whose target is not blocked. O(log targets), and O(targets) once after a rewind."""
         if self._heads is None:
-            self._heads, self._newest = [], {}
+            self._heads = []
             for priority, target in self.targets():
                 self._sooner(priority, target)
         heads = self._heads

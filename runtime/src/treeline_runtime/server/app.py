@@ -44,7 +44,7 @@ def application(
     documented: bool = False,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """`guard`: what `access.Guarded` asks. `routers`: those that are asked most often first. `hints`: for paths that
+    """`guard`: what `Guarded` asks. `routers`: those that are asked most often first. `hints`: for paths that
     are not served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
     `allowed_origins`: of web pages that may call it; "*" = any.
     """

@@ -111,7 +111,7 @@ class _Reading(Guarded):
 
     async def __call__(self, request: Request) -> ApiRequest:  # type: ignore[override]
         await super().__call__(request)
-        service: Service = request.app.state.service
+        service = await service_of(request)
         asked = request.state.asked = ApiRequest(request.scope, request.receive)
         if self._generates and service.tracing is not None:
             asked.span = service.tracing.begin(asked)

@@ -82,9 +82,8 @@ def metrics(service: Service, probes: Probes) -> ASGIApp:
 def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> ASGIApp:
-    """What changes the server for everybody, or shows what others have asked. Some
-    paths have a second name, vLLM's or SGLang's.
-    """
+    """What changes the server for everybody, or shows what others have asked. Some paths have a second
+    name, vLLM's or SGLang's."""
     guard = AdminKey(key, loopback=loopback)
     debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)
