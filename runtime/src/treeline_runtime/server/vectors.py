@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
 from treeline_runtime.server import answers, openai, pooling_fields, schema
-from treeline_runtime.server.dependencies import Generating, Serving, task_of
+from treeline_runtime.server.dependencies import Call, task_of
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import PoolingTask
@@ -43,10 +43,9 @@ router = APIRouter()
     ),
 )
 async def embeddings(
-    service: Serving,
-    asked: Generating,
-    task: Annotated[PoolingTask, task_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
+    call: Annotated[Call[PoolingTask], task_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
+    service, asked, task = call
     if task.dimensions is not None:
         check_dimensions(service.pools(), task.dimensions)
     outs = await _outs(service, asked, task)
@@ -64,10 +63,9 @@ async def embeddings(
     ),
 )
 async def pooling(
-    service: Serving,
-    asked: Generating,
-    task: Annotated[PoolingTask, task_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
+    call: Annotated[Call[PoolingTask], task_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
+    service, asked, task = call
     outs = await _outs(service, asked, task)
     head = answers.Pooled(**_envelope(service, task), data=[])
     return await _vectors(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
@@ -84,10 +82,9 @@ _CLASSIFY = schema.operation(
 @router.post("/classify", **_CLASSIFY)
 @router.post("/v1/classify", **_CLASSIFY)
 async def classify(
-    service: Serving,
-    asked: Generating,
-    task: Annotated[PoolingTask, task_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
+    call: Annotated[Call[PoolingTask], task_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
+    service, asked, task = call
     outs, made = await _outs(service, asked, task), service.pools()
     labels = made.labels or ("LABEL_0",)
 
@@ -110,10 +107,9 @@ _SCORE = schema.operation(
 @router.post("/score", **_SCORE)
 @router.post("/v1/score", **_SCORE)
 async def score(
-    service: Serving,
-    asked: Generating,
-    task: Annotated[PoolingTask, task_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
+    call: Annotated[Call[PoolingTask], task_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
+    service, asked, task = call
     outs = await _outs(service, asked, task)
     scores = _scores(service, task, outs)
     head = answers.Scores(**_envelope(service, task), data=[])
@@ -132,10 +128,9 @@ _RERANK = schema.operation(
 @router.post("/v1/rerank", **_RERANK)
 @router.post("/v2/rerank", **_RERANK)
 async def rerank(
-    service: Serving,
-    asked: Generating,
-    task: Annotated[PoolingTask, task_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
+    call: Annotated[Call[PoolingTask], task_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
+    service, asked, task = call
     texts = task.documents
     outs = await _outs(service, asked, task, shown_bytes=SHOWN_BYTES * sum(map(len, texts or ())))
     scores = _scores(service, task, outs)
