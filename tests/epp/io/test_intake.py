@@ -128,9 +128,35 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield ours, theirs
 
 
+def begun(ours: socket.socket, most_bytes: int = 1000) -> Intake:
+    intake = Intake(most_bytes)
+    intake.begin(ours.fileno())
+    return intake
+
+
+def test_what_came_before_the_handshake_was_noticed_counts() -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(bytes(MIB + 2000))
+        ours.recv(MIB + 2000, socket.MSG_WAITALL)
+        intake = begun(ours)
+        with pytest.raises(IntakeError, match="over 1000 bytes without a whole message"):
+            intake.look()
+
+
+def test_messages_that_were_read_before_the_handshake_was_noticed_do_not_count() -> None:
+    with pair() as (ours, theirs):
+        theirs.sendall(bytes(MIB + 2000))
+        ours.recv(MIB + 2000, socket.MSG_WAITALL)
+        intake = Intake(1000)
+        intake.read = True
+        intake.begin(ours.fileno())
+        intake.look()
+        intake.look()
+
+
 def test_what_the_kernel_has_does_not_count() -> None:
     with pair() as (ours, theirs):
-        intake = Intake(ours.fileno(), 1000)
+        intake = begun(ours)
         for _ in range(3):
             theirs.sendall(bytes(MIB))
             intake.look()
@@ -148,7 +174,7 @@ def test_what_the_kernel_has_does_not_count() -> None:
 
 def test_another_connection_by_the_same_number_is_another() -> None:
     with pair() as (ours, _), pair() as (later, _):
-        intake = Intake(ours.fileno(), 1000)
+        intake = begun(ours)
         intake.look()
         number = ours.detach()
         os.dup2(later.fileno(), number)

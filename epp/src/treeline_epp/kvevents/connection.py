@@ -230,6 +230,7 @@ class _Sockets:
             if topic is not None:
                 sock.subscribe(topic)
             self._up[what] = asyncio.Event()
+            self._intakes[what] = Intake(MOST_BYTES[what])
             self._monitors[what] = sock.get_monitor_socket(zmq.Event.CONNECTED | _UP | _LOST)
             sock.connect(f"tcp://{host}:{port}")
 
@@ -325,7 +326,7 @@ class _Sockets:
                 fd = event["value"]
             elif event["event"] & _UP:
                 try:
-                    self._intakes[what] = Intake(fd, most)
+                    self._intakes[what].begin(fd)
                 except IntakeError as error:
                     self._end(f"{error} ({what})")
                 up.set()
@@ -357,8 +358,7 @@ class _Sockets:
         while True:
             try:
                 message = receive(plain, MOST_BYTES[what])
-                if what in self._intakes:
-                    self._intakes[what].read = True
+                self._intakes[what].read = True
                 if is_large(message):
                     came = await asyncio.to_thread(read_frames, message)
                     await self._do(partial(take, came))

@@ -80,21 +80,31 @@ def receive(sock: zmq.Socket[bytes], most_bytes: int) -> list[zmq.Frame]:
 
 
 class Intake:
-    """One connection, by the number of its file, which is ZMQ's. Raises `IntakeError` if that is none of TCP."""
+    """What one socket has taken; nothing is known before its connection begins. `read` is to be set with each message,
+    also with those that are read before that."""
 
-    def __init__(self, fd: int, most_bytes: int) -> None:
-        self._fd = fd
+    def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        try:
-            self._file = identity(fd)
-            self._before = received(fd)
-        except OSError:
-            raise self._gone() from None
+        self._fd: int | None = None
+        self._file = 0
+        self._before = 0
         self.read = False
         """A message was read since the last look."""
 
+    def begin(self, fd: int) -> None:
+        """The connection is there, by the number of its file, which is ZMQ's. What came until now counts: a peer may
+        have sent much before its handshake is noticed here. Raises `IntakeError` if the file is none of TCP."""
+        try:
+            self._file = identity(fd)
+            received(fd)
+        except OSError:
+            raise self._gone() from None
+        self._fd = fd
+
     def look(self) -> None:
         """Raises `IntakeError` if it has taken more than a message since the last one was read, or is gone."""
+        if self._fd is None:
+            return
         try:
             if identity(self._fd) != self._file:
                 raise self._gone()
