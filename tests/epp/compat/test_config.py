@@ -60,6 +60,7 @@ def test_engines_that_must_be_asked_over_https_are_not_asked_in_vain() -> None:
     told = why(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: https}}}}]")
     assert told == "metrics-data-source: scheme https is not known here: engines are asked over plain HTTP only"
     check_config(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: http}}}}, {{type: tokenizer}}]")
+    check_config(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: null}}}}]")
 
 
 def test_prefill_only_pods_get_no_requests_by_a_decode_filter_that_is_passed_over() -> None:

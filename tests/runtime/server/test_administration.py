@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import shutil
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,15 @@ BODY = {"prompt": "hello world, how are you?", "max_tokens": 8, "temperature": 0
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[ServerProcess]:
-    with running(model, "--max-total-tokens=4096", *FLAGS) as server:
+def profiles() -> Iterator[Path]:
+    """The server's TMPDIR. Its sockets are there, too: a path of pytest's would be too long for them."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, profiles: Path) -> Iterator[ServerProcess]:
+    with running(model, "--max-total-tokens=4096", *FLAGS, environment={"TMPDIR": str(profiles)}) as server:
         yield server
 
 
@@ -157,9 +165,10 @@ def test_new_weights_are_waited_for(
     assert text(http) == old
 
 
-def test_a_profile_is_a_file_of_so_many_steps(http: httpx.Client, admin: httpx.Client) -> None:
+def test_a_profile_is_a_file_of_so_many_steps(http: httpx.Client, admin: httpx.Client, profiles: Path) -> None:
     started = admin.post("/start_profile", json={"num_steps": 1000}).json()
     assert told(admin.post("/start_profile"), 400).startswith("Refused: a profile is running")
+    assert list(profiles.glob("treeline-profile-*")) == [Path(started["folder"])]
     text(http)
     path = Path(admin.post("/stop_profile").json()["path"])
     assert path.parent == Path(started["folder"])

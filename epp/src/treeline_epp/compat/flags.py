@@ -139,7 +139,7 @@ def check_config(text: str) -> None:
         raise ConfigError(f"no configuration: {error}") from None
     plugins, profiles = config.plugins or [], config.schedulingProfiles or []
     for one in plugins:
-        scheme = (one.parameters or {}).get("scheme", "http")
+        scheme = (one.parameters or {}).get("scheme") or "http"
         if one.type == "metrics-data-source" and scheme != "http":
             raise ConfigError(f"metrics-data-source: scheme {scheme} is not known here: {_HTTP}")
     types = [(one.name or one.type, one.type) for one in plugins]

@@ -10,6 +10,7 @@ The scheduler is asked once requests are refused or held back.
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -160,7 +161,11 @@ class Administration:
             folder = tempfile.mkdtemp(prefix="treeline-profile-")
         except OSError as error:
             raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
-        await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
+        try:
+            await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
+        except ApiError:
+            os.rmdir(folder)
+            raise
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
