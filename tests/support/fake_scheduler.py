@@ -71,6 +71,15 @@ class Magic:
     """The process goes on, but its loop does not come round."""
 
 
+FAILURES = {
+    Magic.BREAK: FinishReason("error", message="it broke", status=500),
+    Magic.LATE: FinishReason("error", message="it took too long", status=504),
+}
+READ_S = 0.5
+"""How long a failing run keeps quiet after its tokens: a server that reads them together with the failure answers with
+an error instead of a stream."""
+
+
 def vector_of(ids: list[int], size: int) -> array[float]:
     """Numbers from -4 to 4 that depend on the prompt."""
     return array("f", [(sum(ids) * 31 + i * 7) % 17 / 2 - 4 for i in range(size)])
@@ -80,6 +89,8 @@ def vector_of(ids: list[int], size: int) -> array[float]:
 class Run:
     request: GenerateReq
     produced: int = 0
+    fails_at: float = 0.0
+    """Monotonic seconds: when it fails. 0 = it does not yet."""
 
 
 class FakeScheduler:
@@ -180,11 +191,10 @@ class FakeScheduler:
             first = request.input_ids[0]
             if first == Magic.SILENT:
                 continue
-            if first == Magic.BREAK and run.produced == 2:
-                self.end(run, FinishReason("error", message="it broke", status=500))
-                continue
-            if first == Magic.LATE and run.produced == 2:
-                self.end(run, FinishReason("error", message="it took too long", status=504))
+            if first in FAILURES and run.produced == 2:
+                run.fails_at = run.fails_at or time.monotonic() + READ_S
+                if time.monotonic() >= run.fails_at:
+                    self.end(run, FAILURES[first])
                 continue
             if run.produced == request.sampling.max_new_tokens:
                 vector = vector_of(request.input_ids, self.size).tobytes() if request.pools else None
