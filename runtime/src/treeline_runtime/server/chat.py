@@ -23,7 +23,7 @@ from treeline_runtime.server.answers import (
     ToolCall,
     ToolCallDelta,
 )
-from treeline_runtime.server.dependencies import Call, task_of
+from treeline_runtime.server.dependencies import Call, call_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, event
 from treeline_runtime.server.jobs import ChatTask, Shown
@@ -224,7 +224,7 @@ router = APIRouter()
         event=answers.ChatChunk,
     ),
 )
-async def chat(call: Annotated[Call[ChatTask], task_of("chat", "generate")]) -> Response:
+async def chat(call: Annotated[Call[ChatTask], call_of("chat", "generate")]) -> Response:
     service, asked, task = call
     size = task.n * len(task.echo) + task.ids_bytes
     return await service.answer(asked, task, _Answer(service, task), answer_bytes=size)

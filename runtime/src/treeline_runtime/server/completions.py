@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server.dependencies import Call, task_of
+from treeline_runtime.server.dependencies import Call, call_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, event
 from treeline_runtime.server.jobs import CompletionTask
@@ -31,7 +31,7 @@ router = APIRouter()
         event=answers.Completion,
     ),
 )
-async def completion(call: Annotated[Call[CompletionTask], task_of("completion", "generate")]) -> Response:
+async def completion(call: Annotated[Call[CompletionTask], call_of("completion", "generate")]) -> Response:
     service, asked, task = call
     size = task.n * sum(map(len, task.echoes)) + task.ids_bytes
     return await service.answer(asked, task, _Answer(service, task), answer_bytes=size)

@@ -129,6 +129,8 @@ class Call(NamedTuple, Generic[TaskT]):
 
 
 class _Calling(_Reading):
+    """Reads the body, and what it asks for, of a path that takes a prompt; see `call_of`."""
+
     def __init__(self, kind: Kind, models: tuple[Model, ...], inline_bytes: int) -> None:
         super().__init__(MAX_BODY_BYTES, generates=bool(models))
         self._kind: Kind = kind
@@ -143,7 +145,7 @@ class _Calling(_Reading):
         return Call(service, asked, await service.read(asked, self._kind, self._inline_bytes))
 
 
-def task_of(kind: Kind, *models: Model, inline_bytes: int = INLINE_BYTES) -> Any:
+def call_of(kind: Kind, *models: Model, inline_bytes: int = INLINE_BYTES) -> Any:
     """The dependency of an endpoint that takes a prompt: its `Call`. `models`: those that the path generates with;
     none = it does not generate. `inline_bytes`: a smaller body is read in the event loop."""
     return Depends(_Calling(kind, models, inline_bytes))
@@ -152,7 +154,7 @@ def task_of(kind: Kind, *models: Model, inline_bytes: int = INLINE_BYTES) -> Any
 def converting(kind: Kind) -> Callable[[Call[Answered]], Awaitable[Response]]:
     """An endpoint of bodies that are answered as soon as they have been read."""
 
-    async def convert(call: Call[Answered] = task_of(kind)) -> Response:  # noqa: B008 - annotations cannot name `kind`
+    async def convert(call: Call[Answered] = call_of(kind)) -> Response:  # noqa: B008 - annotations cannot name `kind`
         return Answer(call.task.body)
 
     return convert

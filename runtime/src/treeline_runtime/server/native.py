@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 
 from treeline_runtime.messages import FinishReason, GenerateReq, HiddenStates, TextOut, decode_logprobs
 from treeline_runtime.server import answers, native_fields, openai, schema
-from treeline_runtime.server.dependencies import Call, converting, task_of
+from treeline_runtime.server.dependencies import Call, call_of, converting
 from treeline_runtime.server.errors import ApiError, Header
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import GenerateTask
@@ -36,7 +36,7 @@ router = APIRouter()
         event=answers.Generated,
     ),
 )
-async def generate(call: Annotated[Call[GenerateTask], task_of("generate", "generate")]) -> Response:
+async def generate(call: Annotated[Call[GenerateTask], call_of("generate", "generate")]) -> Response:
     service, asked, task = call
     made = _Answers(asked, task, service.state.weight_version)
     return await service.answer(asked, task, made, answer_bytes=_hidden_bytes(service, task))

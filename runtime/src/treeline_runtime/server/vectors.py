@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
 from treeline_runtime.server import answers, openai, pooling_fields, schema
-from treeline_runtime.server.dependencies import Call, task_of
+from treeline_runtime.server.dependencies import Call, call_of
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import PoolingTask
@@ -43,7 +43,7 @@ router = APIRouter()
     ),
 )
 async def embeddings(
-    call: Annotated[Call[PoolingTask], task_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
+    call: Annotated[Call[PoolingTask], call_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
     service, asked, task = call
     if task.dimensions is not None:
@@ -63,7 +63,7 @@ async def embeddings(
     ),
 )
 async def pooling(
-    call: Annotated[Call[PoolingTask], task_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
+    call: Annotated[Call[PoolingTask], call_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
     service, asked, task = call
     outs = await _outs(service, asked, task)
@@ -82,7 +82,7 @@ _CLASSIFY = schema.operation(
 @router.post("/classify", **_CLASSIFY)
 @router.post("/v1/classify", **_CLASSIFY)
 async def classify(
-    call: Annotated[Call[PoolingTask], task_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
+    call: Annotated[Call[PoolingTask], call_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
     service, asked, task = call
     outs, made = await _outs(service, asked, task), service.pools()
@@ -107,7 +107,7 @@ _SCORE = schema.operation(
 @router.post("/score", **_SCORE)
 @router.post("/v1/score", **_SCORE)
 async def score(
-    call: Annotated[Call[PoolingTask], task_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
+    call: Annotated[Call[PoolingTask], call_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
     service, asked, task = call
     outs = await _outs(service, asked, task)
@@ -128,7 +128,7 @@ _RERANK = schema.operation(
 @router.post("/v1/rerank", **_RERANK)
 @router.post("/v2/rerank", **_RERANK)
 async def rerank(
-    call: Annotated[Call[PoolingTask], task_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
+    call: Annotated[Call[PoolingTask], call_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
     service, asked, task = call
     texts = task.documents

@@ -29,7 +29,7 @@ from treeline_runtime.server.apis.answers import (
 )
 from treeline_runtime.server.apis.anthropic_fields import MessagesBody
 from treeline_runtime.server.apis.errors import anthropic_error
-from treeline_runtime.server.dependencies import Call, converting, task_of
+from treeline_runtime.server.dependencies import Call, call_of, converting
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import named_event
 from treeline_runtime.server.jobs import ChatTask
@@ -52,7 +52,7 @@ router = APIRouter()
         error=AnthropicError,
     ),
 )
-async def messages(call: Annotated[Call[ChatTask], task_of("messages", "generate")]) -> Response:
+async def messages(call: Annotated[Call[ChatTask], call_of("messages", "generate")]) -> Response:
     service, asked, task = call
     return await service.answer(asked, task, MessageEvents(task, service.prompts, service.model_name))
 

@@ -32,7 +32,7 @@ from treeline_runtime.server.apis.answers import (
 )
 from treeline_runtime.server.apis.responses_fields import ResponsesBody
 from treeline_runtime.server.chat import call_id
-from treeline_runtime.server.dependencies import Call, converting, task_of
+from treeline_runtime.server.dependencies import Call, call_of, converting
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.prompts import Prompts
@@ -53,7 +53,7 @@ router = APIRouter()
         event=ResponseEvent,
     ),
 )
-async def responses(call: Annotated[Call[ChatTask], task_of("responses", "generate")]) -> Response:
+async def responses(call: Annotated[Call[ChatTask], call_of("responses", "generate")]) -> Response:
     service, asked, task = call
     events = ResponseEvents(task, service.prompts, service.model_name)
     return await service.answer(asked, task, events, answer_bytes=3 * len(task.repeated))
