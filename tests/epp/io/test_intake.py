@@ -80,6 +80,19 @@ async def test_a_publisher_whose_message_is_too_long_is_disconnected_and_others_
         assert heard.disconnected == 0
 
 
+async def test_a_connection_that_is_gone_before_its_handshake_is_noticed_ends_the_session() -> None:
+    talks = iter([endless, lambda _: None])
+    with raw_publisher(lambda peer: next(talks)(peer)) as (port, ended), contextlib.ExitStack() as others:
+        async with publisher() as fake:
+            source = KvSource("127.0.0.1", fake.events_port, fake.replay_port, port)
+            async with subscribed(source) as script:
+                await asyncio.sleep(0)  # the sockets connect; what becomes of that is not looked at before
+                assert ended.wait(30), "ZMQ ends a connection for a frame that is too long"
+                for _ in range(20):  # one of them has its number now
+                    others.enter_context(socket.create_connection(("127.0.0.1", fake.events_port)))
+                await until(lambda: script.disconnected, "its session ends", 30)
+
+
 async def test_a_replay_socket_that_is_lost_alone_is_missed(caplog: pytest.LogCaptureFixture) -> None:
     def hang_up(peer: socket.socket) -> None:
         peer.recv(1)

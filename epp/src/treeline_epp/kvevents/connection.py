@@ -319,7 +319,9 @@ class _Sockets:
     async def _monitor(self, what: str) -> None:
         """See to it that a socket is connected, and that of the events stays so."""
         monitor, up, most, fd = self._monitors[what], self._up[what], MOST_BYTES[what], -1
-        while what == "events" or not up.is_set():
+        # ZMQ says that a connection is gone before it closes its file. So if nothing more is said after `begin`, the
+        # file that was looked at is the connection's, and not another's that has its number since.
+        while what == "events" or not up.is_set() or await monitor.poll(0):
             event = parse_monitor_message(await monitor.recv_multipart())
             stats, name = self._callbacks.stats, str(self._callbacks.subscription.pod)
             if event["event"] == zmq.Event.CONNECTED:
