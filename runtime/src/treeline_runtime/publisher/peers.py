@@ -56,13 +56,15 @@ class Peers:
             fd = int(event["value"])
             if event["event"] == zmq.Event.DISCONNECTED:
                 self._peers.pop(fd, None)
-            elif len(self._peers) >= MOST_PEERS:
-                ended += _end(fd)
             else:
                 try:
                     self._peers[fd] = _Peer(tcp_counts.identity(fd), now)
                 except OSError:  # it has gone
                     self._peers.pop(fd, None)
+        # Not before all events are read: a number that is another connection's now is then known as that.
+        for fd in list(self._peers)[MOST_PEERS:]:
+            del self._peers[fd]
+            ended += _end(fd)
         for fd, peer in list(self._peers.items()):
             try:
                 if tcp_counts.identity(fd) != peer.connection:
