@@ -310,7 +310,7 @@ def new_service(
     name = served_name(args)
     metrics = Metrics(name)
     pool = ReaderPool(
-        ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling, model.formats)
+        ReaderSpec(str(model.directory.absolute()), name, model.defaults, args.log_level, model.pooling, model.formats)
     )
     service = Service(
         model_name=name,

@@ -375,6 +375,7 @@ def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> No
         limits = ProcessLimits(60.0, 2 << 30, threads=True, ends_with_thread=True)
         process = ConfinedProcess("treeline_runtime.grammar.worker", limits)
         found.append(process)
+        process.wait_ready()
         process.ask(msgspec.msgpack.encode(vocabulary()))
         send_frame(process._socket, msgspec.msgpack.encode(ENDLESS))
 

@@ -2,11 +2,13 @@
 
 A process is started with an empty environment. After its imports it can open no file and no socket, has a limit on its
 memory, and dies by a signal when a request takes too long, whatever the interpreter is busy with. When the parent goes,
-the socket ends and so does the process. See `process` for the parent's side.
+the socket ends and so does the process. See `process` for the parent's side. One that starts processes of its own (it
+reads bodies, whose templates others render) limits its memory by itself, and the parent alone watches its time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import signal
 import socket
@@ -19,14 +21,18 @@ from treeline_runtime.confined.frames import read_frame, send_frame
 from treeline_runtime.parent_end import end_with_parent
 
 READY = b"ready"
+TRIM_BYTES = 128 << 10
+"""After a request larger than this, freed memory goes back to the system."""
 
 
 class ProcessLimits(msgspec.Struct, frozen=True):
     """The first frame. `memory_bytes` are on top of what the process has after its imports."""
 
     seconds: float
-    """Of one request."""
+    """Of one request; 0 = the parent says how long each may take."""
     memory_bytes: int
+    starts_processes: bool = False
+    """It may open files and start processes; then `memory_bytes` means nothing."""
     threads: bool = False
     """It may start threads."""
     ends_with_thread: bool = False
@@ -47,8 +53,10 @@ def serve(answer: Callable[[bytearray], bytes]) -> None:
     if limits.ends_with_thread:
         end_with_parent()
     _confine(limits)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
     send_frame(sock, READY)
     while (frame := read_frame(sock)) is not None:
+        size = len(frame)
         signal.setitimer(signal.ITIMER_REAL, limits.seconds)
         try:
             payload = answer(frame)
@@ -58,6 +66,8 @@ def serve(answer: Callable[[bytearray], bytes]) -> None:
         except MemoryError:
             sys.exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if size > TRIM_BYTES:
+            trim(0)
 
 
 def _confine(limits: ProcessLimits) -> None:
@@ -69,6 +79,8 @@ def _confine(limits: ProcessLimits) -> None:
             score.write("1000")  # of all in the container, this is what the kernel shall end first
     except OSError:
         pass
+    if limits.starts_processes:
+        return
     caps = [
         (resource.RLIMIT_AS, now + limits.memory_bytes),
         (resource.RLIMIT_CORE, 0),
