@@ -214,13 +214,22 @@ class HttpProtocol(HttpToolsProtocol):
         if what == "body" and self.flow.read_paused and self.loop.time() < self._body_until:
             self._expect(self.body_pause_s, what)  # it is we who do not read
             return
+        if what and self._answers_another():  # its time begins when it is its turn
+            self._body_until = self.loop.time() + self.body_s
+            self._expect(self.body_pause_s, what)
+            return
         self._refuse(408, f"The request's {what} did not arrive in time" if what else "")
+
+    def _answers_another(self) -> bool:
+        """An answer is on its way, or not even begun, to a request before the one that arrives."""
+        served = self._served
+        return served is not None and not served.response_complete and (self._in_headers or served is not self.cycle)
 
     def _refuse(self, status: int, message: str) -> None:
         """Says why, unless nothing has been asked or an answer has begun, and closes the connection."""
         self._arrived()
         waiting = self.cycle is not None and not self.cycle.response_complete
-        if message and not (waiting and self.cycle.response_started):
+        if message and not self._answers_another() and not (waiting and self.cycle.response_started):
             body = encode_json(error_body(message, "invalid_request_error", None, "request_timeout"))
             self.transport.write(
                 b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
