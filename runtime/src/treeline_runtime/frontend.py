@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
+from treeline_runtime.download import repository
 from treeline_runtime.ipc import Outbox
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
@@ -267,7 +268,7 @@ def served_name(args: ServerArgs) -> str:
     if args.served_model_name:
         return args.served_model_name[:MAX_SERVED_NAME]
     path = Path(args.model).expanduser()
-    return path.resolve().name if path.is_dir() else args.model
+    return path.resolve().name if path.is_dir() else repository(args.model)
 
 
 @dataclasses.dataclass(frozen=True)

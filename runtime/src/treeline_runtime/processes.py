@@ -27,8 +27,8 @@ import msgspec
 import zmq
 
 from treeline_runtime.args import ServerArgs
+from treeline_runtime.confined.child import end_with_parent
 from treeline_runtime.ipc import Addresses, Failed, Outbox
-from treeline_runtime.parent_end import end_with_parent
 
 FOLDER_PREFIX = "treeline-"
 LOCK = "lock"

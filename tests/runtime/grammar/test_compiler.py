@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from treeline_runtime.confined.child import ProcessLimits
-from treeline_runtime.confined.frames import send_frame
+from treeline_runtime.confined.child import ProcessLimits, send_frame
 from treeline_runtime.confined.pool import PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.grammar.backend import Compiled, GrammarError

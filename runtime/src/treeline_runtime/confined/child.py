@@ -12,17 +12,21 @@ import ctypes
 import resource
 import signal
 import socket
+import struct
 import sys
+import time
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
-
-from treeline_runtime.confined.frames import read_frame, send_frame
-from treeline_runtime.parent_end import end_with_parent
 
 READY = b"ready"
 TRIM_BYTES = 128 << 10
 """After a request larger than this, freed memory goes back to the system."""
+_HEADER: Final = struct.Struct(">I")
+"""Before each frame, the bytes of its payload."""
+_CHUNK: Final = 1 << 20
+_PR_SET_PDEATHSIG = 1
 
 
 class ProcessLimits(msgspec.Struct, frozen=True):
@@ -91,3 +95,35 @@ def _confine(limits: ProcessLimits) -> None:
         caps.append((resource.RLIMIT_NPROC, 0))  # which counts threads, too
     for limit, value in caps:
         resource.setrlimit(limit, (value, value))
+
+
+def end_with_parent() -> None:
+    """On Linux, have the kernel kill this process when the thread that started it ends (`prctl(2)`), be that with its
+    whole process. Who is gone already is not noticed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def send_frame(sock: socket.socket, *parts: bytes) -> None:
+    """One payload, which the parts make together. Raises OSError."""
+    sock.sendall(_HEADER.pack(sum(map(len, parts))))
+    for part in parts:
+        sock.sendall(part)
+
+
+def read_frame(sock: socket.socket, deadline: float | None = None) -> bytearray | None:
+    """The next payload; None when the other side has closed. `deadline` is of `time.monotonic`. Raises OSError."""
+    header = _read(sock, _HEADER.size, deadline)
+    return None if header is None else _read(sock, _HEADER.unpack(header)[0], deadline)
+
+
+def _read(sock: socket.socket, size: int, deadline: float | None) -> bytearray | None:
+    data = bytearray()
+    while len(data) < size:
+        if deadline is not None:
+            sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+        piece = sock.recv(min(size - len(data), _CHUNK))
+        if not piece:
+            return None
+        data += piece
+    return data

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from treeline_runtime.confined.child import READY, ProcessLimits
-from treeline_runtime.confined.frames import read_frame, send_frame
+from treeline_runtime.confined.child import READY, ProcessLimits, read_frame, send_frame
 
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 0.5

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from treeline_runtime.parsers.parts import OutputParser, Part, Said, Thought
-from treeline_runtime.parsers.source import Markers, Source, Steps
+from treeline_runtime.parsers.source import Markers, OutputParser, Part, Said, Source, Steps, Thought
 
 
 class Reading:
