@@ -30,9 +30,8 @@ from treeline_runtime.listeners import open_keys
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
 from treeline_runtime.processes import ChildSpec, StartError, run_child
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, TokenizerReencoder
-from treeline_runtime.publisher.event_stream import EventStream, Message
-from treeline_runtime.publisher.load import LoadStream
 from treeline_runtime.publisher.peers import LOOK_S, Peers
+from treeline_runtime.publisher.streams import EventStream, LoadStream, Message
 
 PUB_HWM = 10_000
 """Batches kept for one slow subscriber before it loses some (and finds the gap by seq): as many as can be replayed."""

@@ -23,7 +23,7 @@ from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Late, Vanished
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server.errors import ApiError, UnknownModel, overloaded
+from treeline_runtime.server.errors import ApiError, overloaded
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import Caller, Kind, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
@@ -96,10 +96,6 @@ class _PendingBody:
     is_slow: bool = False
     """It has outlasted its first try."""
     done: asyncio.Future[Task] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
 
 
 class ReaderPool:
@@ -309,21 +305,17 @@ def _end_wakes(process: _Process, wake: asyncio.Event) -> Iterator[None]:
         loop.remove_reader(descriptor)
 
 
-def _finish(body: _PendingBody, result: Task | Refused | Exception) -> None:
+def _finish(body: _PendingBody, result: Task | Refused | ApiError) -> None:
     body.reservation.release()
     body.parts = ()
-    if isinstance(result, Exception):
-        body.fail(result)
-    elif isinstance(result, Refused):
-        body.fail(_as_error(result))
-    elif not body.done.done():
+    if body.done.done():
+        return
+    if isinstance(result, Refused):
+        result = result.error()
+    if isinstance(result, ApiError):
+        body.done.set_exception(result)
+    else:
         body.done.set_result(result)
-
-
-def _as_error(refused: Refused) -> ApiError:
-    if refused.unknown_model is not None:
-        return UnknownModel(refused.unknown_model)
-    return ApiError(refused.status, refused.message, type=refused.kind, param=refused.param, code=refused.code)
 
 
 def _spent(wait_s: int) -> ApiError:

@@ -15,7 +15,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_runtime.confined.child import serve
 from treeline_runtime.processes import setup_logging
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import Refused, Task
 from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader import Reader
@@ -29,6 +29,8 @@ from treeline_runtime.server.reader_pool import (
 )
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+UNREADABLE = ApiError(500, "The server failed to read the request; its log says why", type="server_error")
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
@@ -65,17 +67,13 @@ def _load(spec: ReaderSpec) -> Reader:
 def _read(reader: Reader, order: Order, body: bytearray) -> Task | Refused:
     try:
         return reader.read(order.kind, body, order.limits, order.caller)
-    except UnknownModel as error:
-        return Refused(404, str(error), "invalid_request_error", unknown_model=error.name)
     except ApiError as error:
-        told = error.body["error"]
-        return Refused(error.status, told["message"], told["type"], told["param"], told["code"])
+        return Refused.of(error)
     except MemoryError:
-        told = too_costly(order.size).body["error"]
-        return Refused(413, told["message"], told["type"], told["param"], told["code"])
+        return Refused.of(too_costly(order.size))
     except Exception:
         logger.exception("a body of %d bytes could not be read", order.size)
-        return Refused(500, "The server failed to read the request; its log says why", "server_error")
+        return Refused.of(UNREADABLE)
 
 
 def _limit_memory(loaded: int, order: Order) -> None:
