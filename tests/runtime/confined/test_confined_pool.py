@@ -23,7 +23,7 @@ class Fake(ConfinedProcess):
         self.killed = False
         self.ended = 0
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = 0.0) -> None:
         pass
 
     def alive(self) -> bool:
@@ -121,7 +121,7 @@ def test_a_process_that_starts_while_the_pool_is_closed_is_ended() -> None:
 
 def test_a_process_that_is_killed_by_close_before_it_is_ready_is_not_lent() -> None:
     class Slow(Fake):
-        def wait_ready(self) -> None:
+        def wait_ready(self, seconds: float = 0.0) -> None:
             pool.close()
             assert self.killed, "close has seen it"
             raise OSError("the process did not start")

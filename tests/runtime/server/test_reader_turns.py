@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from treeline_runtime.confined.process import Late
 from treeline_runtime.server import reader_pool
@@ -18,8 +17,6 @@ from treeline_runtime.server.jobs import Answered, Caller, Task
 from treeline_runtime.server.limits import ByteBudget, Reservation
 from treeline_runtime.server.reader_pool import ORDINARY_BYTES, ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
-
-ANSWER = msgspec.msgpack.encode(Answered(b"read"))
 
 
 @dataclass
@@ -55,7 +52,7 @@ class PlayedProcess(reader_pool._Process):
         self.computed_s = 0.0
         self.pid = 0
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = 0.0) -> None:
         pass
 
     def alive(self) -> bool:
@@ -70,14 +67,14 @@ class PlayedProcess(reader_pool._Process):
     def cpu_s(self) -> float:
         return self.computed_s
 
-    def read(self, body: Any, seconds: float) -> bytearray:
+    def read(self, body: Any, seconds: float) -> Answered:
         lane = next(lane for lane in self.played.pool._lanes if lane.process is self)
         self.played.asked.append((self.played.pool._lanes.index(lane), body.size))
         self.computed_s += self.played.cost_s
         with self.played.may_go:
             if not self.played.may_go.wait_for(lambda: body.size in self.played.free, seconds):
                 raise Late
-        return bytearray(ANSWER)
+        return Answered(b"read")
 
 
 async def until(condition: Any) -> None:

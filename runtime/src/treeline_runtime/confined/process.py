@@ -60,10 +60,10 @@ class ConfinedProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid = self._process.pid
 
-    def wait_ready(self) -> None:
-        """Wait until it may be asked. Raises OSError when that does not come."""
+    def wait_ready(self, seconds: float = _START_SECONDS) -> None:
+        """Wait until it may be asked, for so long at most. Raises OSError when that does not come."""
         try:
-            if self.ask(msgspec.msgpack.encode(self._limits), seconds=_START_SECONDS) == READY:
+            if self.ask(msgspec.msgpack.encode(self._limits), seconds=seconds) == READY:
                 return
         except (Killed, ProcessLookupError) as error:
             raise OSError("the process did not start") from error

@@ -49,7 +49,7 @@ CLIENT_S_BACK = 0.25
 BUSY_SHARE = 0.1
 """Of its deadline: what a process computes at least where the body is the reason that it is late."""
 START_S = 120.0
-"""For a process to load the tokenizer."""
+"""For a process to start, and to load the tokenizer."""
 PAUSE_S = 0.5
 """After a process that could not start, doubled each time,"""
 MAX_PAUSE_S = 30.0
@@ -191,17 +191,20 @@ class _Process(ConfinedProcess):
         super().__init__("treeline_runtime.server.reader_process", limits, logs=True)
         self._spec = spec
 
-    def wait_ready(self) -> None:
-        super().wait_ready()
+    def wait_ready(self, seconds: float = START_S) -> None:
+        super().wait_ready(seconds)
         try:
-            self.ask(msgspec.json.encode(self._spec), seconds=START_S)
+            self.ask(msgspec.json.encode(self._spec), seconds=seconds)
         except Killed as error:
             raise OSError(str(error)) from error
 
-    def read(self, body: _PendingBody, seconds: float) -> bytearray:
-        """What it answers, a `Task` or `Refused` in MessagePack. Raises Killed."""
+    def read(self, body: _PendingBody, seconds: float) -> Task | Refused:
+        """Raises Killed."""
         order = msgspec.msgpack.encode(Order(body.kind, body.size, body.limits, body.caller))
-        return self.ask(ORDER_HEADER.pack(len(order)), order, *body.parts, seconds=seconds)
+        try:
+            return _decode(self.ask(ORDER_HEADER.pack(len(order)), order, *body.parts, seconds=seconds))
+        except msgspec.MsgspecError:
+            raise Killed("it answered nonsense") from None
 
 
 class _Lane:
@@ -262,11 +265,11 @@ class _Lane:
         context = 0 if body.limits is None else body.limits.context_length
         deadline_s = BASE_DEADLINE_S + DEADLINE_S_PER_TOKEN * context
         first_try = self._most is not None and deadline_s > FIRST_TRY_S
-        before_s = process.cpu_s()
         try:
-            payload = await asyncio.to_thread(process.read, body, FIRST_TRY_S if first_try else deadline_s)
+            before_s = process.cpu_s()
+            read = await asyncio.to_thread(process.read, body, FIRST_TRY_S if first_try else deadline_s)
             self._queue.charge(body.client, process.cpu_s() - before_s)
-            _finish(body, _decode(payload))
+            _finish(body, read)
         except Late:
             computed_s = process.cpu_s() - before_s
             if first_try:  # it begins again in the other lane
