@@ -56,7 +56,7 @@ class Magic:
     REFUSE = 61
     """Refused: the queue is full."""
     BREAK = 62
-    """An error after two tokens."""
+    """An error after two tokens. Where `HELD` comes next, not before a request begins with `LET_GO`."""
     HANG = 63
     """The process stops moving."""
     DIE = 64
@@ -66,7 +66,9 @@ class Magic:
     CURE = 66
     """No more."""
     LATE = 59
-    """Its time is over after two tokens."""
+    """Its time is over after two tokens; it can be held, too."""
+    HELD = 56
+    LET_GO = 55
     STALL = 58
     """The process goes on, but its loop does not come round."""
 
@@ -75,9 +77,6 @@ FAILURES = {
     Magic.BREAK: FinishReason("error", message="it broke", status=500),
     Magic.LATE: FinishReason("error", message="it took too long", status=504),
 }
-READ_S = 0.5
-"""How long a failing run keeps quiet after its tokens: a server that reads them together with the failure answers with
-an error instead of a stream."""
 
 
 def vector_of(ids: list[int], size: int) -> array[float]:
@@ -89,8 +88,8 @@ def vector_of(ids: list[int], size: int) -> array[float]:
 class Run:
     request: GenerateReq
     produced: int = 0
-    fails_at: float = 0.0
-    """Monotonic seconds: when it fails. 0 = it does not yet."""
+    held: bool = False
+    """It does not fail yet."""
 
 
 class FakeScheduler:
@@ -183,7 +182,10 @@ class FakeScheduler:
         elif first == Magic.DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         else:
-            self.runs[request.rid] = Run(request)
+            if first == Magic.LET_GO:
+                for run in self.runs.values():
+                    run.held = False
+            self.runs[request.rid] = Run(request, held=request.input_ids[1:2] == [Magic.HELD])
 
     def advance(self) -> None:
         for run in list(self.runs.values()):
@@ -192,8 +194,7 @@ class FakeScheduler:
             if first == Magic.SILENT:
                 continue
             if first in FAILURES and run.produced == 2:
-                run.fails_at = run.fails_at or time.monotonic() + READ_S
-                if time.monotonic() >= run.fails_at:
+                if not run.held:
                     self.end(run, FAILURES[first])
                 continue
             if run.produced == request.sampling.max_new_tokens:

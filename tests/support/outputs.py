@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
-from treeline_runtime.parsers.parts import CallArguments, CallBegun, OutputParser, Part, Said, Thought
+from treeline_runtime.parsers.source import CallArguments, CallBegun, OutputParser, Part, Said, Thought
 
 Found = list[tuple[str, Any]]
 """("thought", text), ("said", text), ("call", (name, arguments' text)), in order; adjoining texts as one."""

@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn
 
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
-from treeline_wire.security import KeyFileError, read_secret
 from treeline_wire.settings import add_flags, port_setting, setting, shown, values
 
 from treeline_runtime.config import SchedulerConfig
@@ -49,12 +48,6 @@ def _origin(text: str) -> str:
     raise argparse.ArgumentTypeError(f"expected '*' or scheme://host[:port] without a path, got {text!r}")
 
 
-def _topic(text: str) -> str:
-    if len(text) <= 256 and text.isprintable():
-        return text
-    raise argparse.ArgumentTypeError(f"expected at most 256 printable characters, got {text!r}")
-
-
 def _port_or_off(text: str) -> int | None:
     return None if text == "off" else int(text)
 
@@ -68,9 +61,6 @@ class ServerArgs(SchedulerConfig):
         group="serving",
         metavar="NAME",
         help="the name requests use (default: the folder's or the Hub id)",
-    )
-    revision: str | None = setting(
-        None, group="serving", rare=True, metavar="REV", help="branch, tag or commit on the Hub"
     )
     host: str = setting(
         "127.0.0.1",
@@ -161,7 +151,8 @@ class ServerArgs(SchedulerConfig):
         "127.0.0.1",
         group="surfaces",
         metavar="HOST",
-        help="address of administration; any but loopback needs a key (default: %(default)s)",
+        help="address of administration; any but loopback needs the key of TREELINE_ADMIN_KEY, which requests then "
+        "carry as 'Authorization: Bearer KEY' (default: %(default)s)",
     )
     admin_port: int | None = port_setting(
         ports.RUNTIME_ADMIN,
@@ -170,16 +161,7 @@ class ServerArgs(SchedulerConfig):
         parse=_port_or_off,
         help="port of administration (default: %(default)s; 0 = any free one; off = none)",
     )
-    admin_key_file: str | None = setting(
-        None,
-        group="surfaces",
-        metavar="FILE",
-        help="administration demands 'Authorization: Bearer KEY' with the key in this file, which must not be open to "
-        "everyone; or in TREELINE_ADMIN_KEY",
-    )
-    admin_key: str | None = setting(
-        None, group=None, secret=True, help="of administration: from the file, or TREELINE_ADMIN_KEY"
-    )
+    admin_key: str | None = setting(None, group=None, secret=True, help="of administration, from TREELINE_ADMIN_KEY")
     tracing: bool = setting(
         False,
         group="surfaces",
@@ -203,14 +185,6 @@ class ServerArgs(SchedulerConfig):
     )
     load_port: int = port_setting(
         ports.LOAD, group="publishing", rare=True, metavar="PORT", help="load reports, ZMQ PUB (default: %(default)s)"
-    )
-    kv_events_topic: str = setting(
-        "",
-        group="publishing",
-        rare=True,
-        metavar="TOPIC",
-        parse=_topic,
-        help="first frame of KV events, by which others may filter them (default: none)",
     )
     curve_dir: str | None = setting(
         None,
@@ -289,19 +263,12 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     given = parser.parse_args(argv)
     if given.api_key == "":
         parser.error("argument --api-key: must not be empty")
-    key = _admin_key(parser, given.admin_key_file)
-    return ServerArgs(**values(ServerArgs, given) | {"admin_key": key})
+    return ServerArgs(**values(ServerArgs, given) | {"admin_key": _admin_key(parser)})
 
 
-def _admin_key(parser: argparse.ArgumentParser, file: str | None) -> str | None:
-    """From the file, or the environment. A key is one word of printable ASCII, as a header carries it."""
-    flag, key = "TREELINE_ADMIN_KEY", os.environ.get("TREELINE_ADMIN_KEY") or None
-    if file is not None:
-        flag = "argument --admin-key-file"
-        try:
-            key = read_secret(file).decode("latin-1")
-        except KeyFileError as error:
-            parser.error(f"{flag}: {error}")
-    if key is not None and not (key and all("!" <= character <= "~" for character in key)):
-        parser.error(f"{flag}: a key is one word of printable ASCII")
+def _admin_key(parser: argparse.ArgumentParser) -> str | None:
+    """From the environment. A key is one word of printable ASCII, as a header carries it."""
+    key = os.environ.get("TREELINE_ADMIN_KEY") or None
+    if key is not None and not all("!" <= character <= "~" for character in key):
+        parser.error("TREELINE_ADMIN_KEY: a key is one word of printable ASCII")
     return key

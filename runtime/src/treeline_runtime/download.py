@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from treeline_wire.models import HUB_NAME
+from treeline_wire.models import HubModel
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 """What serving needs: not the same weights again in other formats."""
@@ -18,22 +18,25 @@ class ModelNotFound(Exception):
     """The model cannot be found, fetched or used; the message says what to do."""
 
 
-def resolve_model(model: str, *, revision: str | None = None, needs_weights: bool = True) -> Path:
+def resolve_model(model: str, *, needs_weights: bool = True) -> Path:
     """A folder with a usable checkpoint. Downloads it if `model` is a Hub id. Raises ModelNotFound."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise ModelNotFound("--revision: only for models from the Hugging Face Hub, not for a folder")
-    elif folder.exists():
+    if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
-    elif not HUB_NAME.fullmatch(model):
-        raise ModelNotFound(
-            f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
-        )
-    else:
-        folder = _download(model, revision)
+    if not folder.exists():
+        try:
+            folder = _download(*HubModel.parse(f"hf://{model}"))
+        except ValueError:
+            raise ModelNotFound(
+                f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
+            ) from None
     _check(folder, model, needs_weights)
     return folder
+
+
+def repository(model: str) -> str:
+    """What others find the model by: the folder, or the Hub id without a revision."""
+    return model if Path(model).expanduser().is_dir() else model.partition("@")[0]
 
 
 def _check(folder: Path, model: str, needs_weights: bool) -> None:

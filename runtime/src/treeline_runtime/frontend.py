@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
+from treeline_runtime.download import repository
 from treeline_runtime.ipc import Outbox
 from treeline_runtime.messages import FinishReason
 from treeline_runtime.models.config import ModelError
@@ -214,13 +215,22 @@ class HttpProtocol(HttpToolsProtocol):
         if what == "body" and self.flow.read_paused and self.loop.time() < self._body_until:
             self._expect(self.body_pause_s, what)  # it is we who do not read
             return
+        if what and self._answers_another():  # its time begins when it is its turn
+            self._body_until = self.loop.time() + self.body_s
+            self._expect(self.body_pause_s, what)
+            return
         self._refuse(408, f"The request's {what} did not arrive in time" if what else "")
+
+    def _answers_another(self) -> bool:
+        """An answer is on its way, or not even begun, to a request before the one that arrives."""
+        served = self._served
+        return served is not None and not served.response_complete and (self._in_headers or served is not self.cycle)
 
     def _refuse(self, status: int, message: str) -> None:
         """Says why, unless nothing has been asked or an answer has begun, and closes the connection."""
         self._arrived()
         waiting = self.cycle is not None and not self.cycle.response_complete
-        if message and not (waiting and self.cycle.response_started):
+        if message and not self._answers_another() and not (waiting and self.cycle.response_started):
             body = encode_json(error_body(message, "invalid_request_error", None, "request_timeout"))
             self.transport.write(
                 b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -258,7 +268,7 @@ def served_name(args: ServerArgs) -> str:
     if args.served_model_name:
         return args.served_model_name[:MAX_SERVED_NAME]
     path = Path(args.model).expanduser()
-    return path.resolve().name if path.is_dir() else args.model
+    return path.resolve().name if path.is_dir() else repository(args.model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +320,7 @@ def new_service(
     name = served_name(args)
     metrics = Metrics(name)
     pool = ReaderPool(
-        ReaderSpec(str(model.directory), name, model.defaults, args.log_level, model.pooling, model.formats)
+        ReaderSpec(str(model.directory.absolute()), name, model.defaults, args.log_level, model.pooling, model.formats)
     )
     service = Service(
         model_name=name,

@@ -1,4 +1,5 @@
-"""The sockets on which the server listens: inference, metrics, administration. Bound before anything slow."""
+"""The sockets on which the server listens: inference, metrics, administration. Bound before anything slow, and before
+that the publisher's addresses are checked: its keys and host, and whether its ports are free."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from treeline_wire.security import is_loopback
+from treeline_wire.security import CurveKeys, KeyFileError, is_loopback
 
 from treeline_runtime.args import ServerArgs
 
@@ -64,7 +65,7 @@ def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.s
     if closed and not is_loopback(str(where[0])):
         raise ListenError(
             f"--{flag}host: refusing to serve administration on {host} without a key: whoever can connect could end "
-            "everybody's requests. Give --admin-key-file (or TREELINE_ADMIN_KEY), or bind to 127.0.0.1"
+            "everybody's requests. Give TREELINE_ADMIN_KEY in the environment, or bind to 127.0.0.1"
         )
     made = socket.socket(family, kind, proto)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,3 +102,40 @@ def url(listener: socket.socket) -> str:
 
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class EventsError(Exception):
+    """The event sockets cannot be opened as asked; the message says what to change."""
+
+
+def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
+    """The key pair, if any, and the address to bind. Raises EventsError."""
+    try:
+        keys = None if args.curve_dir is None else CurveKeys.load(args.curve_dir)
+        host = args.host if keys else "127.0.0.1"  # without keys the network could read cached prompts
+        return keys, str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except KeyFileError as error:
+        raise EventsError(f"--curve-dir: {error}") from None
+    except socket.gaierror as error:
+        raise EventsError(f"--host: {args.host!r} is no address: {error.strerror}") from None
+
+
+def check_event_ports(args: ServerArgs, host: str) -> None:
+    """Raises EventsError naming the port that is taken, or given twice."""
+    flags = dict[int, str]()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for flag, port in (
+        ("--events-port", args.events_port),
+        ("--replay-port", args.replay_port),
+        ("--load-port", args.load_port),
+    ):
+        if port and (other := flags.setdefault(port, flag)) != flag:
+            raise EventsError(f"{flag}: {port} is the port of {other}: give another one (0 = any free port)")
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise EventsError(
+                    f"{flag}: cannot bind {host}:{port}: {error.strerror} (0 = any free port; --no-events = none)"
+                ) from None

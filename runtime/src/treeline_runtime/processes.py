@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,8 @@ import msgspec
 import zmq
 
 from treeline_runtime.args import ServerArgs
+from treeline_runtime.confined.child import end_with_parent
 from treeline_runtime.ipc import Addresses, Failed, Outbox
-from treeline_runtime.parent_end import end_with_parent
 
 FOLDER_PREFIX = "treeline-"
 LOCK = "lock"
@@ -130,16 +130,16 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
-def spawn(module: str, stdin: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process of ours. It inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent
-    decides. What it prints goes to standard error."""
+def _spawn(module: str) -> subprocess.Popen[bytes]:
+    """It inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides. What it prints
+    goes to standard error."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module],
-            stdin=stdin,
+            stdin=subprocess.PIPE,
             stdout=sys.__stderr__,
-            env={**environment, "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -155,7 +155,7 @@ class ProcessGroup:
 
     def start(self, process: str, spec: ChildSpec) -> None:
         """Starts one child and hands it its orders."""
-        child = spawn(MODULES[process], subprocess.PIPE, os.environ)
+        child = _spawn(MODULES[process])
         self._children[process] = child
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec) + b"\n")

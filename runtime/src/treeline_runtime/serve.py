@@ -38,10 +38,19 @@ from treeline_runtime.frontend import (
     stop_all,
 )
 from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, ToHttp, decode_to_http
-from treeline_runtime.listeners import ListenError, Listeners, address, listening, url, url_of
+from treeline_runtime.listeners import (
+    EventsError,
+    ListenError,
+    Listeners,
+    address,
+    check_event_ports,
+    listening,
+    open_keys,
+    url,
+    url_of,
+)
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder, setup_logging
-from treeline_runtime.publisher.sockets import EventsError, check_event_ports, open_keys
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
@@ -301,7 +310,7 @@ def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
         "endpoint_port_base": publisher["events_port"],
         "replay_endpoint_port_base": publisher["replay_port"],
         "load_endpoint_port_base": publisher["load_port"],
-        "topic": args.kv_events_topic,
+        "topic": "",
         "load_topic": LOAD_TOPIC.decode(),
         "block_size": args.page_size,
         "dp_size": 1,
@@ -320,7 +329,7 @@ def serve(args: ServerArgs) -> int:
         for what, listener in (("metrics", listeners.metrics), ("administration", listeners.admin)):
             if listener is not None:
                 logger.info("%s on %s", what, url(listener))
-        model_dir = resolve_model(args.model, revision=args.revision, needs_weights=args.load_format != "dummy")
+        model_dir = resolve_model(args.model, needs_weights=args.load_format != "dummy")
         args = dataclasses.replace(
             args,
             port=address(listeners.http)[1],

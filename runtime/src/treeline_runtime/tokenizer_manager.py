@@ -432,7 +432,7 @@ class TokenizerManager:
         id = self._new_id()
         return await self._ask(self._to_scheduler, FlushReq(id), id, timeout_s)
 
-    async def ask(self, question: Callable[[str], AdminReq], timeout_s: float) -> Reply:
+    async def ask(self, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
         """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
         self._pump()
         await self._all_sent.wait()

@@ -20,11 +20,10 @@ from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import Refusal
-from treeline_runtime.server.apis.reader import ApiReader
 from treeline_runtime.server.jobs import Caller
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.reader import Reader
+from treeline_runtime.server.reader import ApiReader, Reader
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_wire.apis import anthropic as anthropic_api
 from treeline_wire.apis import responses as responses_api

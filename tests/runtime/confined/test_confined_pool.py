@@ -23,6 +23,9 @@ class Fake(ConfinedProcess):
         self.killed = False
         self.ended = 0
 
+    def wait_ready(self, seconds: float = 0.0) -> None:
+        pass
+
     def alive(self) -> bool:
         return not self.killed
 
@@ -114,6 +117,21 @@ def test_a_process_that_starts_while_the_pool_is_closed_is_ended() -> None:
     with pytest.raises(PoolClosedError), pool.lend():
         pass
     assert made.ended == 1
+
+
+def test_a_process_that_is_killed_by_close_before_it_is_ready_is_not_lent() -> None:
+    class Slow(Fake):
+        def wait_ready(self, seconds: float = 0.0) -> None:
+            pool.close()
+            assert self.killed, "close has seen it"
+            raise OSError("the process did not start")
+
+    made = Slow()
+    pool = ConfinedPool(lambda: made)
+    with pytest.raises(OSError, match="did not start"), pool.lend():
+        pass
+    assert made.ended == 1
+    assert pool.pids() == []
 
 
 def test_what_cannot_be_started_is_not_kept() -> None:

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from treeline_runtime.confined.child import ProcessLimits
-from treeline_runtime.confined.frames import send_frame
+from treeline_runtime.confined.child import ProcessLimits, send_frame
 from treeline_runtime.confined.pool import PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.grammar.backend import Compiled, GrammarError
@@ -375,6 +374,7 @@ def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> No
         limits = ProcessLimits(60.0, 2 << 30, threads=True, ends_with_thread=True)
         process = ConfinedProcess("treeline_runtime.grammar.worker", limits)
         found.append(process)
+        process.wait_ready()
         process.ask(msgspec.msgpack.encode(vocabulary()))
         send_frame(process._socket, msgspec.msgpack.encode(ENDLESS))
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.outputs import cut_places, fed, near, read, same_however_cut
 from treeline_runtime import parsers
-from treeline_runtime.parsers.parts import CallArguments, CallBegun
-from treeline_runtime.parsers.source import MAX_HELD
+from treeline_runtime.parsers.source import MAX_HELD, CallArguments, CallBegun
 
 FUNCTIONS = {
     "get_weather": {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.outputs import cut_places, near, read, same_however_cut
 from treeline_runtime import parsers
 from treeline_runtime.config import ConfigError
-from treeline_runtime.parsers.parts import OutputParser
+from treeline_runtime.parsers.source import OutputParser
 
 NAMES = ("get_weather", "search")
 

@@ -28,7 +28,7 @@ class Hub:
 def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub(model)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
-    assert resolve_model("org/some-model.v2", revision="main") == model
+    assert resolve_model("org/some-model.v2@main") == model
     ((repo, options),) = hub.asked
     assert (repo, options["revision"]) == ("org/some-model.v2", "main")
     assert {"*.json", "*.safetensors", "*.jinja"} <= set(options["allow_patterns"])
@@ -47,10 +47,12 @@ def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(model: Path, m
 def test_the_hubs_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(error))
     with pytest.raises(ModelNotFound, match=advice):
-        resolve_model("org/name", revision="v9")
+        resolve_model("org/name@v9")
 
 
-@pytest.mark.parametrize("name", ["name", "./org/name", "org/name/more", "org/", "/org/name", "or g/name"])
+@pytest.mark.parametrize(
+    "name", ["name", "./org/name", "org/name/more", "org/", "/org/name", "or g/name", "org/name@", "org/name@a b"]
+)
 def test_what_is_no_hub_id_is_a_missing_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(RuntimeError))
     with pytest.raises(ModelNotFound, match="there is no folder"):

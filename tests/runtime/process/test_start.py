@@ -17,9 +17,8 @@ from treeline_runtime import scheduler_process
 from treeline_runtime.args import ServerArgs, build_parser, parse_args
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses
-from treeline_runtime.listeners import ListenError
+from treeline_runtime.listeners import EventsError, ListenError, open_keys
 from treeline_runtime.processes import ChildSpec, StartError
-from treeline_runtime.publisher.sockets import EventsError, open_keys
 from treeline_runtime.serve import main, serve
 from treeline_wire.security import CurveKeys
 
@@ -57,7 +56,6 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
             ["--model", "m", "--prefix-cache", "nosuch"],
             "--prefix-cache: invalid choice: 'nosuch' (choose from 'radix', 'off')",
         ),
-        (["--model", "m", "--admin-key-file", "/nowhere"], "--admin-key-file: cannot read /nowhere"),
     ],
 )
 def test_a_wrong_argument_is_named_between_the_usage_and_where_help_is(
@@ -75,7 +73,7 @@ def test_a_wrong_argument_is_named_between_the_usage_and_where_help_is(
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for word in ("examples:", "curl", "--pre-stop", "SIGTERM", "Exit status", "8000", "--admin-key-file"):
+    for word in ("examples:", "curl", "--pre-stop", "SIGTERM", "Exit status", "8000", "TREELINE_ADMIN_KEY"):
         assert word in shown
 
 
@@ -98,15 +96,6 @@ def test_help_fits_two_screens_and_the_rest_of_the_flags_is_one_word_away(
     assert parse_args(["--model", "m", "--page-size", "8"]).page_size == 8, "a rare flag is taken all the same"
 
 
-def test_the_topic_of_events_is_short_and_printable(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse_args(["--model", "m"]).kv_events_topic == ""
-    assert parse_args(["--model", "m", "--kv-events-topic", "kv@pod-1@m"]).kv_events_topic == "kv@pod-1@m"
-    for topic in ("a\nb", "x" * 257):
-        with pytest.raises(SystemExit):
-            parse_args(["--model", "m", "--kv-events-topic", topic])
-        assert "printable" in capsys.readouterr().err
-
-
 def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args(["--model", "m"]).api_key is None
     assert parse_args(["--model", "m", "--api-key", "secret"]).public()["api_key"] == "(set)"
@@ -114,23 +103,16 @@ def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args(["--model", "m"]).api_key == "other"
 
 
-def test_the_admin_key_comes_from_file_or_environment_and_is_never_shown(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_admin_key_comes_from_the_environment_and_is_never_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse_args(["--model", "m"]).admin_key is None
-    file = tmp_path / "key"
-    file.write_text("from-file\n")
-    file.chmod(0o640)
     monkeypatch.setenv("TREELINE_ADMIN_KEY", "from-environment")
-    assert parse_args(["--model", "m"]).admin_key == "from-environment"
-    args = parse_args(["--model", "m", "--admin-key-file", str(file)])
-    assert (args.admin_key, args.public()["admin_key"]) == ("from-file", "(set)")
-    file.write_text("two words")
-    assert main(["--model", "m", "--admin-key-file", str(file)]) == 2
-    assert "--admin-key-file: a key is one word" in capsys.readouterr().err
-    file.chmod(0o644)
-    assert main(["--model", "m", "--admin-key-file", str(file)]) == 2
-    assert "is open to everyone (mode 0644); chmod o-rwx it" in capsys.readouterr().err
+    args = parse_args(["--model", "m"])
+    assert (args.admin_key, args.public()["admin_key"]) == ("from-environment", "(set)")
+    monkeypatch.setenv("TREELINE_ADMIN_KEY", "two words")
+    assert main(["--model", "m"]) == 2
+    assert "TREELINE_ADMIN_KEY: a key is one word" in capsys.readouterr().err
 
 
 def test_an_error_is_one_line_and_status_1() -> None:
@@ -148,8 +130,6 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, model: Path) ->
     assert resolve_model(str(tmp_path / "weightless"), needs_weights=False) == tmp_path / "weightless"
     with pytest.raises(ModelNotFound, match="is a file"):
         resolve_model(str(model / "config.json"))
-    with pytest.raises(ModelNotFound, match="--revision"):
-        resolve_model(str(model), revision="main")
 
 
 def test_a_hub_id_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
@@ -172,16 +152,14 @@ def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", socket.gethostname()])
-def test_administration_is_not_opened_to_the_network_without_a_key(host: str, tmp_path: Path) -> None:
+def test_administration_is_not_opened_to_the_network_without_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--model", "/nowhere", *OWN_PORTS, "--no-events", "--admin-host", host]
     if not ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback:
-        with pytest.raises(ListenError, match=r"^--admin-host: refusing .* without a key: .*--admin-key-file"):
+        with pytest.raises(ListenError, match=r"^--admin-host: refusing .* without a key: .*TREELINE_ADMIN_KEY"):
             serve(parse_args(flags))
-    key = tmp_path / "key"
-    key.write_text("k")
-    key.chmod(0o600)
+    monkeypatch.setenv("TREELINE_ADMIN_KEY", "k")
     with pytest.raises(ModelNotFound):  # all ports are open by then
-        serve(parse_args([*flags, "--admin-key-file", str(key)]))
+        serve(parse_args(flags))
 
 
 @pytest.mark.parametrize("flag", ["--host", "--metrics-host", "--admin-host"])

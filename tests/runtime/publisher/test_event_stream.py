@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.publisher import Cache, Consumer, Cutting, TrustingReencoder
 from treeline_runtime.messages import CacheUpdate, Removed, Stored
 from treeline_runtime.publisher.announced_index import AnnouncedIndex
-from treeline_runtime.publisher.event_stream import EventStream
+from treeline_runtime.publisher.streams import EventStream
 from treeline_wire import frames
 from treeline_wire.events import decode_batch
 

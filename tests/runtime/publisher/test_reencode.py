@@ -7,7 +7,7 @@ import random
 import pytest
 from support.runtime_server import make_tokenizer
 from tokenizers import Tokenizer
-from treeline_runtime.publisher.reencode import TokenizerReencoder
+from treeline_runtime.publisher.announced_index import TokenizerReencoder
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from support.fake_scheduler import Magic
-from support.runtime_server import ServerProcess, running, sse
+from support.runtime_server import ServerProcess, let_go, running, sse
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello world"}]
 RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
@@ -212,32 +212,37 @@ def scripted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
         yield server
 
 
-def order(server: ServerProcess, magic: Magic) -> str:
-    """The text whose first token is this."""
+def order(server: ServerProcess, magic: int, then: int = 40) -> str:
+    """The text whose first tokens are these."""
     answer = httpx.post(
-        f"{server.url}/detokenize", json={"tokens": [magic, 40]}, headers={"x-api-key": "key"}, timeout=60
+        f"{server.url}/detokenize", json={"tokens": [magic, then]}, headers={"x-api-key": "key"}, timeout=60
     )
     return str(answer.json()["text"])
 
 
 def test_an_error_in_the_midst_of_a_stream(scripted: ServerProcess) -> None:
-    text = order(scripted, Magic.BREAK)
+    text, held = order(scripted, Magic.BREAK), order(scripted, Magic.BREAK, Magic.HELD)
     with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="key", max_retries=0) as client:
-        *_, last = client.responses.create(model="random", input=text, stream=True)
+        streamed = client.responses.create(model="random", input=held, stream=True)
+        let_go(scripted.url)
+        *_, last = streamed
         assert last.type == "response.failed"
         assert last.response.error is not None
         assert last.response.error.message == "it broke"
         with pytest.raises(openai.InternalServerError, match="it broke"):
             client.responses.create(model="random", input=text)
     with anthropic.Anthropic(base_url=scripted.url, api_key="key", max_retries=0) as claude:
-        asked: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": text}], "max_tokens": 9}
-        with pytest.raises(anthropic.APIStatusError, match="it broke"), claude.messages.stream(**asked) as stream:
-            stream.until_done()
+        asked: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": held}], "max_tokens": 9}
+        with claude.messages.stream(**asked) as stream:
+            let_go(scripted.url)
+            with pytest.raises(anthropic.APIStatusError, match="it broke"):
+                stream.until_done()
         with pytest.raises(anthropic.InternalServerError, match="it broke"):
-            claude.messages.create(**asked)
+            claude.messages.create(**asked | {"messages": [{"role": "user", "content": text}]})
     with httpx.stream(
         "POST", scripted.url + MESSAGES_PATH, json=asked | {"stream": True}, headers={"x-api-key": "key"}
     ) as raw:
+        let_go(scripted.url)
         *_, error = sse(raw)
     assert error == {"type": "error", "error": {"type": "api_error", "message": "it broke"}}
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.epp_io import small_bundle
-from treeline_runtime.server.apis.errors import NO_THREADS, anthropic_error
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import NO_THREADS, ApiError, anthropic_error
 from treeline_runtime.server.formats import Formats
 from treeline_runtime.server.jobs import Answered, Caller, ChatTask
 from treeline_runtime.server.limits import Limits

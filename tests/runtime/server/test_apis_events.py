@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
-from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
+from treeline_runtime.parsers.source import CallArguments, CallBegun, Part, Said, Thought
 from treeline_runtime.server.apis.answering import EventMaker
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
 from treeline_runtime.server.apis.responses_events import ResponseEvents

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from support.outputs import pieces
 from treeline_runtime import parsers
 from treeline_runtime.messages import FinishReason, TextOut
-from treeline_runtime.parsers.parts import Part
+from treeline_runtime.parsers.source import Part
 from treeline_runtime.server.chat import Choice, deltas, message
 from treeline_runtime.server.jobs import Shown
 from treeline_runtime.server.pacing import Pacer
@@ -204,10 +204,10 @@ def test_tokens_of_reasoning_are_counted_up_to_the_one_that_ends_it() -> None:
 
 def test_a_models_own_name_of_a_call_is_kept() -> None:
     class Named:
-        def feed(self, text: str) -> list[parsers.parts.Part]:
-            return [parsers.parts.CallBegun(0, text, id="9charslng"), parsers.parts.CallArguments(0, "{}")]
+        def feed(self, text: str) -> list[parsers.source.Part]:
+            return [parsers.source.CallBegun(0, text, id="9charslng"), parsers.source.CallArguments(0, "{}")]
 
-        def end(self) -> list[parsers.parts.Part]:
+        def end(self) -> list[parsers.source.Part]:
             return []
 
     (call,) = whole(Choice(Named(), TOLD, SPECIAL), ["f"])["tool_calls"]

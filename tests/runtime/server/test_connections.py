@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,8 +23,8 @@ class Impatient(HttpProtocol):
     silent_s, headers_s, body_pause_s, body_s, stalled_s = 0.3, 0.3, 0.3, 1.0, 0.5
 
 
-async def application(scope: dict[str, object], receive: object, send: object) -> None:
-    """Reads the body and answers; `/big` answers 32 MB, `/echo` the body."""
+async def application(released: asyncio.Event, scope: dict[str, object], receive: object, send: object) -> None:
+    """Reads the body and answers; `/big` answers 32 MB, `/echo` the body, `/held` a half until `released`."""
     body = b""
     while True:
         message = await receive()  # type: ignore[operator]
@@ -32,6 +33,12 @@ async def application(scope: dict[str, object], receive: object, send: object) -
             return
         if not message.get("more_body"):
             break
+    if scope["path"] == "/held":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"10")]})  # type: ignore[operator]
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})  # type: ignore[operator]
+        await released.wait()
+        await send({"type": "http.response.body", "body": b"ended"})  # type: ignore[operator]
+        return
     said = body if scope["path"] == "/echo" else b"ok"
     size = 32 << 20 if scope["path"] == "/big" else len(said)
     headers = [(b"content-length", b"%d" % size)]
@@ -67,8 +74,20 @@ class Conversation:
 class Served:
     """uvicorn with our protocol, for the length of a block."""
 
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+        """Lets answers of `/held` end."""
+
     async def __aenter__(self) -> int:
-        config = uvicorn.Config(application, http=Impatient, ws="none", lifespan="off", log_config=None)  # type: ignore[arg-type]
+        serve = partial(application, self.released)
+        config = uvicorn.Config(
+            serve,  # type: ignore[arg-type]
+            http=Impatient,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+        )
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
         self._server.config.load()
@@ -76,6 +95,7 @@ class Served:
         return int(listener.getsockname()[1])
 
     async def __aexit__(self, *_: object) -> None:
+        self.released.set()
         self._server.should_exit = True
         await self._task
 
@@ -97,6 +117,24 @@ async def test_a_request_that_stops_half_way_is_ended(sent: bytes, answer: bytes
         said = await talk.until_closed()
     assert said.startswith(answer)
     assert bool(said) == bool(answer)
+
+
+@pytest.mark.parametrize(
+    "half",
+    [b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\nhalf", b"GET / HTTP/1.1\r\nhost: a\r\nx: "],
+)
+async def test_a_request_that_stops_half_way_behind_another_leaves_the_answer_of_that_alone(half: bytes) -> None:
+    served = Served()
+    async with served as port, Conversation(port) as talk:
+        talk.writer.write(b"GET /held HTTP/1.1\r\nhost: a\r\n\r\n" + half)
+        await talk.reader.readuntil(b"begun")
+        async with Conversation(port) as later:  # when its time is over, that of the half request is over, too
+            later.writer.write(b"GE")
+            assert (await later.until_closed()).startswith(b"HTTP/1.1 408 ")
+        served.released.set()
+        said = await talk.until_closed()
+    assert said.startswith(b"ended")
+    assert said.removeprefix(b"ended").startswith(b"HTTP/1.1 408 ")
 
 
 async def test_a_request_that_trickles_is_ended() -> None:

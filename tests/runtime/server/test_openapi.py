@@ -11,7 +11,7 @@ from support.openapi import Judge, Schema
 from support.runtime_server import ServerProcess, sse
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
-from treeline_runtime.server import pooling_fields as pooling
+from treeline_runtime.server import pooling_reader as pooling
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 

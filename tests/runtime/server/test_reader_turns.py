@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
+from treeline_runtime.confined.process import Late
 from treeline_runtime.server import reader_pool
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import Answered, Caller, Task
 from treeline_runtime.server.limits import ByteBudget, Reservation
 from treeline_runtime.server.reader_pool import ORDINARY_BYTES, ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
-
-ANSWER = msgspec.msgpack.encode(Answered(b"read"))
 
 
 @dataclass
@@ -31,12 +29,52 @@ class Played:
     """Of the bodies that a process has taken: the lane, and the size."""
     free: set[int] = field(default_factory=set)
     """Sizes of the bodies that are read at once."""
+    may_go: threading.Condition = field(default_factory=threading.Condition)
+    """Of `free`."""
     budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 30))
+
+    def let_go(self, *sizes: int) -> None:
+        with self.may_go:
+            self.free |= {*sizes}
+            self.may_go.notify_all()
 
     def send(self, size: int, client: str | None) -> asyncio.Task[Task]:
         room = Reservation(self.budget, None)
         room.grow(size)
         return asyncio.create_task(self.pool.read("tokenize", [], size, None, Caller(), room, client))
+
+
+class PlayedProcess(reader_pool._Process):
+    """One of a pool that is played."""
+
+    def __init__(self, played: Played) -> None:
+        self.played = played
+        self.computed_s = 0.0
+        self.pid = 0
+
+    def wait_ready(self, seconds: float = 0.0) -> None:
+        pass
+
+    def alive(self) -> bool:
+        return True
+
+    def kill(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def cpu_s(self) -> float:
+        return self.computed_s
+
+    def read(self, body: Any, seconds: float) -> Answered:
+        lane = next(lane for lane in self.played.pool._lanes if lane.process is self)
+        self.played.asked.append((self.played.pool._lanes.index(lane), body.size))
+        self.computed_s += self.played.cost_s
+        with self.played.may_go:
+            if not self.played.may_go.wait_for(lambda: body.size in self.played.free, seconds):
+                raise Late
+        return Answered(b"read")
 
 
 async def until(condition: Any) -> None:
@@ -58,28 +96,8 @@ async def answer(read: asyncio.Task[Task]) -> str | int:
 @contextlib.asynccontextmanager
 async def playing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
     played = Played(ReaderPool(ReaderSpec("", "m", SamplingDefaults(), "warning")))
-    computed = [0.0, 0.0]
-
-    async def start(lane: Any) -> None:
-        lane._process = SimpleNamespace(poll=lambda: None)
-
-    async def idle(lane: Any) -> bool:
-        await lane._wake.wait()
-        return False
-
-    async def ask(lane: Any, body: Any) -> bytes:
-        number = played.pool._lanes.index(lane)
-        played.asked.append((number, body.size))
-        computed[number] += played.cost_s
-        await until(lambda: body.size in played.free)
-        return ANSWER
-
-    def end(lane: Any) -> None:
-        lane._process = None
-
-    for name, method in {"_start": start, "_ended_before_wake": idle, "_ask": ask, "_end": end}.items():
-        monkeypatch.setattr(reader_pool._Lane, name, method)
-    monkeypatch.setattr(reader_pool._Lane, "_cpu_s", lambda lane: computed[played.pool._lanes.index(lane)])
+    monkeypatch.setattr(played.pool._processes, "_start", lambda: PlayedProcess(played))
+    monkeypatch.setattr(reader_pool, "_end_wakes", lambda process, wake: contextlib.nullcontext())
     played.pool.start()
     try:
         yield played
@@ -98,11 +116,11 @@ async def test_a_body_that_takes_long_leaves_the_lane_for_ordinary_ones_and_its_
         slow = [played.send(size, "slow") for size in (1, 2, 3)]
         await until(lambda: (1, 1) in played.asked)
         played.cost_s = 0.0
-        played.free |= {4, 5}
+        played.let_go(4, 5)
         assert [await answer(played.send(size, "other")) for size in (4, 5)] == ["read", "read"]
         assert played.asked[0] == (0, ORDINARY_BYTES + 1)
         assert played.asked[1:] == [(1, 1), (1, 4), (1, 5)], "nothing of the slow client's meanwhile"
-        played.free |= {ORDINARY_BYTES + 1, 1, 2, 3}
+        played.let_go(ORDINARY_BYTES + 1, 1, 2, 3)
         assert [await answer(read) for read in (giant, *slow)] == ["read"] * 4
         assert played.asked[4:] == [(0, 1), (0, 2), (0, 3)]
 
@@ -115,10 +133,10 @@ async def test_a_client_whose_bodies_computed_for_too_long_is_refused_and_others
         slow = [played.send(ORDINARY_BYTES + more, "slow") for more in (1, 2, 3)]
         await until(lambda: played.asked)
         nobody = played.send(5, None)
-        played.free |= {ORDINARY_BYTES + 1}
+        played.let_go(ORDINARY_BYTES + 1)
         assert [await answer(read) for read in slow] == ["read", 429, 429]
         assert await answer(played.send(6, "slow")) == 429
-        played.free |= {5, 7, 8, 9}
+        played.let_go(5, 7, 8, 9)
         assert await answer(nobody) == "read"
         for size in (7, 8, 9):
             assert await answer(played.send(size, None)) == "read", "nobody is refused whom the edge has not named"
@@ -128,6 +146,6 @@ async def test_a_client_whose_bodies_computed_for_too_long_is_refused_and_others
 async def test_bodies_that_are_quick_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with playing(monkeypatch) as played:
         played.cost_s = reader_pool.QUICK_S
-        played.free |= {1}
+        played.let_go(1)
         for _ in range(2 * int(reader_pool.CLIENT_S)):
             assert await answer(played.send(1, "busy")) == "read"

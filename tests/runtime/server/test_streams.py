@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from support.fake_scheduler import Magic
-from support.runtime_server import ServerProcess, eventually, sse
+from support.runtime_server import ServerProcess, eventually, let_go, sse
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 
@@ -151,24 +151,31 @@ def test_an_error_before_the_first_token_is_an_error_answer(http: httpx.Client, 
 
 
 def test_an_error_after_the_first_token_ends_the_stream_with_an_error_object(
-    http: httpx.Client, client: openai.OpenAI
+    server: ServerProcess, http: httpx.Client, client: openai.OpenAI
 ) -> None:
-    with http.stream("POST", "/v1/completions", json={"prompt": [Magic.BREAK, 50], "stream": True}) as response:
+    held = [Magic.BREAK, Magic.HELD]
+    with http.stream("POST", "/v1/completions", json={"prompt": held, "stream": True}) as response:
         assert response.status_code == 200
+        let_go(server.url)
         events = sse(response)
     assert events[-1]["error"]["message"] == "it broke"
+    stream = client.completions.create(model="random", prompt=held, stream=True)
+    let_go(server.url)
     with pytest.raises(openai.APIError, match="it broke"):
-        list(client.completions.create(model="random", prompt=[Magic.BREAK, 50], stream=True))
+        list(stream)
     answer = http.post("/v1/completions", json={"prompt": [Magic.BREAK, 50]})
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
-def test_a_request_that_takes_too_long_is_a_504_or_ends_its_stream_with_an_error(http: httpx.Client) -> None:
+def test_a_request_that_takes_too_long_is_a_504_or_ends_its_stream_with_an_error(
+    server: ServerProcess, http: httpx.Client
+) -> None:
     answer = http.post("/v1/completions", json={"prompt": [Magic.LATE, 50], "max_tokens": 9})
     assert (answer.status_code, answer.json()["error"]["message"]) == (504, "it took too long")
-    body = {"prompt": [Magic.LATE, 50], "max_tokens": 9, "stream": True}
+    body = {"prompt": [Magic.LATE, Magic.HELD], "max_tokens": 9, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200
+        let_go(server.url)
         *chunks, error = sse(response)
     assert chunks, "what came before, in one piece where the reader is slow"
     assert error["error"]["message"] == "it took too long"
@@ -361,7 +368,7 @@ def test_what_the_server_says_about_itself(http: httpx.Client, metrics: httpx.Cl
     assert events["endpoint_host"] == "127.0.0.1"
     assert all(events[name] > 0 for name in events if name.endswith("_port_base"))
     assert (events["topic"], events["load_topic"], events["block_size"], events["curve"]) == (
-        "kv@test",
+        "",
         "load",
         16,
         False,

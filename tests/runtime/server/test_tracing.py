@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.fake_scheduler import Magic
 from support.otlp import CollectedSpan, Collector, running_collector
-from support.runtime_server import ServerProcess, make_checkpoint, running
+from support.runtime_server import ServerProcess, let_go, make_checkpoint, running
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TextOut
 from treeline_runtime.server.errors import ApiError, ClientGone
 from treeline_runtime.server.jobs import Generations
@@ -47,11 +48,17 @@ def context(*, sampled: bool = True) -> tuple[str, dict[str, str]]:
 
 
 def asked(
-    http: httpx.Client, collector: Collector, path: str, body: dict[str, Any]
+    http: httpx.Client,
+    collector: Collector,
+    path: str,
+    body: dict[str, Any],
+    on_headers: Callable[[], None] = lambda: None,
 ) -> tuple[httpx.Response, CollectedSpan, dict[str, CollectedSpan]]:
     """The answer, the span of the request, and all of its trace by name."""
     trace, headers = context()
-    answer = http.post(path, json=body, headers=headers)
+    with http.stream("POST", path, json=body, headers=headers) as answer:
+        on_headers()
+        answer.read()
     spans = collector.wait_for(trace, name := f"{OPERATIONS[path]} random")
     return answer, spans[name], spans
 
@@ -127,10 +134,12 @@ def test_a_refusal_is_an_error_only_where_the_server_is_at_fault(http: httpx.Cli
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_in_the_middle_of_an_answer_is_the_spans(
-    http: httpx.Client, collector: Collector, stream: bool
+    server: ServerProcess, http: httpx.Client, collector: Collector, stream: bool
 ) -> None:
-    body = {"model": "random", "prompt": [Magic.BREAK, 70, 71], "max_tokens": 9, "stream": stream}
-    answer, span, _ = asked(http, collector, "/v1/completions", body)
+    prompt = [Magic.BREAK, Magic.HELD if stream else 70]
+    body = {"model": "random", "prompt": prompt, "max_tokens": 9, "stream": stream}
+    let = partial(let_go, server.url) if stream else lambda: None
+    answer, span, _ = asked(http, collector, "/v1/completions", body, let)
     assert span.failed
     assert span.attributes["http.response.status_code"] == answer.status_code == (200 if stream else 500)
     assert span.attributes["error.type"] == "500"

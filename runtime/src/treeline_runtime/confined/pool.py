@@ -22,7 +22,8 @@ class ConfinedPool(Generic[P]):
     """As many processes as were ever borrowed at once; the borrower bounds that. `close` ends them."""
 
     def __init__(self, start: Callable[[], P], *, keep: Callable[[P], bool] = lambda process: True) -> None:
-        """start: called by a borrower when none is idle. keep: may the process serve once more?"""
+        """start: called by a borrower, which waits until it is ready, when none is idle. keep: may the process serve
+        once more?"""
         self._start = start
         self._keep = keep
         self._idle: list[P] = []
@@ -34,7 +35,7 @@ class ConfinedPool(Generic[P]):
     def lend(self) -> Iterator[P]:
         """A process for one thread; it is ended where that thread raises, whatever state it was left in.
 
-        Raises PoolClosedError, and what `start` raises.
+        Raises PoolClosedError, and what `start` and `wait_ready` raise.
         """
         process = self._take()
         try:
@@ -71,9 +72,13 @@ class ConfinedPool(Generic[P]):
         with self._lock:
             self._busy.add(process)
             closed = self._closed
-        if closed:  # meanwhile, and `close` has not seen it
+        try:
+            if closed:  # meanwhile, and `close` has not seen it
+                raise PoolClosedError(_CLOSED)
+            process.wait_ready()
+        except BaseException:
             self._drop(process)
-            raise PoolClosedError(_CLOSED)
+            raise
         return process
 
     def _take_idle(self) -> P | None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
-from treeline_runtime.confined.child import READY, ProcessLimits
-from treeline_runtime.confined.frames import read_frame, send_frame
+from treeline_runtime.confined.child import READY, ProcessLimits, read_frame, send_frame
 
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
@@ -24,6 +25,10 @@ class Killed(Exception):
     """The request passed a limit, and its process has ended or is to be ended."""
 
 
+class Late(Killed):
+    """No answer came in time. The process may still work on it."""
+
+
 class Vanished(Killed):
     """Somebody else has killed the process, a person or a kernel without memory; the request may be innocent."""
 
@@ -31,53 +36,74 @@ class Vanished(Killed):
 class ConfinedProcess:
     """One process and our end of its socket. One thread asks at a time."""
 
-    def __init__(self, module: str, limits: ProcessLimits, *arguments: str) -> None:
-        """module: what runs, by `child.serve`; arguments: of its command line. Raises OSError when it cannot be
-        started."""
-        self._seconds = limits.seconds + _GRACE_SECONDS
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-m", module, *arguments],
-                    env={},
-                    cwd="/",
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            except BaseException:
-                ours.close()
-                raise
-        self._socket = ours
-        self.pid = self._process.pid
+    def __init__(self, module: str, limits: ProcessLimits, *, logs: bool = False) -> None:
+        """module: what runs, by `child.serve`; logs: what it prints goes to standard error. Returns at once, see
+        `wait_ready`. Raises OSError when it cannot be started."""
+        self._limits = limits
+        self._socket, theirs = socket.socketpair()
+        # Ctrl-C reaches the whole terminal group, but only the parent decides
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            if self._ask(msgspec.msgpack.encode(limits), _START_SECONDS) != READY:
-                raise OSError("the process did not start")
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-m", module],
+                env={},
+                cwd="/",
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=None if logs else subprocess.DEVNULL,
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.pid = self._process.pid
+
+    def wait_ready(self, seconds: float = _START_SECONDS) -> None:
+        """Wait until it may be asked, for so long at most. Raises OSError when that does not come."""
+        try:
+            if self.ask(msgspec.msgpack.encode(self._limits), seconds=seconds) == READY:
+                return
         except (Killed, ProcessLookupError) as error:
-            self.end()
             raise OSError("the process did not start") from error
+        raise OSError("the process did not start")
+
+    def fileno(self) -> int:
+        """Of the socket: while nothing is asked it can be read when the process has ended, and not before."""
+        return self._socket.fileno()
+
+    def cpu_s(self) -> float:
+        """What the process has computed since it started, in seconds."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def alive(self) -> bool:
         """It has not ended by itself."""
         return self._process.poll() is None
 
-    def ask(self, request: bytes, *, late_s: float = 0.0, on_late: Callable[[], None] | None = None) -> bytearray:
-        """Send a request and wait for its answer. Raises `Killed` when none comes in time.
-
-        on_late: called where none has come after `late_s`; if it raises, nothing may be asked any more."""
-        return self._ask(request, self._seconds, late_s, on_late)
-
-    def _ask(
-        self, request: bytes, seconds: float, late_s: float = 0.0, on_late: Callable[[], None] | None = None
+    def ask(
+        self,
+        *request: bytes,
+        seconds: float | None = None,
+        late_s: float = 0.0,
+        on_late: Callable[[], None] | None = None,
     ) -> bytearray:
+        """Send the parts of a request and wait for its answer. Raises `Killed` when none comes in time.
+
+        seconds: for this request; None = as the process's limits say. on_late: called where none has come after
+        `late_s`; if it raises, nothing may be asked any more."""
+        if seconds is None:
+            seconds = self._limits.seconds + _GRACE_SECONDS
         deadline = time.monotonic() + seconds
         try:
             self._socket.settimeout(seconds)
-            send_frame(self._socket, request)
+            send_frame(self._socket, *request)
             if on_late is not None and not self._answers_within(late_s):
                 on_late()
             reply = read_frame(self._socket, deadline)
+        except TimeoutError as error:
+            raise Late("no answer came in time") from error
         except OSError as error:
             raise self._why(type(error).__name__) from error
         if reply is None:

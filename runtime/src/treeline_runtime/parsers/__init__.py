@@ -12,13 +12,11 @@ from functools import partial
 from typing import Any, Final
 
 from treeline_runtime.parsers import structures
-from treeline_runtime.parsers.chain import Chained, Reading, Without
 from treeline_runtime.parsers.harmony import ANSWER, HARMONY, Harmony
-from treeline_runtime.parsers.parts import OutputParser
 from treeline_runtime.parsers.pythonic import PYTHONIC
 from treeline_runtime.parsers.qwen_xml import QWEN_XML
 from treeline_runtime.parsers.reasoning import FAMILIES, Tags
-from treeline_runtime.parsers.source import Source, Steps, markers
+from treeline_runtime.parsers.source import Chained, OutputParser, Reading, Source, Steps, Without, markers
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 

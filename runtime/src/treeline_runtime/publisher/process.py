@@ -26,14 +26,12 @@ from treeline_runtime.ipc import (
     Ready,
     decode_to_publisher,
 )
+from treeline_runtime.listeners import open_keys
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
 from treeline_runtime.processes import ChildSpec, StartError, run_child
-from treeline_runtime.publisher.announced_index import AnnouncedIndex
-from treeline_runtime.publisher.event_stream import EventStream, Message
-from treeline_runtime.publisher.load import LoadStream
+from treeline_runtime.publisher.announced_index import AnnouncedIndex, TokenizerReencoder
 from treeline_runtime.publisher.peers import LOOK_S, Peers
-from treeline_runtime.publisher.reencode import TokenizerReencoder
-from treeline_runtime.publisher.sockets import open_keys
+from treeline_runtime.publisher.streams import EventStream, LoadStream, Message
 
 PUB_HWM = 10_000
 """Batches kept for one slow subscriber before it loses some (and finds the gap by seq): as many as can be replayed."""
@@ -238,7 +236,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     index = AnnouncedIndex(TokenizerReencoder(tokenizer))
-    stream = EventStream(spec.epoch, index, topic=spec.args.kv_events_topic.encode())
+    stream = EventStream(spec.epoch, index)
     Publisher(context, spec, stream, LoadStream(spec.epoch, spec.args.page_size)).run()
 
 

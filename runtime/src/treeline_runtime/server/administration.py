@@ -161,18 +161,20 @@ class Administration:
             folder = tempfile.mkdtemp(prefix="treeline-profile-")
         except OSError as error:
             raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
-        try:
-            await self._ask(lambda id: StartProfileReq(id, folder, body.num_steps))
-        except ApiError:
+        # A scheduler that does not answer may begin yet: then the folder stays.
+        reply = await self._reply(self._service.manager.ask(lambda id: StartProfileReq(id, folder, body.num_steps)))
+        if not reply.ok:
             os.rmdir(folder)
-            raise
+            raise _refused(reply)
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
         """Ends the profile before its last step; answers with the trace's file."""
         _query(asked, NoFields)
         _no_body(asked)
-        reply = await self._ask(StopProfileReq)
+        reply = await self._reply(self._service.manager.ask(StopProfileReq))
+        if not reply.ok:
+            raise _refused(reply)
         return json_answer(reply.data)
 
     async def flush_cache(self, asked: Controlling) -> Response:
@@ -246,12 +248,6 @@ class Administration:
             return await asking
         except NoReply as error:
             raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
-
-    async def _ask(self, question: Callable[[str], AdminReq]) -> Reply:
-        reply = await self._reply(self._service.manager.ask(question, timeout_s=60.0))
-        if not reply.ok:
-            raise _refused(reply)
-        return reply
 
 
 async def _to_its_end(work: Awaitable[Reply]) -> Reply:

@@ -20,9 +20,8 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import is_anthropics
 
 from treeline_runtime.server import schema
-from treeline_runtime.server.apis.errors import anthropic_error
 from treeline_runtime.server.dependencies import Guard
-from treeline_runtime.server.errors import ApiError, ClientGone, UnknownModel
+from treeline_runtime.server.errors import ApiError, ClientGone, UnknownModel, anthropic_error
 from treeline_runtime.server.http import ApiRequest, json_answer
 from treeline_runtime.server.limits import TooMuchInFlight
 from treeline_runtime.server.metrics import Metrics

@@ -12,7 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from treeline_runtime.messages import FinishReason, TextOut
-from treeline_runtime.parsers.parts import CallArguments, CallBegun, OutputParser, Part, Said, Thought
+from treeline_runtime.parsers.source import CallArguments, CallBegun, OutputParser, Part, Said, Thought
 from treeline_runtime.server import answers, openai, schema
 from treeline_runtime.server.answers import (
     CalledFunction,

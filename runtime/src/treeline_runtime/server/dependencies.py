@@ -68,7 +68,7 @@ class AdminKey:
         if self._key is not None and not _holds(request, self._key):
             raise ApiError(
                 401,
-                "Administration needs 'Authorization: Bearer KEY' with the key of --admin-key-file",
+                "Administration needs 'Authorization: Bearer KEY' with the key of TREELINE_ADMIN_KEY",
                 code="invalid_admin_key",
                 headers=((b"www-authenticate", b"Bearer"),),
             )

@@ -1,10 +1,15 @@
-"""Errors that endpoints answer, and the headers that go with being busy."""
+"""Errors that endpoints answer, and the headers that go with being busy. Those of a chat that was converted from
+another API are in the names of that API, and Anthropic's in its shape."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 from treeline_wire import headers as wire_headers
+from treeline_wire.anthropic_errors import anthropic_error_body
 from treeline_wire.openai_errors import error_body
 
 Header = tuple[bytes, bytes]
@@ -13,6 +18,8 @@ RETRY: tuple[Header, ...] = ((b"retry-after", b"1"),)
 ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"true"))
 OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))
 _SHORT = 100
+NO_THREADS: Final = "thread_unsupported_request"
+"""Upon this code Anthropic's client sends a request again without `thread`, its conversation whole."""
 
 
 class ApiError(Exception):
@@ -77,3 +84,55 @@ class UnknownModel(ApiError):
 
 class ClientGone(Exception):
     """The client closed its connection before it had sent its request."""
+
+
+@contextlib.contextmanager
+def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[None]:
+    """Where a chat's field is at fault, tells the one that it was made of: `names` has those whose names differ, and
+    `members` parts of the paths within them. An index among the messages of the chat means nothing to a client."""
+    try:
+        yield
+    except UnknownModel:
+        raise
+    except ApiError as error:
+        told = error.body["error"]
+        param = told["param"]
+        if param is None:
+            raise
+        new = renamed_param(param, names, members)
+        raise ApiError(
+            error.status,
+            _said(told["message"].replace(param, new), names),
+            type=told["type"],
+            param=new,
+            code=told["code"],
+            headers=error.headers,
+        ) from None
+
+
+def _said(message: str, names: Mapping[str, str]) -> str:
+    """A message that quotes other fields besides."""
+    for name, new in names.items():
+        message = message.replace(f"{name!r}", f"{new!r}")
+    return message
+
+
+def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, str]) -> str:
+    """What a request calls the field of a chat that was made of it; `names` and `members` as above."""
+    found = re.match(r"[^.\[]*", param)
+    name = param if found is None else found[0]
+    if name == "messages":
+        return names[name]
+    within = param[len(name) :]
+    for member, called in members.items():
+        within = within.replace(member, called)
+    return names.get(name, name) + within
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The same in Anthropic's shape."""
+    told = error.body["error"]
+    if told["code"] != NO_THREADS:
+        return anthropic_error_body(error.status, told["message"])
+    details = {"error_code": NO_THREADS, "unsupported": [told["param"]]}
+    return anthropic_error_body(error.status, told["message"], details=details)

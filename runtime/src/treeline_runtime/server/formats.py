@@ -10,8 +10,8 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_runtime import parsers
 from treeline_runtime.parsers.harmony import Harmony
-from treeline_runtime.parsers.parts import OutputParser
 from treeline_runtime.parsers.reasoning import Tags
+from treeline_runtime.parsers.source import OutputParser
 from treeline_runtime.parsers.structures import Function
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.grammars import Constraint, as_format, note_words, structural_tag

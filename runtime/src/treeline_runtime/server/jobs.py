@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, UnknownModel
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.limits import BYTES_PER_TOKEN, GENERATION_BYTES, MAX_COPIED_BYTES
 
@@ -209,6 +209,18 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     code: str | None = None
     unknown_model: str | None = None
     """The name, where it is that."""
+
+    @classmethod
+    def of(cls, error: ApiError) -> Refused:
+        told = error.body["error"]
+        name = error.name if isinstance(error, UnknownModel) else None
+        return cls(error.status, told["message"], told["type"], told["param"], told["code"], name)
+
+    def error(self) -> ApiError:
+        """The same, but for its headers."""
+        if self.unknown_model is not None:
+            return UnknownModel(self.unknown_model)
+        return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code)
 
 
 Task = ChatTask | CompletionTask | GenerateTask | PoolingTask | Answered

@@ -5,21 +5,128 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from msgspec import Meta
 from treeline_wire.prompt import PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import openai
-from treeline_runtime.server import pooling_fields as fields
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.fields import check_unknown
+from treeline_runtime.server.fields import Body, check_unknown
 from treeline_runtime.server.jobs import Caller, PoolingTask
 from treeline_runtime.server.limits import MAX_INPUTS, Limits
 from treeline_runtime.server.prompts import Prompts
+from treeline_runtime.server.sampling import Count, PositiveCount, Priority
 
-T = TypeVar("T", bound=fields.PoolingFields)
+EncodingFormat = Literal["float", "base64"]
+TEXTS = str | list[str]
+
+
+class PoolingFields(Body, frozen=True, kw_only=True):
+    """What all of them have."""
+
+    model: str | None = None
+    cache_salt: openai.Salt = None
+    extra_key: openai.Salt = None
+    rid: openai.Rid | None = None
+    priority: Priority | None = None
+
+
+class EmbeddingBody(PoolingFields, frozen=True, kw_only=True):
+    """Texts, or their token ids. `dimensions` where the model was trained for it."""
+
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    input: openai.Texts
+    encoding_format: EncodingFormat | None = None
+    dimensions: PositiveCount | None = None
+    add_special_tokens: bool | None = None
+
+
+class TextsOrChat(PoolingFields, frozen=True, kw_only=True):
+    """Either `input` or `messages`, which are one conversation."""
+
+    input: openai.MaybeTexts = None
+    messages: openai.MaybeConversation = None
+    documents: openai.Documents = None
+    add_generation_prompt: openai.TemplateFlag = None
+    continue_final_message: openai.TemplateFlag = None
+    chat_template_kwargs: openai.Variables = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None
+
+
+class PoolingBody(TextsOrChat, frozen=True, kw_only=True):
+    """Either `input` or `messages`, which are one conversation. Vectors come as the model makes them."""
+
+    encoding_format: EncodingFormat | None = None
+    normalize: bool | None = None
+    """The former name of `use_activation`."""
+
+
+class ClassifyBody(TextsOrChat, frozen=True, kw_only=True):
+    """Either `input` or `messages`. Without `use_activation: false`, which asks for the head's own outputs,
+    probabilities."""
+
+
+class PairFields(PoolingFields, frozen=True, kw_only=True):
+    """What is compared, and how."""
+
+    instruct: Annotated[str | None, Meta(description="Where the model's chat template has a place for it.")] = None
+    use_activation: bool | None = None
+    add_special_tokens: bool | None = None
+    """False is refused: a pair is not a pair without them."""
+
+
+class ScoreBody(PairFields, frozen=True, kw_only=True):
+    """A text and others, or as many of both. The other names of the texts are vLLM's."""
+
+    text_1: TEXTS | None = None
+    text_2: TEXTS | None = None
+    data_1: TEXTS | None = None
+    queries: TEXTS | None = None
+    data_2: TEXTS | None = None
+    documents: TEXTS | None = None
+    items: TEXTS | None = None
+
+    @property
+    def first(self) -> TEXTS | None:
+        """Raises ApiError 400 where several names are used."""
+        return self._one_of("text_1", "data_1", "queries")
+
+    @property
+    def second(self) -> TEXTS | None:
+        """Raises ApiError 400 where several names are used."""
+        return self._one_of("text_2", "data_2", "documents", "items")
+
+    def _one_of(self, name: str, *others: str) -> TEXTS | None:
+        given = [known for known in (name, *others) if getattr(self, known) is not None]
+        for other in given[1:]:
+            raise ApiError(400, f"{other!r} is another name of {given[0]!r}, which is there, too", param=other)
+        found: TEXTS | None = getattr(self, given[0]) if given else None
+        return found
+
+
+class DocumentBody(Body, frozen=True):
+    """A document as an object."""
+
+    harmless: ClassVar = {}
+    text: str
+
+
+class RerankBody(PairFields, frozen=True, kw_only=True):
+    """Documents, to be sorted by relevance to a query. `top_n` is all of them unless it is there."""
+
+    query: str
+    documents: Annotated[list[str | DocumentBody], Meta(extra_json_schema={"minItems": 1})]
+    top_n: Count | None = None
+    """0, vLLM's default: all of them."""
+    return_documents: bool | None = None
+
+
+T = TypeVar("T", bound=PoolingFields)
 
 _FOR_TEMPLATES = ("documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 _NOTHING = SamplingParams(max_new_tokens=0)
@@ -44,22 +151,22 @@ class PoolingReader:
     caller: Caller
 
     def embedding(self) -> PoolingTask:
-        body = self._body(fields.EmbeddingBody)
+        body = self._body(EmbeddingBody)
         self._check_as_made(body)
         base64 = body.encoding_format == "base64"
         return self._task(body, "embd", self._inputs(body), base64=base64, dimensions=body.dimensions)
 
     def pooling(self) -> PoolingTask:
-        body = self._body(fields.PoolingBody)
+        body = self._body(PoolingBody)
         self._check_as_made(body)
         return self._task(body, "pool", self._inputs_or_chat(body), base64=body.encoding_format == "base64")
 
     def classify(self) -> PoolingTask:
-        body = self._body(fields.ClassifyBody)
+        body = self._body(ClassifyBody)
         return self._task(body, "classify", self._inputs_or_chat(body), activation=body.use_activation is not False)
 
     def score(self) -> PoolingTask:
-        body = self._body(fields.ScoreBody)
+        body = self._body(ScoreBody)
         first, second = _one_or_more(body.first, "text_1"), _one_or_more(body.second, "text_2")
         if len(first) == 1:
             first = first * len(second)
@@ -69,7 +176,7 @@ class PoolingReader:
         return self._task(body, "score", prompts, activation=body.use_activation is not False)
 
     def rerank(self) -> PoolingTask:
-        body = self._body(fields.RerankBody)
+        body = self._body(RerankBody)
         (query,) = _texts([body.query], "query")
         documents = _texts([one if isinstance(one, str) else one.text for one in body.documents], "documents")
         return self._task(
@@ -86,7 +193,7 @@ class PoolingReader:
         self.model.check_model(body.model)
         return body
 
-    def _check_as_made(self, body: fields.EmbeddingBody | fields.PoolingBody) -> None:
+    def _check_as_made(self, body: EmbeddingBody | PoolingBody) -> None:
         """Vectors come as the model makes them, whatever is asked: with a length of 1 or not, and the outputs of a head
         as they are."""
         pooling = self.model.pooling
@@ -101,7 +208,7 @@ class PoolingReader:
     def _namespace(self) -> str | None:
         return openai.namespace(self.raw, self.caller)
 
-    def _task(self, body: fields.PoolingFields, kind: str, prompts: list[list[int]], **shown: Any) -> PoolingTask:
+    def _task(self, body: PoolingFields, kind: str, prompts: list[list[int]], **shown: Any) -> PoolingTask:
         """`shown`: the fields of the task that say how it is answered."""
         priority = body.priority or 0
         return PoolingTask(
@@ -111,7 +218,7 @@ class PoolingReader:
             **shown,
         )
 
-    def _inputs(self, body: fields.EmbeddingBody | fields.TextsOrChat) -> list[list[int]]:
+    def _inputs(self, body: EmbeddingBody | TextsOrChat) -> list[list[int]]:
         """OpenAI's `input`: a text or its token ids, or several of them."""
         value = body.input
         if value is None:
@@ -126,7 +233,7 @@ class PoolingReader:
             raise ApiError(400, "Invalid value for 'input': must not be an empty string", param="input")
         return self._fitting(self.model.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
 
-    def _inputs_or_chat(self, body: fields.TextsOrChat) -> list[list[int]]:
+    def _inputs_or_chat(self, body: TextsOrChat) -> list[list[int]]:
         if (body.input is None) == (body.messages is None):
             raise ApiError(400, "Give exactly one of 'input' and 'messages'", param="input")
         if body.messages is None:
@@ -140,7 +247,7 @@ class PoolingReader:
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
         return self._fitting([self.model.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 
-    def _pairs(self, pairs: Sequence[tuple[str, str]], body: fields.PairFields, param: str) -> list[list[int]]:
+    def _pairs(self, pairs: Sequence[tuple[str, str]], body: PairFields, param: str) -> list[list[int]]:
         if body.instruct is not None:
             _check_text(body.instruct, "instruct")
         if body.add_special_tokens is False:

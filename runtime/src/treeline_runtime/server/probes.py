@@ -21,6 +21,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response, Security
 
 from treeline_runtime.args import ServerArgs
+from treeline_runtime.download import repository
 from treeline_runtime.messages import BatchTextOut, GenerateReq, LoadUpdate, SamplingParams
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import answers, schema
@@ -134,15 +135,16 @@ class ServerInfo:
     """Unix seconds."""
 
 
-_READY = schema.operation(tag=schema.STATE, summary="200 while new requests are taken", answer=answers.Status)
-
-
-_MODEL_INFO = schema.operation(tag=schema.STATE, summary="About the model")
-
-
-_SERVER_INFO = schema.operation(
-    tag=schema.STATE, summary="About the server: its arguments, without secrets, and its state"
-)
+def _add(
+    router: APIRouter,
+    paths: tuple[str, ...],
+    endpoint: Callable[..., Any],
+    summary: str,
+    answer: Any = dict,
+    tag: str = schema.STATE,
+) -> None:
+    for path in paths:
+        router.add_api_route(path, endpoint, **schema.operation(tag=tag, summary=summary, answer=answer))
 
 
 class Probes:
@@ -159,62 +161,26 @@ class Probes:
     def router(self) -> APIRouter:
         """What everybody may ask."""
         made = APIRouter()
-        made.add_api_route(
-            "/live",
-            self.live,
-            **schema.operation(tag=schema.STATE, summary="503 when a restart would help", answer=answers.Status),
-        )
-        for path in ("/ready", "/health", "/ping"):
-            made.add_api_route(path, self.ready, **_READY)
-        for path in ("/model_info", "/get_model_info"):
-            made.add_api_route(path, self.model_info, **_MODEL_INFO)
-        for path in ("/server_info", "/get_server_info"):
-            made.add_api_route(path, self.server_info, **_SERVER_INFO)
-        made.add_api_route(
-            "/version",
-            self.version,
-            **schema.operation(tag=schema.STATE, summary="Of the server", answer=answers.Version),
-        )
-        made.add_api_route(
-            "/treeline/tokenizer",
-            self.tokenizer,
-            **schema.operation(
-                tag=schema.STATE, summary="The tokenizer and chat template, for a router that renders prompts"
-            ),
-        )
+        _add(made, ("/live",), self.live, "503 when a restart would help", answers.Status)
+        _add(made, ("/ready", "/health", "/ping"), self.ready, "200 while new requests are taken", answers.Status)
+        _add(made, ("/model_info", "/get_model_info"), self.model_info, "About the model")
+        about = "About the server: its arguments, without secrets, and its state"
+        _add(made, ("/server_info", "/get_server_info"), self.server_info, about)
+        _add(made, ("/version",), self.version, "Of the server", answers.Version)
+        tokenizer = "The tokenizer and chat template, for a router that renders prompts"
+        _add(made, ("/treeline/tokenizer",), self.tokenizer, tokenizer)
         return made
 
     @property
     def keyed_router(self) -> APIRouter:
         """What is asked with the key of the API."""
         made = APIRouter(dependencies=[Security(Guarded())])
-        made.add_api_route(
-            "/health_generate",
-            self.health_generate,
-            **schema.operation(tag=schema.STATE, summary="Generates a few tokens", answer=answers.Status),
-        )
-        made.add_api_route(
-            "/v1/models",
-            self.models,
-            **schema.operation(tag=schema.OPENAI, summary="The model that is served, as a list", answer=answers.Models),
-        )
-        made.add_api_route(
-            "/v1/models/{model:path}",
-            self.model,
-            **schema.operation(
-                tag=schema.OPENAI,
-                summary="The model",
-                answer=answers.Model,
-            ),
-        )
-        made.add_api_route(
-            "/v1/loads", self.loads, **schema.operation(tag=schema.STATE, summary="The scheduler's load, asked now")
-        )
-        made.add_api_route(
-            "/load",
-            self.load,
-            **schema.operation(tag=schema.STATE, summary="Requests in flight, as vLLM tells them", answer=answers.Load),
-        )
+        _add(made, ("/health_generate",), self.health_generate, "Generates a few tokens", answers.Status)
+        models = "The model that is served, as a list"
+        _add(made, ("/v1/models",), self.models, models, answers.Models, schema.OPENAI)
+        _add(made, ("/v1/models/{model:path}",), self.model, "The model", answers.Model, schema.OPENAI)
+        _add(made, ("/v1/loads",), self.loads, "The scheduler's load, asked now")
+        _add(made, ("/load",), self.load, "Requests in flight, as vLLM tells them", answers.Load)
         return made
 
     # ---- probes ---------------------------------------------------------------------------------------------
@@ -281,7 +247,7 @@ class Probes:
             {
                 "model_path": self._service.state.model_path or info.args.model,
                 "served_model_name": self._service.model_name,
-                "tokenizer_path": info.args.model,
+                "tokenizer_path": repository(info.args.model),
                 "is_generation": self._service.pooling is None,
                 "task": self._service.task,
                 "preferred_sampling_params": msgspec.to_builtins(self._service.defaults),
@@ -309,7 +275,7 @@ class Probes:
                 "reasoning_parser": service.formats.reasoning,
                 "tool_call_parser": service.formats.tools,
                 "pooling": None if service.pooling is None else _pooling(service.pooling),
-                "tokenizer_path": info.args.model,
+                "tokenizer_path": repository(info.args.model),
                 "disable_radix_cache": info.args.prefix_cache == "off",  # SGLang's kits ask
                 "version": info.version,
                 "status": "draining" if service.state.draining else status,

@@ -5,34 +5,49 @@ Everything whose time grows with the body happens here, so that a large body can
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
+from treeline_wire.apis import anthropic, responses
+from treeline_wire.apis.conversion import Context, Conversation, items_of
+from treeline_wire.chat import TemplateBusyError
 from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
 
+from treeline_runtime import parsers
 from treeline_runtime.messages import GenerateReq
-from treeline_runtime.server import grammars, openai
+from treeline_runtime.server import formats, grammars, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
-from treeline_runtime.server.apis.reader import ApiReader
-from treeline_runtime.server.chat_reader import read_chat_task
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.apis import anthropic_fields, responses_fields
+from treeline_runtime.server.apis.answers import InputTokens, TokenCount
+from treeline_runtime.server.errors import ApiError, invalid, renamed, renamed_param, unsupported
 from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
+from treeline_runtime.server.formats import Parsing
+from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
+from treeline_runtime.server.grammars import read_constraint
 from treeline_runtime.server.jobs import (
     Answered,
     Caller,
+    ChatTask,
     CompletionTask,
     GenerateTask,
     Kind,
+    Shown,
     Task,
 )
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
-from treeline_runtime.server.tools import read_calls
+from treeline_runtime.server.tools import Calls, read_calls
 
+_ENGINE: Final = "treeline"
+MAX_SHOWN_BYTES: Final = 2 << 20
+"""Of what a response repeats of its request: a stream has it three times."""
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """Of `/generate`."""
@@ -275,3 +290,180 @@ def _each(value: Any, count: int, param: str) -> list[Any]:
     if len(value) != count:
         raise ApiError(400, f"{len(value)} values of {param!r} for {count} prompts", param=param)
     return value
+
+
+def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: Caller) -> ChatTask:
+    """Raises ApiError 400 or 404."""
+    body = openai.read_chat(raw, model)
+    calls = read_calls(raw)
+    if calls is not None:
+        _check_tools(model, body.chat_template)
+    constraint = read_constraint(raw, GRAMMAR_FIELDS)
+    namespace = openai.namespace(raw, caller)
+    ids = model.prompts.of_chat(raw, limits, namespace)
+    end = model.prompts.end_of(ids)
+    parsing = _parsing(body, model, calls, end)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    constraint = formats.whole_output(constraint, calls, model.formats, end)
+    most = limits.max_new_tokens(len(ids), asked, None, "messages")
+    sampling = openai.sampling(body, model, most, constraint, openai.processor(body))
+    if parsing is not None and parsing.needs_special_tokens:
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
+    task = ChatTask(
+        **fields,
+        prompts=[openai.request(body, ids, sampling, namespace, fields["logprobs"])],
+        parsing=parsing,
+        shown=Shown(
+            reasoning=body.include_reasoning is not False,
+            reasoning_at_once=body.stream_reasoning is False,
+            several_calls=calls is None or calls.several,
+            special_tokens=body.skip_special_tokens is False,
+        ),
+        echo=_echo(raw) if body.echo else "",
+    )
+    task.check_copies()
+    return task
+
+
+def _echo(raw: Mapping[str, Any]) -> str:
+    """The text of the last message, where the answer is one of the same role: the assistant's, or, without a generation
+    prompt, anyone's."""
+    last = raw["messages"][-1]
+    goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
+    if not goes_on and last["role"] != "assistant":
+        return ""
+    content = last.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part.get("text") or "" for part in content)
+
+
+def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
+    """Raises ApiError 400 where calls could not be made, or not be found."""
+    if model.formats.tools is None:
+        known = ", ".join(parsers.TOOLS.names())
+        raise ApiError(
+            400,
+            "'tools' needs a server that knows how its model writes calls: start it with --tool-call-parser NAME "
+            f"({known}), or send 'tool_choice': 'none'",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if "tools" not in model.prompts.variables(template):
+        raise ApiError(
+            400,
+            "The chat template has no place for tools: it would not know of them",
+            param="tools",
+            code="unsupported_parameter",
+        )
+
+
+def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
+    """How the output is to be read; None: it is all said. Raises ApiError 400."""
+    if body.separate_reasoning is False and model.formats.harmonic:
+        raise ApiError(
+            400,
+            "'separate_reasoning' cannot be false for a model that writes harmony: nothing else is its answer",
+            param="separate_reasoning",
+            code="unsupported_parameter",
+        )
+    reasoning = None if body.separate_reasoning is False else model.formats.reasoning
+    tools = None if calls is None else model.formats.tools
+    if reasoning is None and tools is None:
+        return None
+    functions = {} if calls is None else {tool.name: tool.parameters for tool in calls.tools}
+    return Parsing(reasoning, tools, functions, end)
+
+
+Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
+
+
+@dataclass(frozen=True)
+class ApiReader:
+    """Reads one body of another chat API, by way of a chat's: wire's conversion makes the messages, as it does for the
+    picker. Raises ApiError 400, or UnknownModel."""
+
+    model: openai.ModelFacts
+    raw: Mapping[str, Any]
+    limits: Limits
+    caller: Caller
+
+    def responses(self) -> ChatTask:
+        body = responses_fields.read_responses(self.raw)
+        more = responses_fields.chat_fields(body, self.raw)
+        if body.rid is None and body.request_id is None:
+            more["rid"] = f"resp_{uuid.uuid4().hex}"
+        with responses_fields.uncut(body):
+            task = self._chat(responses.to_chat, "input", responses_fields, more, body.stream)
+        sampling = task.prompts[0].sampling
+        try:
+            repeated = encode_json(responses_fields.shown(body, sampling.temperature, sampling.top_p))
+        except UnicodeEncodeError:
+            raise ApiError(400, "The body contains half of a surrogate pair") from None
+        if len(repeated) > MAX_SHOWN_BYTES:
+            raise ApiError(
+                400,
+                f"'instructions', 'tools' and what else an answer repeats have more than {MAX_SHOWN_BYTES} bytes",
+                param="instructions" if len(body.instructions or "") > MAX_SHOWN_BYTES // 2 else "tools",
+            )
+        return replace(task, repeated=repeated)
+
+    def input_tokens(self) -> Answered:
+        """How many tokens the prompt of the same request to `/v1/responses` has."""
+        body = responses_fields.read_responses(self.raw)
+        responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
+        counted = self._counted(responses.to_chat, "input", responses_fields, body.model)
+        return Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
+
+    def messages(self) -> ChatTask:
+        body = anthropic_fields.read_messages(self.raw)
+        more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
+        task = self._chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
+        assert body.max_tokens is not None
+        most = task.prompts[0].sampling.max_new_tokens
+        task = _sampled(task, max_new_tokens=min(most, body.max_tokens))
+        return replace(task, fills_context=body.max_tokens > most)
+
+    def count_tokens(self) -> Answered:
+        """How many tokens the prompt of the same request to `/v1/messages` has."""
+        body = anthropic_fields.read_messages(self.raw, counts=True)
+        counted = self._counted(anthropic.to_chat, "messages", anthropic_fields, body.model)
+        return Answered(body=encode_json(TokenCount(counted)))
+
+    def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
+        """Tokens of the prompt."""
+        self.model.check_model(model)
+        chat = self.converted(convert, name)
+        with renamed(api.NAMES, api.MEMBERS):
+            return len(self.model.prompts.of_chat(chat, self.limits, openai.namespace(chat, self.caller)))
+
+    def _chat(
+        self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
+    ) -> ChatTask:
+        """The chat that the request is. `name`: as for `converted`; `api`: what its fields are called; `more`: members
+        of the chat that have nothing to do with its prompt."""
+        converted = self.converted(convert, name)
+        with renamed(api.NAMES, api.MEMBERS):
+            task = read_chat_task(converted | more, self.model, self.limits, self.caller)
+        # Whether its grammar can be compiled shows later: it is blamed on what the API calls it.
+        param = task.prompts[0].sampling.grammar_param
+        if param is not None:
+            task = _sampled(task, grammar_param=renamed_param(param, api.NAMES, api.MEMBERS))
+        return replace(task, stream=bool(stream))
+
+    def converted(self, convert: Convert, name: str) -> dict[str, Any]:
+        """What of the chat's body says what its prompt is. `name`: of the member with what is said."""
+        try:
+            context = Context(_ENGINE, self.model.prompts.takes_inline_system)
+            made = convert(self.raw, items_of(self.raw[name], name), context)
+        except PromptError as error:
+            raise invalid(error.param, str(error), code=None) from None
+        except TemplateBusyError as error:
+            raise ApiError(503, f"{error}; try again later", type="server_error") from None
+        if made.unknown is not None:
+            raise unsupported(made.unknown.param, made.unknown.why)
+        return made.body
+
+
+def _sampled(task: ChatTask, **changed: Any) -> ChatTask:
+    (prompt,) = task.prompts
+    return replace(task, prompts=[replace(prompt, sampling=replace(prompt.sampling, **changed))])

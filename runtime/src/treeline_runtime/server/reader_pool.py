@@ -12,20 +12,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
-import socket
-import subprocess
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import msgspec
 
-from treeline_runtime.confined.frames import header, receive_frame
+from treeline_runtime.confined.child import ProcessLimits
+from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
+from treeline_runtime.confined.process import ConfinedProcess, Killed, Late, Vanished
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.processes import spawn
-from treeline_runtime.server.errors import ApiError, UnknownModel, overloaded
+from treeline_runtime.server.errors import ApiError, overloaded
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import Caller, Kind, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
@@ -51,19 +49,16 @@ CLIENT_S_BACK = 0.25
 BUSY_SHARE = 0.1
 """Of its deadline: what a process computes at least where the body is the reason that it is late."""
 START_S = 120.0
-_ENVIRONMENT = (
-    "PATH",
-    "PYTHONPATH",
-    "PYTHONHOME",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-    "LANG",
-    "LC_ALL",
-    "TZ",
-    "HOME",
-)
+"""For a process to start, and to load the tokenizer."""
+PAUSE_S = 0.5
+"""After a process that could not start, doubled each time,"""
+MAX_PAUSE_S = 30.0
+"""up to this."""
+ORDER_HEADER = struct.Struct(">I")
+"""Before an `Order`: its length in bytes."""
 
 logger = logging.getLogger(__name__)
+_STOPPING = "The server is shutting down"
 _decode = msgspec.msgpack.Decoder(Task | Refused).decode
 
 
@@ -79,7 +74,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What comes before a body, which is the next frame."""
+    """What comes before a body."""
 
     kind: Kind
     size: int
@@ -102,21 +97,14 @@ class _PendingBody:
     """It has outlasted its first try."""
     done: asyncio.Future[Task] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def fail(self, error: Exception) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-
-class _Gone(Exception):
-    """The reader process has ended."""
-
 
 class ReaderPool:
     """`start`, then `read` any number of times, then `stop`; all in one event loop."""
 
     def __init__(self, spec: ReaderSpec) -> None:
         self._queue = _Queue()
-        self._lanes = [_Lane(spec, self._queue, most) for most in (None, ORDINARY_BYTES)]
+        self._processes = ConfinedPool(partial(_Process, spec))
+        self._lanes = [_Lane(self._processes, self._queue, most) for most in (None, ORDINARY_BYTES)]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -124,13 +112,12 @@ class ReaderPool:
 
     async def stop(self) -> None:
         """Ends the processes and refuses what waits. Idempotent."""
+        self._processes.close()
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         while (body := self._queue.turns.take(lambda _: True)) is not None:
-            _finish(body, overloaded("The server is shutting down"))
+            _finish(body, overloaded(_STOPPING))
 
     async def read(
         self,
@@ -157,7 +144,7 @@ class ReaderPool:
     @property
     def pids(self) -> list[int]:
         """Of the processes that are ready to read."""
-        return [lane.pid for lane in self._lanes if lane.pid is not None]
+        return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
 
 class _Queue:
@@ -196,51 +183,76 @@ class _Queue:
                 _finish(body, _spent(wait_s))
 
 
-class _Lane:
-    """One reader process, replaced as often as need be, and the bodies that it takes."""
+class _Process(ConfinedProcess):
+    """Reads one body at a time. Its environment is empty; it may start processes, since others render templates."""
 
-    def __init__(self, spec: ReaderSpec, queue: _Queue, most: int | None) -> None:
+    def __init__(self, spec: ReaderSpec) -> None:
+        limits = ProcessLimits(0, 0, starts_processes=True, ends_with_thread=True)
+        super().__init__("treeline_runtime.server.reader_process", limits, logs=True)
+        self._spec = spec
+
+    def wait_ready(self, seconds: float = START_S) -> None:
+        super().wait_ready(seconds)
+        try:
+            self.ask(msgspec.json.encode(self._spec), seconds=seconds)
+        except Killed as error:
+            raise OSError(str(error)) from error
+
+    def read(self, body: _PendingBody, seconds: float) -> Task | Refused:
+        """Raises Killed."""
+        order = msgspec.msgpack.encode(Order(body.kind, body.size, body.limits, body.caller))
+        try:
+            return _decode(self.ask(ORDER_HEADER.pack(len(order)), order, *body.parts, seconds=seconds))
+        except msgspec.MsgspecError:
+            raise Killed("it answered nonsense") from None
+
+
+class _Lane:
+    """Takes bodies, and has them read by one process, which is replaced as often as need be."""
+
+    def __init__(self, processes: ConfinedPool[_Process], queue: _Queue, most: int | None) -> None:
         """`most`: bytes of the largest body that this lane takes; None = any."""
         self._wake = queue.waking()
-        self._spec = spec
+        self._processes = processes
         self._queue = queue
         self._most = most
-        self._process: subprocess.Popen[bytes] | None = None
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._ready = False
-
-    @property
-    def pid(self) -> int | None:
-        """Of the process, once it is ready to read."""
-        return self._process.pid if self._process is not None and self._ready else None
+        self.process: _Process | None = None
+        """Once it is ready."""
 
     async def run(self) -> None:
-        try:
-            while True:
-                if self._process is None:
-                    await self._start()
-                body = await self._next()
-                if body is None or self._process is None or self._process.poll() is not None:
-                    logger.warning("a reader process ended while it had nothing to do (status %s)", self._end())
-                    if body is not None:
-                        self._queue.put_back(body)
-                else:
-                    await self._answer(body)
-        finally:
-            self._end()
-
-    async def _next(self) -> _PendingBody | None:
-        """A body for this lane, or None when the process has ended before there was one."""
+        """Until the pool of processes is closed. Where none can start it tries again, ever more slowly."""
+        pause_s = PAUSE_S
         while True:
+            try:
+                with contextlib.ExitStack() as stack:
+                    self.process = await asyncio.to_thread(stack.enter_context, self._processes.lend())
+                    pause_s = PAUSE_S
+                    while True:
+                        await self._answer(self.process, await self._next(self.process))
+            except PoolClosedError:
+                return
+            except Killed as error:
+                logger.warning("a reader process was replaced: %s", error)
+            except OSError as error:
+                logger.error("a reader process could not start (%s); again in %g s", error, pause_s)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, MAX_PAUSE_S)
+            finally:
+                self.process = None
+
+    async def _next(self, process: _Process) -> _PendingBody:
+        """A body for this lane. Raises Killed when the process ends before there is one."""
+        while process.alive():
             body = self._queue.turns.take(self._takes)
             if body is None:
                 self._wake.clear()
-                if await self._ended_before_wake():
-                    return None
+                with _end_wakes(process, self._wake):
+                    await self._wake.wait()
             elif body.done.done():  # its client has gone
                 body.reservation.release()
             else:
                 return body
+        raise Killed("it ended while it had nothing to do")
 
     def _takes(self, body: _PendingBody) -> bool:
         if self._most is None or body.done.done():
@@ -248,159 +260,71 @@ class _Lane:
         is_slow = body.is_slow or (body.client is not None and self._queue.seconds.owed(body.client) > 0)
         return body.size <= self._most and not is_slow
 
-    async def _ended_before_wake(self) -> bool:
-        """Waits for `wake`, or for the process to close its socket: it sends nothing while it has no body."""
-        waking = asyncio.create_task(self._wake.wait())
-        assert self._streams is not None, "the process is ready"
-        ending = asyncio.create_task(self._streams[0].read(1))
-        try:
-            await asyncio.wait({waking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            return ending.done()
-        finally:
-            waking.cancel()
-            ending.cancel()
-            await asyncio.gather(waking, ending, return_exceptions=True)
-
-    async def _answer(self, body: _PendingBody) -> None:
+    async def _answer(self, process: _Process, body: _PendingBody) -> None:
+        """Raises Killed where the process must be replaced."""
         context = 0 if body.limits is None else body.limits.context_length
         deadline_s = BASE_DEADLINE_S + DEADLINE_S_PER_TOKEN * context
         first_try = self._most is not None and deadline_s > FIRST_TRY_S
-        before_s = self._cpu_s()
         try:
-            async with asyncio.timeout(FIRST_TRY_S if first_try else deadline_s):
-                payload = await self._ask(body)
-            computed_s = self._cpu_s() - before_s
-        except _Gone as error:
-            status = self._end()
-            logger.warning("a reader process was replaced: %s", error)
-            # not by us, and perhaps before it took the body
-            if status == -signal.SIGKILL and not body.retried:
+            before_s = process.cpu_s()
+            read = await asyncio.to_thread(process.read, body, FIRST_TRY_S if first_try else deadline_s)
+            self._queue.charge(body.client, process.cpu_s() - before_s)
+            _finish(body, read)
+        except Late:
+            computed_s = process.cpu_s() - before_s
+            if first_try:  # it begins again in the other lane
+                body.is_slow = True
+                self._queue.put_back(body)
+            else:
+                fault = computed_s >= BUSY_SHARE * deadline_s
+                late = overloaded("The request was not read in time; try again")
+                _finish(body, too_costly(body.size) if fault else late)
+            self._queue.charge(body.client, computed_s)
+            await asyncio.to_thread(process.kill)  # which takes a while where it has much memory
+            raise Killed(f"it computed {computed_s:.1f} s for a body of {body.size} bytes") from None
+        except Killed as error:
+            vanished = isinstance(error, Vanished)  # perhaps before it took the body
+            if vanished and not body.retried:
                 body.retried = True
                 self._queue.put_back(body)
             else:
                 self._queue.charge(body.client, FIRST_TRY_S)  # for the new process, too
-                _finish(body, _lost(status, body.size))
-        except TimeoutError:
-            computed_s = self._cpu_s() - before_s
-            self._end()
-            if first_try:
-                logger.info("a body of %d bytes takes long, and begins again in the other lane", body.size)
-                body.is_slow = True
-                self._queue.put_back(body)
-                self._queue.charge(body.client, computed_s)
-                return
-            self._queue.charge(body.client, computed_s)
-            logger.warning("a reader process was replaced: it computed %.1f s of its %g s", computed_s, deadline_s)
-            slow = computed_s < BUSY_SHARE * deadline_s
-            _finish(
-                body,
-                overloaded("The request was not read in time; try again") if slow else too_costly(body.size),
-            )
-        except BaseException:
-            _finish(body, overloaded("The server is shutting down"))
+                lost = overloaded("The process that read the request was ended; try again")
+                _finish(body, lost if vanished else too_costly(body.size))
             raise
-        else:
-            self._queue.charge(body.client, computed_s)
-            _finish(body, _decode(payload))
-
-    def _cpu_s(self) -> float:
-        """What the process has computed since it started, in seconds."""
-        assert self._process is not None, "it has a body"
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    async def _ask(self, body: _PendingBody) -> bytes:
-        assert self._streams is not None, "the process is ready"
-        reader, writer = self._streams
-        order = msgspec.msgpack.encode(Order(body.kind, body.size, body.limits, body.caller))
-        try:
-            writer.write(header(len(order)) + order + header(body.size))
-            for part in body.parts:
-                writer.write(part)
-                await writer.drain()
-            return await receive_frame(reader)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise _Gone(type(error).__name__) from None
-
-    async def _start(self) -> None:
-        """Returns once the process is ready; tries again and again, ever more slowly, where it cannot start."""
-        pause_s = 0.5
-        while True:
-            ours = self._launch()
-            try:
-                async with asyncio.timeout(START_S):
-                    reader, writer = self._streams = await asyncio.open_unix_connection(sock=ours)
-                    spec = msgspec.json.encode(self._spec)
-                    writer.write(header(len(spec)) + spec)
-                    await receive_frame(reader)  # that it is ready
-                self._ready = True
-                return
-            except (OSError, asyncio.IncompleteReadError, TimeoutError):
-                if self._streams is None:
-                    ours.close()
-                status = self._end()
-                logger.error("a reader process could not start (status %s); again in %g s", status, pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 30.0)
-
-    def _launch(self) -> socket.socket:
-        """Our end of the process's standard input."""
-        ours, theirs = socket.socketpair()
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        with theirs:
-            self._process = spawn("treeline_runtime.server.reader_process", theirs.fileno(), environment)
-        return ours
-
-    def _end(self) -> int | None:
-        """Ends the process; its status if it had ended by itself."""
-        process, self._process = self._process, None
-        self._ready = False
-        if process is None:
-            return None
-        status = process.poll()
-        if status is None:
-            # one whose socket has closed is about to end
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                status = process.wait(0.01)
-        if status is None:
-            process.kill()
-            process.wait()
-        streams, self._streams = self._streams, None
-        if streams is not None:
-            # Through the transport, which forgets the descriptor before it closes it: the next process's may have the
-            # same number, and would be forgotten in its stead.
-            streams[1].transport.abort()
-        return status
+        except BaseException:
+            _finish(body, overloaded(_STOPPING))
+            raise
 
 
-def _finish(body: _PendingBody, result: Task | Refused | Exception) -> None:
+@contextlib.contextmanager
+def _end_wakes(process: _Process, wake: asyncio.Event) -> Iterator[None]:
+    """Sets the event when the process ends."""
+    loop, descriptor = asyncio.get_running_loop(), process.fileno()
+    loop.add_reader(descriptor, wake.set)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _finish(body: _PendingBody, result: Task | Refused | ApiError) -> None:
     body.reservation.release()
     body.parts = ()
-    if isinstance(result, Exception):
-        body.fail(result)
-    elif isinstance(result, Refused):
-        body.fail(_as_error(result))
-    elif not body.done.done():
+    if body.done.done():
+        return
+    if isinstance(result, Refused):
+        result = result.error()
+    if isinstance(result, ApiError):
+        body.done.set_exception(result)
+    else:
         body.done.set_result(result)
-
-
-def _as_error(refused: Refused) -> ApiError:
-    if refused.unknown_model is not None:
-        return UnknownModel(refused.unknown_model)
-    return ApiError(refused.status, refused.message, type=refused.kind, param=refused.param, code=refused.code)
 
 
 def _spent(wait_s: int) -> ApiError:
     message = f"Your large requests have taken too long to read: try again in {wait_s} s, or send less at once"
     headers = ((b"retry-after", b"%d" % wait_s),)
     return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
-
-
-def _lost(status: int | None, size: int) -> ApiError:
-    """What to answer when the process ended with `status` while it had the body."""
-    if status == -signal.SIGKILL:  # not by us: the machine is short of memory
-        return overloaded("The process that read the request was ended; try again")
-    return too_costly(size)
 
 
 def too_costly(size: int) -> ApiError:

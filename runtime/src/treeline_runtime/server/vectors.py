@@ -17,7 +17,7 @@ from msgspec import UNSET, Struct
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
-from treeline_runtime.server import answers, openai, pooling_fields, schema
+from treeline_runtime.server import answers, openai, pooling_reader, schema
 from treeline_runtime.server.dependencies import Call, call_of
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.http import Answer, ApiRequest
@@ -39,7 +39,7 @@ router = APIRouter()
 @router.post(
     "/v1/embeddings",
     **schema.operation(
-        tag=schema.OPENAI, summary="Vectors of texts", body=pooling_fields.EmbeddingBody, answer=answers.Embeddings
+        tag=schema.OPENAI, summary="Vectors of texts", body=pooling_reader.EmbeddingBody, answer=answers.Embeddings
     ),
 )
 async def embeddings(
@@ -58,7 +58,7 @@ async def embeddings(
     **schema.operation(
         tag=schema.VECTORS,
         summary="What the model makes of texts, as it is",
-        body=pooling_fields.PoolingBody,
+        body=pooling_reader.PoolingBody,
         answer=answers.Pooled,
     ),
 )
@@ -74,7 +74,7 @@ async def pooling(
 _CLASSIFY = schema.operation(
     tag=schema.VECTORS,
     summary="What a classification head says of texts",
-    body=pooling_fields.ClassifyBody,
+    body=pooling_reader.ClassifyBody,
     answer=answers.Classified,
 )
 
@@ -99,7 +99,7 @@ async def classify(
 _SCORE = schema.operation(
     tag=schema.VECTORS,
     summary="How relevant texts are to others",
-    body=pooling_fields.ScoreBody,
+    body=pooling_reader.ScoreBody,
     answer=answers.Scores,
 )
 
@@ -119,7 +119,7 @@ async def score(
 _RERANK = schema.operation(
     tag=schema.VECTORS,
     summary="Documents by relevance",
-    body=pooling_fields.RerankBody,
+    body=pooling_reader.RerankBody,
     answer=answers.Ranking,
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -42,7 +43,9 @@ class TemplatePool:
 
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self.limits = limits or PoolLimits()
-        self._workers = ConfinedPool(self._new_worker, keep=lambda worker: len(worker.templates) <= _MAX_TEMPLATES)
+        self._workers = ConfinedPool(
+            partial(_Worker, self.limits), keep=lambda worker: len(worker.templates) <= _MAX_TEMPLATES
+        )
         self._waiting = 0
         self._lock = threading.Lock()
         self._slots = threading.Semaphore(self.limits.workers)
@@ -58,6 +61,8 @@ class TemplatePool:
             raise TemplateError("a text contains half of a surrogate pair", user_error=True) from None
         except PoolClosedError:
             raise TemplateBusyError("chat templates are no longer rendered") from None
+        except OSError as error:
+            raise TemplateBusyError(f"no process can be started to render chat templates: {error}") from error
         if kind is Answer.RENDERED:
             return text
         if kind is Answer.RAISED:
@@ -113,12 +118,6 @@ class TemplatePool:
         finally:
             with self._lock:
                 self._waiting -= 1
-
-    def _new_worker(self) -> _Worker:
-        try:
-            return _Worker(self.limits)
-        except OSError as error:
-            raise TemplateBusyError(f"no process can be started to render chat templates: {error}") from error
 
 
 class _Worker(ConfinedProcess):

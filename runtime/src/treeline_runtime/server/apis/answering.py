@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from treeline_runtime.messages import TextOut
-from treeline_runtime.parsers.parts import CallArguments, CallBegun, Part, Said, Thought
+from treeline_runtime.parsers.source import CallArguments, CallBegun, Part, Said, Thought
 from treeline_runtime.server.apis.answers import MessageEvent, ResponseEvent
 from treeline_runtime.server.chat import choices
 from treeline_runtime.server.errors import Header

@@ -28,9 +28,8 @@ from treeline_runtime.server.apis.answers import (
     TokenCount,
 )
 from treeline_runtime.server.apis.anthropic_fields import MessagesBody
-from treeline_runtime.server.apis.errors import anthropic_error
 from treeline_runtime.server.dependencies import Call, call_of, converting
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, anthropic_error
 from treeline_runtime.server.http import named_event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.prompts import Prompts

@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
-from treeline_runtime.server.apis.errors import NO_THREADS
-from treeline_runtime.server.errors import ApiError, invalid, short, unsupported
+from treeline_runtime.server.errors import NO_THREADS, ApiError, invalid, short, unsupported
 from treeline_runtime.server.fields import HARMLESS, check_unknown
 from treeline_runtime.server.openai import Rid, Salt, Variables
 from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
