@@ -48,6 +48,12 @@ def _origin(text: str) -> str:
     raise argparse.ArgumentTypeError(f"expected '*' or scheme://host[:port] without a path, got {text!r}")
 
 
+def _topic(text: str) -> str:
+    if len(text) <= 256 and text.isprintable():
+        return text
+    raise argparse.ArgumentTypeError(f"expected at most 256 printable characters, got {text!r}")
+
+
 def _port_or_off(text: str) -> int | None:
     return None if text == "off" else int(text)
 
@@ -185,6 +191,14 @@ class ServerArgs(SchedulerConfig):
     )
     load_port: int = port_setting(
         ports.LOAD, group="publishing", rare=True, metavar="PORT", help="load reports, ZMQ PUB (default: %(default)s)"
+    )
+    kv_events_topic: str = setting(
+        "",
+        group="publishing",
+        rare=True,
+        metavar="TOPIC",
+        parse=_topic,
+        help="first frame of KV events, by which others may filter them (default: none)",
     )
     curve_dir: str | None = setting(
         None,

@@ -310,7 +310,7 @@ def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
         "endpoint_port_base": publisher["events_port"],
         "replay_endpoint_port_base": publisher["replay_port"],
         "load_endpoint_port_base": publisher["load_port"],
-        "topic": "",
+        "topic": args.kv_events_topic,
         "load_topic": LOAD_TOPIC.decode(),
         "block_size": args.page_size,
         "dp_size": 1,

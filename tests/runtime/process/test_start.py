@@ -96,6 +96,15 @@ def test_help_fits_two_screens_and_the_rest_of_the_flags_is_one_word_away(
     assert parse_args(["--model", "m", "--page-size", "8"]).page_size == 8, "a rare flag is taken all the same"
 
 
+def test_the_topic_of_events_is_short_and_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_args(["--model", "m"]).kv_events_topic == ""
+    assert parse_args(["--model", "m", "--kv-events-topic", "kv@pod-1@m"]).kv_events_topic == "kv@pod-1@m"
+    for topic in ("a\nb", "x" * 257):
+        with pytest.raises(SystemExit):
+            parse_args(["--model", "m", "--kv-events-topic", topic])
+        assert "printable" in capsys.readouterr().err
+
+
 def test_the_api_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_args(["--model", "m"]).api_key is None
     assert parse_args(["--model", "m", "--api-key", "secret"]).public()["api_key"] == "(set)"

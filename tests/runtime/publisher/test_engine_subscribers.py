@@ -22,6 +22,7 @@ from treeline_runtime.processes import ChildSpec
 
 pytestmark = [needs_engine_wheels, pytest.mark.integration, pytest.mark.deep]
 
+TOPIC = "kv@10.0.0.7:8000@model"
 READERS = {
     "vllm-0.33.0": ("vllm", "0.33.0", "distributed/kv_events"),
     "sglang-0.5.23": ("sglang", "0.5.23", "srt/disaggregation/kv_events"),
@@ -47,7 +48,7 @@ class Publisher:
         addresses = Addresses(str(folder))
         self._inbox = Inbox(self.context, addresses.of("http"), decode_to_http)
         self._outbox = Outbox(self.context, addresses.of("publisher"))
-        args = ServerArgs(model=str(folder), events_port=0, replay_port=0, load_port=0)
+        args = ServerArgs(model=str(folder), events_port=0, replay_port=0, load_port=0, kv_events_topic=TOPIC)
         command = [sys.executable, "-m", "treeline_runtime.publisher.process"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert self._process.stdin is not None
@@ -55,7 +56,7 @@ class Publisher:
         self._process.stdin.flush()
         self._ports = self._started()
         self.live = self.socket(zmq.SUB, "events_port")
-        self.live.subscribe(b"")
+        self.live.subscribe(b"kv@")
         eventually(self._heard, 60, "the subscription works")
         while self.first < self._updates:  # each of them was an event
             self.first = int.from_bytes(receive(self.live)[1], "big") + 1
@@ -131,7 +132,7 @@ def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, pub
     for events in STEPS:
         publisher.update(*events)
     live = [receive(publisher.live) for _ in STEPS]
-    assert [topic for topic, _, _ in live] == [b""] * len(STEPS)
+    assert [topic for topic, _, _ in live] == [TOPIC.encode()] * len(STEPS)
     assert [told(decoder, payload) for _, _, payload in live] == expected
 
     # As SGLang's and vLLM's routers ask: a DEALER, which gets all of it.

@@ -162,7 +162,7 @@ def heard(events: zmq.Socket[bytes], newest: int) -> None:
 
 
 def test_events_are_live_in_order_and_can_be_replayed(start: Callable[..., Publisher]) -> None:
-    publisher = start().started()
+    publisher = start(kv_events_topic="kv@pod").started()
     events = subscribed(publisher)
     newest = publisher.settled()["seq"]
     publisher.store(1, 2)
@@ -170,7 +170,7 @@ def test_events_are_live_in_order_and_can_be_replayed(start: Callable[..., Publi
     publisher.update(Removed([3]))
     live = [frames.parse_live(receive(events)) for _ in range(3)]
     assert [seq for _, seq, _ in live] == [newest + 1, newest + 2, newest + 3]
-    assert {topic for topic, _, _ in live} == {b""}
+    assert {topic for topic, _, _ in live} == {b"kv@pod"}
 
     replay = publisher.socket(zmq.DEALER, "replay_port")
     *items, end = answers(replay, frames.replay_request(newest + 1))

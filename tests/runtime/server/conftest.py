@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fake(model: Path) -> Iterator[ServerProcess]:
     """A server whose scheduler has no model: it repeats the prompt (support.fake_scheduler)."""
-    with running(model, "--enable-debug-endpoints", fake=True) as server:
+    with running(model, "--enable-debug-endpoints", "--kv-events-topic", "kv@test", fake=True) as server:
         yield server
 
 

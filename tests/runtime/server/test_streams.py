@@ -368,7 +368,7 @@ def test_what_the_server_says_about_itself(http: httpx.Client, metrics: httpx.Cl
     assert events["endpoint_host"] == "127.0.0.1"
     assert all(events[name] > 0 for name in events if name.endswith("_port_base"))
     assert (events["topic"], events["load_topic"], events["block_size"], events["curve"]) == (
-        "",
+        "kv@test",
         "load",
         16,
         False,

@@ -236,7 +236,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     index = AnnouncedIndex(TokenizerReencoder(tokenizer))
-    stream = EventStream(spec.epoch, index)
+    stream = EventStream(spec.epoch, index, topic=spec.args.kv_events_topic.encode())
     Publisher(context, spec, stream, LoadStream(spec.epoch, spec.args.page_size)).run()
 
 

@@ -23,8 +23,6 @@ from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, Treeli
 from treeline_runtime.messages import CacheUpdate, LoadUpdate
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, Page, parents_first, runs
 
-TOPIC = b""
-"""The first frame of each message: everybody's subscription has all."""
 RING_BATCHES = 10_000
 SNAPSHOT_PAGES_A_CHUNK = 2048
 
@@ -40,9 +38,12 @@ Message = list[bytes]
 class EventStream:
     """One publisher's numbered event stream. `epoch`: random, not 0, new with every start."""
 
-    def __init__(self, epoch: int, index: AnnouncedIndex, *, ring_batches: int = RING_BATCHES) -> None:
+    def __init__(
+        self, epoch: int, index: AnnouncedIndex, *, topic: bytes = b"", ring_batches: int = RING_BATCHES
+    ) -> None:
         self.epoch = epoch
         self.index = index
+        self._topic = topic
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring_batches)
         self._next_seq = 0
 
@@ -64,7 +65,7 @@ class EventStream:
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         payload = encode_batch(ts, events)
         self._ring.append((seq, payload))
-        return frames.live(TOPIC, seq, payload)
+        return frames.live(self._topic, seq, payload)
 
     def on_request(self, message: Message) -> Iterator[Message] | None:
         """Frames after the identity → the answer; None for a message that gets no answer."""
@@ -81,7 +82,7 @@ class EventStream:
     def _replay(self, start: int, ring: list[tuple[int, bytes]]) -> Iterator[Message]:
         for seq, payload in ring:
             if seq >= start:
-                yield frames.encode_reply(frames.ReplayItem(TOPIC, seq, payload))
+                yield frames.encode_reply(frames.ReplayItem(self._topic, seq, payload))
         yield frames.encode_reply(frames.ReplayEnd())
 
     def _snapshot(self, pages: dict[int, Page], seq: int) -> Iterator[Message]:
