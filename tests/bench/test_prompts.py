@@ -28,10 +28,6 @@ def test_a_tail_leaves_the_prefix_as_it_was(maker: PromptMaker, model: Path) -> 
     assert first != second
 
 
-def test_the_same_seed_gives_the_same_text(maker: PromptMaker) -> None:
-    assert maker.text(50, random.Random(9)) == maker.text(50, random.Random(9))
-
-
 def test_a_bos_token_is_counted_and_not_built() -> None:
     tokenizer = train_tokenizer(words())
     bos = tokenizer.token_to_id("<|im_start|>")
