@@ -35,7 +35,7 @@ T = ConditionType
 
 @pytest.mark.parametrize("name", TROUBLES)
 def test_what_keeps_a_pod_from_being_ready_is_what_the_pool_says(name):
-    status, events, reason, text = TROUBLES[name]
+    status, reason, text, *events = TROUBLES[name]
     seen = troubled(status, events)
     told = conditions_of(seen)
     if status.get("phase") == "Failed":  # such a pod is nobody's any more; its Deployment makes another
