@@ -11,7 +11,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from support import helm
-from support.promql import WrongQuery, labels_of
+from support.promql import labels_of
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.picking.decision import NoEndpoints, Saturated
@@ -157,30 +157,6 @@ def test_no_name_is_taken_twice():
     names = [rule["alert"] for rule in RULES]
     assert len(set(names)) == len(names)
     assert len({group["name"] for group in GROUPS}) == len(GROUPS)
-
-
-@pytest.mark.parametrize(
-    ("expr", "said"),
-    [
-        ("sum(rate(treeline_epp_decision_total[5m]))", "no process exports that"),
-        ("treeline_epp_decisions_total", "need them"),
-        ("rate(treeline_epp_endpoints[5m])", "for counters"),
-        ('treeline_epp_endpoints{pool="a"}', "no label pool"),
-        ("sum by (pool) (treeline_epp_endpoints)", "there is no ['pool']"),
-        ("histogram_quantile(0.5, sum(rate(treeline_epp_pick_seconds_bucket[5m])))", "`le` is not among"),
-        ("sum by (pod) (treeline_epp_endpoints) > sum by (job) (treeline_epp_endpoints)", "other labels"),
-    ],
-)
-def test_a_wrong_query_would_be_noticed(expr, said):
-    with pytest.raises(WrongQuery, match=re.escape(said)):
-        labels_of(expr, METRICS)
-
-
-def test_a_value_that_no_label_has_would_be_noticed():
-    with pytest.raises(AssertionError, match="state is never 'up'"):
-        labels_of('treeline_epp_endpoints{state=~"down|up"}', METRICS, judge)
-    with pytest.raises(ValueError, match="unclosed"):
-        labels_of("sum(", METRICS)
 
 
 def rendered(*options: str) -> dict[str, dict[str, Any]]:
