@@ -450,7 +450,7 @@ def test_the_api_server_and_we_judge_every_object_alike(api, kind):
     chance = Chance(seed=5)
     judged = {True: 0, False: 0}
     for _ in range(250):
-        spec = chance.pool() if kind == "InferencePool" else chance.model()
+        spec = chance.spec(kind)
         obj = {"apiVersion": "treeline.dev/v1alpha1", "kind": kind, "metadata": {"name": "x"}, "spec": spec}
         said, ours = api.refusal(obj), broken(obj)
         assert bool(said) == bool(ours), f"{yaml.safe_dump(spec)}\nAPI server: {said}\nwe: {ours}"
