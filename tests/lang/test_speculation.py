@@ -13,7 +13,7 @@ from treeline_lang import Refused, Unmatched, assistant, function, gen, user
 from treeline_lang.backends.base import Backend, Completion
 from treeline_lang.program import Function
 from treeline_lang.sampling import Sampling
-from treeline_lang.speculation import Pattern, Surplus, drop, eligible, part_of, pieces_of
+from treeline_lang.speculation import Pattern, eligible
 from treeline_lang.state import ProgramState
 
 SHOTS = "Text: Ada wrote it. Author: Ada; Year: 1843; Genre: notes;\nText: Moby-Dick is by Melville. Author: "
@@ -239,34 +239,6 @@ def test_what_is_refused_with_speculation_is_asked_without() -> None:
     assert (state["name"], state["year"]) == ("Ada", "1815")
     state = turn().run(who="Ada", backend=ScriptedModel(script, chats=True, most=128, goes_on=False))
     assert isinstance(state.error(), Refused)
-
-
-def test_parts() -> None:
-    pieces = ("ab", "c;", "d", "e")
-    part = part_of(pieces, Sampling(max_tokens=9, stop=(";d", ";")), None)
-    assert part is not None
-    assert (part.text, part.rest) == ("abc", (";", "d", "e"))
-    assert part_of(pieces, Sampling(max_tokens=9, stop=("x",)), None) is None
-    assert part_of(pieces, Sampling(max_tokens=1, stop=("c",)), None) == part_of(
-        ("ab", "c;", "d", "e"), Sampling(max_tokens=1), None
-    )
-    assert drop(pieces, 3) == (";", "d", "e")
-    assert drop(pieces, 6) == ()
-    told = [(0.0, 1, "ab"), (0.0, 2, "c"), (0.0, 3, "<end>")]
-    assert pieces_of(Completion("abc", {"output_token_logprobs": told})) == ("ab", "c")
-    assert pieces_of(Completion("abcd", {"output_token_logprobs": told[:2]})) is None
-    assert pieces_of(Completion("abc")) is None
-
-
-def test_a_surplus_is_of_one_text_and_one_way_to_sample() -> None:
-    surplus = Surplus("before", (";", " next", ";"), Sampling(temperature=0.5), None)
-    wanted = Sampling(temperature=0.5, stop=(";",))
-    found = surplus.part("before; ", wanted)
-    assert found is not None
-    assert (found[0].text, found[1].before, found[1].pieces) == ("next", "before; next", (";",))
-    assert surplus.part("other; ", wanted) is None
-    assert surplus.part("before; ", Sampling(temperature=0.6, stop=(";",))) is None
-    assert surplus.part("before, ", wanted) is None
 
 
 def test_patterns_that_one_call_can_make() -> None:

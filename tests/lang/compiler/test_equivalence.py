@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import example, given, settings
-from support.echo_backend import EchoBackend
+from support.lang_backend import FakeBackend
 from support.lang_scripts import ARGUMENTS, program, scripts
 from treeline_lang import ProgramError, ProgramState
 from treeline_lang.compiler.passes import DEFAULT_PASSES
@@ -22,10 +22,12 @@ def observed(state: ProgramState):
 
 
 def outcome(one, **options):
-    backend = EchoBackend()
+    backend = FakeBackend()
     try:
         state = one.run(**ARGUMENTS, backend=backend, temperature=0.25, **options)
-        return observed(state), sorted(backend.asked)
+        return observed(state), sorted(
+            (one.kind, one.text, repr(one.sampling), one.choices) for one in backend.requests if one.kind != "warm"
+        )
     except ProgramError as error:
         return type(error), error.reason, error.where
 
@@ -60,7 +62,7 @@ def test_a_constant_argument_is_the_same_as_a_given_one():
     script = [("argument", "sum"), ("gen", "a", None), ("set", "b", "text")]
     compiled = program(script).compile(strict=True, word=ARGUMENTS["word"])
     rest = {name: value for name, value in ARGUMENTS.items() if name != "word"}
-    backend = EchoBackend()
+    backend = FakeBackend()
     assert compiled.run(**rest, backend=backend, temperature=0.25).text() == outcome(program(script))[0][0]
     with pytest.raises(TypeError, match="word"):
         compiled.run(**ARGUMENTS, backend=backend)

@@ -63,10 +63,3 @@ def test_the_same_words_interpreted_and_compiled(backend, program, argument):
     for passes in ((), DEFAULT_PASSES):
         compiled = program.compile(strict=True, passes=passes)
         assert told(compiled.run(**argument, backend=backend, temperature=0)) == expected
-
-
-def test_a_batch_of_compiled_programs(backend):
-    items = [{"essay": text} for text in ("Dogs bark.", "Birds sing.", "Fish swim.")]
-    interpreted = judge.run_batch(items, backend=backend, temperature=0)
-    compiled = judge.compile(strict=True).run_batch(items, backend=backend, temperature=0)
-    assert [told(state) for state in compiled] == [told(state) for state in interpreted]
