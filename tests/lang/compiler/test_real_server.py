@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from treeline_lang import (
-    RuntimeEndpoint,
     assistant,
     function,
     gen,
@@ -16,12 +13,6 @@ from treeline_lang import (
     user,
 )
 from treeline_lang.compiler.passes import DEFAULT_PASSES
-
-
-@pytest.fixture(scope="module")
-def backend(tiny_url) -> Iterator[RuntimeEndpoint]:
-    with RuntimeEndpoint(tiny_url) as endpoint:
-        yield endpoint
 
 
 @function
