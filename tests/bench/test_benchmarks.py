@@ -21,11 +21,6 @@ from treeline_sim.connection import CASE_HEADER
 SMALL = Settings(groups=3, repeats=4, prefix=64, suffix=16, output=2)
 
 
-@pytest.fixture(scope="module")
-def maker(model: Path) -> PromptMaker:
-    return PromptMaker.of_model(model)
-
-
 # -- routing
 
 

@@ -7,11 +7,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from treeline_bench.prompts import PromptError, PromptMaker
 
 
-@pytest.fixture(scope="module")
-def maker(model: Path) -> PromptMaker:
-    return PromptMaker.of_model(model)
-
-
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
 def test_texts_have_exactly_the_length_asked_for(maker: PromptMaker, tokens: int) -> None:
     text = maker.text(tokens, random.Random(3))

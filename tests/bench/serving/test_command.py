@@ -23,12 +23,7 @@ MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny"
 SMALL = ["--token-ids", "--num-prompts", "8", "--input-len", "6", "--output-len", "4", "--concurrency", "4"]
 
 
-@pytest.fixture(autouse=True)
-def keep_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signals")
 
 
 @pytest.fixture(autouse=True)
