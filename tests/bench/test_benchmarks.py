@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.bench import Remembered
-from treeline_bench import picker, rig, routing, scripts
+from treeline_bench import picker, rig, scripts
 from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.processes import free_ports
 from treeline_bench.prompts import PromptMaker
@@ -21,21 +21,7 @@ from treeline_sim.connection import CASE_HEADER
 SMALL = Settings(groups=3, repeats=4, prefix=64, suffix=16, output=2)
 
 
-@pytest.fixture(scope="module")
-def maker(model: Path) -> PromptMaker:
-    return PromptMaker.of_model(model)
-
-
 # -- routing
-
-
-def test_the_cache_holds_half_of_the_prefixes_and_not_all() -> None:
-    for settings in (routing.FULL, routing.QUICK):
-        everything = settings.groups * settings.prefix
-        running = settings.concurrency * (settings.prompt + settings.output)
-        assert everything // 2 < settings.cache < everything
-        assert running // 2 <= settings.cache  # half of the clients' requests run on each runtime
-        assert settings.cache % routing.PAGE_TOKENS == 0
 
 
 def test_requests_share_prefixes_and_come_in_a_fixed_order(maker: PromptMaker) -> None:
@@ -70,10 +56,6 @@ def test_rows_compare_with_the_oracle_and_with_random() -> None:
     assert rows["routing.computed_tokens.random"].value == 80
     assert rows["routing.ttft_ms.p50.treeline"].ratio == 0.25
     assert rows["routing.errors.random"].value == 1
-
-
-def test_the_oracle_computes_each_prefix_once() -> None:
-    assert routing.FULL.oracle_cached == 16 * 7 * 1024
 
 
 # -- picker

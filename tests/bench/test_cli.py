@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from treeline_bench.context import Benchmark, BenchmarkError, Context
 from treeline_bench.metrics import row
 from treeline_bench.report import BEGIN, END
 from treeline_bench.results import Row, read_result
+
+pytestmark = pytest.mark.usefixtures("signals")
 
 Run = Callable[[Context], list[Row]]
 
@@ -38,15 +40,12 @@ def terminated(context: Context) -> list[Row]:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    before = signal.getsignal(signal.SIGTERM)
-
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def put(**runs: Run) -> None:
         for name, run in runs.items():
             monkeypatch.setitem(registry.BENCHMARKS, name, Benchmark(name, "A title", "a summary", run))
 
-    yield put
-    signal.signal(signal.SIGTERM, before)
+    return put
 
 
 def test_a_run_writes_json_markdown_and_a_plot(

@@ -16,9 +16,9 @@ from treeline_bench.context import BenchmarkError, Context
 from treeline_bench.kubernetes import benchmark
 from treeline_bench.kubernetes.api import Call
 from treeline_bench.kubernetes.changes import KINDS, change
-from treeline_bench.kubernetes.children import POOL_LABEL, Children, Want
+from treeline_bench.kubernetes.children import POOL_LABEL, Children
 from treeline_bench.kubernetes.models import Truth
-from treeline_bench.kubernetes.objects import CHILDREN_OF_GATEWAY, CHILDREN_OF_POOL, Fleet, numbers
+from treeline_bench.kubernetes.objects import CHILDREN_OF_GATEWAY, CHILDREN_OF_POOL, Fleet
 from treeline_bench.kubernetes.running import leads, read_vitals
 
 Object = dict[str, Any]
@@ -42,11 +42,6 @@ def test_every_change_is_of_another_pool_and_kinds_take_turns(settings: benchmar
     changes = [change(settings.fleet, number) for number in range(count)]
     assert len({each.pool for each in changes}) == count
     assert all(each.pool.rank == 0 for each in changes[KINDS.index("picker") :: len(KINDS)])
-
-
-def test_a_group_of_changes_is_spread_over_gateways() -> None:
-    changes = [change(benchmark.FULL.fleet, number) for number in range(benchmark.FULL.at_once)]
-    assert len({(each.pool.namespace, each.pool.gateway) for each in changes}) == len(changes)
 
 
 def apply(calls: list[Call], there: dict[str, Object]) -> None:
@@ -118,17 +113,6 @@ def test_a_change_of_the_port_is_complete_when_its_five_children_have_it() -> No
     assert not expected.complete.is_set()
     children.saw("Deployment", "ADDED", child("Deployment", "new", pool.name), 9.0)
     assert children.await_all(expected, 0.0) == 9.0
-
-
-def test_what_another_namespace_does_is_not_waited_for() -> None:
-    children = watched()
-    expected = children.expect("elsewhere", [Want("Service", "any Service", lambda event, obj: True)])
-    children.saw("Service", "ADDED", child("Service", "x"), 1.0)
-    assert not expected.complete.is_set()
-
-
-def test_numbers_are_found_wherever_they_are() -> None:
-    assert list(numbers({"a": [1, {"b": 2}, "3", True, 4.5]})) == [1, 2]
 
 
 # -- what is read

@@ -7,11 +7,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from treeline_bench.prompts import PromptError, PromptMaker
 
 
-@pytest.fixture(scope="module")
-def maker(model: Path) -> PromptMaker:
-    return PromptMaker.of_model(model)
-
-
 @pytest.mark.parametrize("tokens", [1, 64, 1024])
 def test_texts_have_exactly_the_length_asked_for(maker: PromptMaker, tokens: int) -> None:
     text = maker.text(tokens, random.Random(3))
@@ -26,10 +21,6 @@ def test_a_tail_leaves_the_prefix_as_it_was(maker: PromptMaker, model: Path) -> 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     assert tokenizer.encode(first).ids[:256] == tokenizer.encode(second).ids[:256] == tokenizer.encode(prefix).ids
     assert first != second
-
-
-def test_the_same_seed_gives_the_same_text(maker: PromptMaker) -> None:
-    assert maker.text(50, random.Random(9)) == maker.text(50, random.Random(9))
 
 
 def test_a_bos_token_is_counted_and_not_built() -> None:

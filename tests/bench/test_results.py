@@ -28,11 +28,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         read_results(tmp_path, ["picker", "tree"])
 
 
-def test_results_that_do_not_exist_are_left_out(tmp_path: Path) -> None:
-    write_result(invented_result("tree"), tmp_path)
-    assert [result.benchmark for result in read_results(tmp_path, list(INVENTED))] == ["tree"]
-
-
 def test_a_row_is_compared_with_its_reference() -> None:
     assert row("picker.added_ms.p50", 1.0).ratio == 0.5
     assert row("routing.ttft_ms.p50.treeline", 30, 120).ratio == 0.25

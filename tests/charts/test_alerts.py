@@ -27,180 +27,106 @@ E, R, O = "treeline_epp_", "treeline:", "treeline_operator_"  # noqa: E741
 
 Series = dict[str, str]
 """Series → values, one a minute from 0: `5` stays, `0+2` grows by 2."""
+ABSENT = ""
 
-FIRING: dict[str, tuple[Series, Series]] = {
-    "TreelineTargetDown": (
-        {f'up{{{PICKER}, treeline_component="epp"}}': "0"},
-        {f'up{{{PICKER}, treeline_component="epp"}}': "1", 'up{namespace="a", job="a/other", pod="x-0"}': "0"},
-    ),
-    "TreelineOperatorHasNoLeader": (
-        {f"{O}is_leader{{{OPERATOR}}}": "0"},
-        {f"{O}is_leader{{{OPERATOR}}}": "0", f'{O}is_leader{{namespace="a", job="a/operator", pod="o-1"}}': "1"},
-    ),
-    "TreelinePoolNotReady": (
-        {f'{O}conditions{{{POOL}, type="Ready", status="False", reason="CrashLooping"}}': "1"},
-        {
-            f'{O}conditions{{{POOL}, type="Ready", status="True", reason="Serving"}}': "1",
-            f'{O}conditions{{{POOL}, type="Progressing", status="False", reason="Paused"}}': "1",
-            f'{O}conditions{{{POOL}, type="Ready", status="False", reason="ScaledToZero"}}': "1",
-            f'{O}conditions{{{POOL}, type="Ready", status="False", reason="Deleting"}}': "1",
-        },
-    ),
-    "TreelineModelNotAccepted": (
-        {f'{O}conditions{{{MODEL}, type="Accepted", status="Unknown", reason="X"}}': "1"},
-        {f'{O}conditions{{{MODEL}, type="Accepted", status="True", reason="X"}}': "1"},
-    ),
-    "TreelineReconciliationsFail": (
-        {
-            f'{O}retries_total{{{OPERATOR}, kind="pool"}}': "0+6",
-            f'{O}reconciles_total{{{OPERATOR}, kind="pool", result="ok"}}': "0+4",
-            f'{O}reconciles_total{{{OPERATOR}, kind="pool", result="conflict"}}': "0+6",
-        },
-        {
-            f'{O}retries_total{{{OPERATOR}, kind="pool"}}': "0+4",
-            f'{O}reconciles_total{{{OPERATOR}, kind="pool", result="ok"}}': "0+6",
-            f'{O}reconciles_total{{{OPERATOR}, kind="pool", result="conflict"}}': "0+4",
-        },
-    ),
-    "TreelineOperatorQueueStands": (
-        {f"{O}queue_oldest_seconds{{{OPERATOR}}}": "400"},
-        {f"{O}queue_oldest_seconds{{{OPERATOR}}}": "200"},
-    ),
-    "TreelineOperatorHearsNothing": (
-        {f'{O}watch_age_seconds{{{OPERATOR}, kind="pods"}}': "0+60"},
-        {f'{O}watch_age_seconds{{{OPERATOR}, kind="pods"}}': "300"},
-    ),
-    "TreelineGatewayErrors": (
-        {
-            f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="5"}}': "0+10",
-            f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="2"}}': "0+100",
-        },
-        {
-            f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="5"}}': "0+1",
-            f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="4"}}': "0+50",
-            f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="2"}}': "0+50",
-        },
-    ),
-    "TreelineGatewayWithoutPicker": (
-        {
-            f"envoy_http_ext_proc_failure_mode_allowed{{{ENVOY}}}": "0+1",
-            f"envoy_http_ext_proc_streams_failed{{{ENVOY}}}": "0",
-        },
-        {
-            f"envoy_http_ext_proc_failure_mode_allowed{{{ENVOY}}}": "9",
-            f"envoy_http_ext_proc_streams_failed{{{ENVOY}}}": "9",
-        },
-    ),
-    "TreelineGatewayFull": (
-        {f'envoy_cluster_upstream_rq_pending_overflow{{{CLUSTER}, envoy_cluster_name="ext_proc"}}': "0+1"},
-        {f'envoy_cluster_upstream_rq_pending_overflow{{{CLUSTER}, envoy_cluster_name="eds"}}': "0+1"},
-    ),
-    "TreelineGatewayMemoryShort": (
-        {f"envoy_overload_envoy_resource_monitors_fixed_heap_pressure{{{CLUSTER}}}": "95"},
-        {f"envoy_overload_envoy_resource_monitors_fixed_heap_pressure{{{CLUSTER}}}": "50"},
-    ),
-    "TreelinePickerNotReady": ({f"{E}extproc_ready{{{PICKER}}}": "0"}, {f"{E}extproc_ready{{{PICKER}}}": "1"}),
-    "TreelinePickerFails": (
-        {f"{E}internal_errors_total{{{PICKER}}}": "0+1"},
-        {f"{E}internal_errors_total{{{PICKER}}}": "7"},
-    ),
-    "TreelineNoEndpoints": (
-        {f'{E}refusals_total{{{PICKER}, code="no_endpoints"}}': "0+1"},
-        {f'{E}refusals_total{{{PICKER}, code="model_not_found"}}': "0+1"},
-    ),
-    "TreelineSaturated": (
-        {
-            f'{E}refusals_total{{{PICKER}, code="saturated"}}': "0+10",
-            f'{E}decisions_total{{{PICKER}, endpoint="e-0"}}': "0+50",
-            f'{E}decisions_total{{{PICKER}, endpoint="e-1"}}': "0+50",
-        },
-        {
-            f'{E}refusals_total{{{PICKER}, code="saturated"}}': "0+4",
-            f'{E}decisions_total{{{PICKER}, endpoint="e-0"}}': "0+100",
-        },
-    ),
-    "TreelineEndpointsDown": (
-        {f'{E}endpoints{{{PICKER}, state="down"}}': "1"},
-        {f'{E}endpoints{{{PICKER}, state="down"}}': "0", f'{E}endpoints{{{PICKER}, state="ready"}}': "3"},
-    ),
-    "TreelineEndpointsFailing": (
-        {f"{E}endpoints_failing{{{PICKER}}}": "1"},
-        {f"{E}endpoints_failing{{{PICKER}}}": "0"},
-    ),
-    "TreelineSubscriptionsBehind": (
-        {f'{E}kv_subscriptions{{{PICKER}, state="backoff"}}': "2"},
-        {
-            f'{E}kv_subscriptions{{{PICKER}, state="backoff"}}': "0",
-            f'{E}kv_subscriptions{{{PICKER}, state="live"}}': "2",
-        },
-    ),
-    "TreelineEventsCannotBeFollowed": (
-        {f"{E}endpoints_unfollowed{{{PICKER}}}": "1"},
-        {f"{E}endpoints_unfollowed{{{PICKER}}}": "0"},
-    ),
-    "TreelineRoutedByHistory": (
-        {f'{E}endpoints_routed{{{PICKER}, pool="x", way="history", reason="NoTokenizer"}}': "2"},
-        {
-            f'{E}endpoints_routed{{{PICKER}, pool="x", way="history", reason="NoEvents"}}': "2",
-            f'{E}endpoints_routed{{{PICKER}, pool="y", way="events", reason=""}}': "2",
-        },
-    ),
-    "TreelineHitsAreNotThere": (
-        {
-            f"{E}predicted_hit_tokens_total{{{PICKER}}}": "0+90000",
-            f"{E}reported_hit_tokens_total{{{PICKER}}}": "0+60000",
-            f"{E}reported_prompt_tokens_total{{{PICKER}}}": "0+100000",
-        },
-        {
-            f"{E}predicted_hit_tokens_total{{{PICKER}}}": "0+65000",
-            f"{E}reported_hit_tokens_total{{{PICKER}}}": "0+60000",
-            f"{E}reported_prompt_tokens_total{{{PICKER}}}": "0+100000",
-        },
-    ),
-    "TreelinePicksSlow": (
-        {
-            f'{E}pick_seconds_bucket{{{PICKER}, le="0.1"}}': "0+90",
-            f'{E}pick_seconds_bucket{{{PICKER}, le="0.5"}}': "0+100",
-            f'{E}pick_seconds_bucket{{{PICKER}, le="+Inf"}}': "0+100",
-        },
-        {
-            f'{E}pick_seconds_bucket{{{PICKER}, le="0.001"}}': "0+100",
-            f'{E}pick_seconds_bucket{{{PICKER}, le="+Inf"}}': "0+100",
-        },
-    ),
-    "TreelineEnvoyRejectsEndpoints": (
-        {f"{E}eds_rejections_total{{{PICKER}}}": "0+1"},
-        {f"{E}eds_rejections_total{{{PICKER}}}": "3"},
-    ),
-    "TreelinePickerHearsNothing": (
-        {f'{E}kube_watch_age_seconds{{{PICKER}, kind="pods"}}': "0+60"},
-        {f'{E}kube_watch_age_seconds{{{PICKER}, kind="pods"}}': "75"},
-    ),
-    "TreelineRequestsRejected": (
-        {
-            f"{R}num_rejected_requests_total{{{ENGINE}}}": "0+10",
-            f"{R}num_requests_total{{{ENGINE}}}": "0+100",
-        },
-        {f"{R}num_rejected_requests_total{{{ENGINE}}}": "0+1", f"{R}num_requests_total{{{ENGINE}}}": "0+100"},
-    ),
-    "TreelineServerErrors": (
-        {f'{R}http_responses_total{{{ENGINE}, path="/v1/completions", status="500"}}': "0+1"},
-        {f'{R}http_responses_total{{{ENGINE}, path="/v1/completions", status="503"}}': "0+1"},
-    ),
-    "TreelineQueueLong": (
-        {f"{R}num_queue_reqs{{{ENGINE}}}": "6"},
-        {
-            f"{R}num_queue_reqs{{{ENGINE}}}": "60",
-            f'{R}num_queue_reqs{{namespace="a", job="a/pool", pod="e-1", model_name="m"}}': "0",
-        },
-    ),
-    "TreelineMemoryShort": (
-        {f"{R}num_retracted_requests_total{{{ENGINE}}}": "0+12"},
-        {f"{R}num_retracted_requests_total{{{ENGINE}}}": "0+3"},
-    ),
-    "TreelineDrainsLong": ({f"{R}draining{{{ENGINE}}}": "1"}, {f"{R}draining{{{ENGINE}}}": "0"}),
+FIRING: dict[str, dict[str, tuple[str, str]]] = {
+    "TreelineTargetDown": {
+        f'up{{{PICKER}, treeline_component="epp"}}': ("0", "1"),
+        'up{namespace="a", job="a/other", pod="x-0"}': (ABSENT, "0"),
+    },
+    "TreelineOperatorHasNoLeader": {
+        f"{O}is_leader{{{OPERATOR}}}": ("0", "0"),
+        f'{O}is_leader{{namespace="a", job="a/operator", pod="o-1"}}': (ABSENT, "1"),
+    },
+    "TreelinePoolNotReady": {
+        f'{O}conditions{{{POOL}, type="Ready", status="False", reason="CrashLooping"}}': ("1", ABSENT),
+        f'{O}conditions{{{POOL}, type="Ready", status="True", reason="Serving"}}': (ABSENT, "1"),
+        f'{O}conditions{{{POOL}, type="Progressing", status="False", reason="Paused"}}': (ABSENT, "1"),
+        f'{O}conditions{{{POOL}, type="Ready", status="False", reason="ScaledToZero"}}': (ABSENT, "1"),
+        f'{O}conditions{{{POOL}, type="Ready", status="False", reason="Deleting"}}': (ABSENT, "1"),
+    },
+    "TreelineModelNotAccepted": {
+        f'{O}conditions{{{MODEL}, type="Accepted", status="Unknown", reason="X"}}': ("1", ABSENT),
+        f'{O}conditions{{{MODEL}, type="Accepted", status="True", reason="X"}}': (ABSENT, "1"),
+    },
+    "TreelineReconciliationsFail": {
+        f'{O}retries_total{{{OPERATOR}, kind="pool"}}': ("0+6", "0+4"),
+        f'{O}reconciles_total{{{OPERATOR}, kind="pool", result="ok"}}': ("0+4", "0+6"),
+        f'{O}reconciles_total{{{OPERATOR}, kind="pool", result="conflict"}}': ("0+6", "0+4"),
+    },
+    "TreelineOperatorQueueStands": {f"{O}queue_oldest_seconds{{{OPERATOR}}}": ("400", "200")},
+    "TreelineOperatorHearsNothing": {f'{O}watch_age_seconds{{{OPERATOR}, kind="pods"}}': ("0+60", "300")},
+    "TreelineGatewayErrors": {
+        f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="5"}}': ("0+10", "0+1"),
+        f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="2"}}': ("0+100", "0+50"),
+        f'envoy_http_downstream_rq_xx{{{ENVOY}, envoy_response_code_class="4"}}': (ABSENT, "0+50"),
+    },
+    "TreelineGatewayWithoutPicker": {
+        f"envoy_http_ext_proc_failure_mode_allowed{{{ENVOY}}}": ("0+1", "9"),
+        f"envoy_http_ext_proc_streams_failed{{{ENVOY}}}": ("0", "9"),
+    },
+    "TreelineGatewayFull": {
+        f'envoy_cluster_upstream_rq_pending_overflow{{{CLUSTER}, envoy_cluster_name="ext_proc"}}': ("0+1", ABSENT),
+        f'envoy_cluster_upstream_rq_pending_overflow{{{CLUSTER}, envoy_cluster_name="eds"}}': (ABSENT, "0+1"),
+    },
+    "TreelineGatewayMemoryShort": {
+        f"envoy_overload_envoy_resource_monitors_fixed_heap_pressure{{{CLUSTER}}}": ("95", "50")
+    },
+    "TreelinePickerNotReady": {f"{E}extproc_ready{{{PICKER}}}": ("0", "1")},
+    "TreelinePickerFails": {f"{E}internal_errors_total{{{PICKER}}}": ("0+1", "7")},
+    "TreelineNoEndpoints": {
+        f'{E}refusals_total{{{PICKER}, code="no_endpoints"}}': ("0+1", ABSENT),
+        f'{E}refusals_total{{{PICKER}, code="model_not_found"}}': (ABSENT, "0+1"),
+    },
+    "TreelineSaturated": {
+        f'{E}refusals_total{{{PICKER}, code="saturated"}}': ("0+10", "0+4"),
+        f'{E}decisions_total{{{PICKER}, endpoint="e-0"}}': ("0+50", "0+100"),
+        f'{E}decisions_total{{{PICKER}, endpoint="e-1"}}': ("0+50", ABSENT),
+    },
+    "TreelineEndpointsDown": {
+        f'{E}endpoints{{{PICKER}, state="down"}}': ("1", "0"),
+        f'{E}endpoints{{{PICKER}, state="ready"}}': (ABSENT, "3"),
+    },
+    "TreelineEndpointsFailing": {f"{E}endpoints_failing{{{PICKER}}}": ("1", "0")},
+    "TreelineSubscriptionsBehind": {
+        f'{E}kv_subscriptions{{{PICKER}, state="backoff"}}': ("2", "0"),
+        f'{E}kv_subscriptions{{{PICKER}, state="live"}}': (ABSENT, "2"),
+    },
+    "TreelineEventsCannotBeFollowed": {f"{E}endpoints_unfollowed{{{PICKER}}}": ("1", "0")},
+    "TreelineRoutedByHistory": {
+        f'{E}endpoints_routed{{{PICKER}, pool="x", way="history", reason="NoTokenizer"}}': ("2", ABSENT),
+        f'{E}endpoints_routed{{{PICKER}, pool="x", way="history", reason="NoEvents"}}': (ABSENT, "2"),
+        f'{E}endpoints_routed{{{PICKER}, pool="y", way="events", reason=""}}': (ABSENT, "2"),
+    },
+    "TreelineHitsAreNotThere": {
+        f"{E}predicted_hit_tokens_total{{{PICKER}}}": ("0+90000", "0+65000"),
+        f"{E}reported_hit_tokens_total{{{PICKER}}}": ("0+60000", "0+60000"),
+        f"{E}reported_prompt_tokens_total{{{PICKER}}}": ("0+100000", "0+100000"),
+    },
+    "TreelinePicksSlow": {
+        f'{E}pick_seconds_bucket{{{PICKER}, le="0.1"}}': ("0+90", ABSENT),
+        f'{E}pick_seconds_bucket{{{PICKER}, le="0.5"}}': ("0+100", ABSENT),
+        f'{E}pick_seconds_bucket{{{PICKER}, le="+Inf"}}': ("0+100", "0+100"),
+        f'{E}pick_seconds_bucket{{{PICKER}, le="0.001"}}': (ABSENT, "0+100"),
+    },
+    "TreelineEnvoyRejectsEndpoints": {f"{E}eds_rejections_total{{{PICKER}}}": ("0+1", "3")},
+    "TreelinePickerHearsNothing": {f'{E}kube_watch_age_seconds{{{PICKER}, kind="pods"}}': ("0+60", "75")},
+    "TreelineRequestsRejected": {
+        f"{R}num_rejected_requests_total{{{ENGINE}}}": ("0+10", "0+1"),
+        f"{R}num_requests_total{{{ENGINE}}}": ("0+100", "0+100"),
+    },
+    "TreelineServerErrors": {
+        f'{R}http_responses_total{{{ENGINE}, path="/v1/completions", status="500"}}': ("0+1", ABSENT),
+        f'{R}http_responses_total{{{ENGINE}, path="/v1/completions", status="503"}}': (ABSENT, "0+1"),
+    },
+    "TreelineQueueLong": {
+        f"{R}num_queue_reqs{{{ENGINE}}}": ("6", "60"),
+        f'{R}num_queue_reqs{{namespace="a", job="a/pool", pod="e-1", model_name="m"}}': (ABSENT, "0"),
+    },
+    "TreelineMemoryShort": {f"{R}num_retracted_requests_total{{{ENGINE}}}": ("0+12", "0+3")},
+    "TreelineDrainsLong": {f"{R}draining{{{ENGINE}}}": ("1", "0")},
 }
-"""For each alert a world in which it fires, and one like it in which all is well."""
+"""For each alert the series of a world in which it fires, and of one like it in which all is well."""
 GONE = "TreelineOperatorGone"
 """Fires where there is nothing, so it has a world to itself; in all others there is an operator."""
 
@@ -246,8 +172,10 @@ def test_promtool_has_nothing_to_say_against_the_rules():
 
 
 def test_each_alert_fires_in_trouble_and_none_without(tmp_path: Path):
-    trouble = {alert: worlds[0] for alert, worlds in FIRING.items()}
-    peace = {alert: worlds[1] for alert, worlds in FIRING.items()}
+    trouble, peace = (
+        {alert: {name: told[at] for name, told in world.items() if told[at]} for alert, world in FIRING.items()}
+        for at in (0, 1)
+    )
     firing = {
         f'count(ALERTS{{alertname="{alert}", namespace="{alert}", alertstate="firing"}})': {"{}": 1} for alert in FIRING
     }

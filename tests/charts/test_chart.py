@@ -94,12 +94,6 @@ def test_the_custom_resources_stay_behind_unless_told_otherwise():
     assert crds("--set", "crds.install=false") == {}
 
 
-def test_policies_can_be_left_out():
-    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
-    assert of_kind(helm.render(), *kinds)
-    assert of_kind(helm.render("--set", "policies.install=false"), *kinds) == []
-
-
 def test_a_namespaced_install_has_nothing_that_the_whole_cluster_sees_but_what_describes_kinds():
     items = helm.render(*RENDERS["namespaced"])
     assert of_kind(items, "ClusterRole", "ClusterRoleBinding") == []

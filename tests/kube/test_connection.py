@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -105,16 +106,23 @@ async def hang_up(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
-async def test_a_storm_of_429_is_waited_out(script: Script, cluster: Client) -> None:
-    script.answers = [refusal(429, "TooManyRequests")] * 4
-    assert await cluster.apply(OBJECT) == OBJECT
-    assert len(script.seen) == 5
-
-
-async def test_a_create_is_repeated_after_429_for_nothing_was_done(script: Script, cluster: Client) -> None:
-    script.answers = [refusal(429)]
-    await cluster.create(OBJECT)
-    assert [request.method for request in script.seen] == ["POST", "POST"]
+@pytest.mark.parametrize(
+    ("verb", "answers", "seen", "error"),
+    [
+        pytest.param("apply", [refusal(429)] * 4, 5, None, id="a storm of 429 is waited out"),
+        pytest.param("create", [refusal(429)], 2, None, id="after 429 nothing was done"),
+        *(pytest.param("apply", [one], 2, None) for one in (refusal(500), refusal(503), reply("bad", 502), hang_up)),
+        *(pytest.param("create", [one], 1, Unavailable, id="it may have been done") for one in (refusal(500), hang_up)),
+        pytest.param("apply", [refusal(500)] * 9, QUICK.attempts, Unavailable, id="attempts are bounded"),
+    ],
+)
+async def test_what_can_be_repeated_is(
+    script: Script, cluster: Client, verb: str, answers: list[Handler], seen: int, error: type[KubeError] | None
+) -> None:
+    script.answers = [*answers]
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert await getattr(cluster, verb)(OBJECT) == OBJECT
+    assert len(script.seen) == seen
 
 
 async def test_retry_after_is_obeyed(script: Script, cluster: Client) -> None:
@@ -129,31 +137,6 @@ async def test_a_wait_beyond_the_budget_is_left_to_the_caller(script: Script, cl
         await cluster.get(REF)
     assert refused.value.retry_after_s == 60
     assert len(script.seen) == 1
-
-
-@pytest.mark.parametrize("answer", [refusal(500), refusal(503), reply("bad gateway", 502), hang_up])
-async def test_an_apply_is_repeated_after_any_failure(script: Script, cluster: Client, answer: Handler) -> None:
-    script.answers = [answer]
-    assert await cluster.apply(OBJECT) == OBJECT
-    assert len(script.seen) == 2
-
-
-@pytest.mark.parametrize("answer", [refusal(500), hang_up])
-async def test_a_create_that_may_have_been_done_is_not_repeated(
-    script: Script, cluster: Client, answer: Handler
-) -> None:
-    script.answers = [answer]
-    with pytest.raises(Unavailable):
-        await cluster.create(OBJECT)
-    assert len(script.seen) == 1
-
-
-async def test_attempts_are_bounded(script: Script, cluster: Client) -> None:
-    script.answers = [refusal(500)] * 9
-    with pytest.raises(Unavailable, match="refused") as refused:
-        await cluster.get(REF)
-    assert refused.value.code == 500
-    assert len(script.seen) == QUICK.attempts
 
 
 async def test_a_slow_answer_is_a_timeout_and_tried_again(script: Script, cluster: Client) -> None:

@@ -208,30 +208,6 @@ async def test_a_defect_does_not_end_the_following(
             await it.holds(a=1, b=2)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"", "it is no kubeconfig"),
-        (b"- a list", "it is no kubeconfig"),
-        (b"this: is: not yaml", "mapping values are not allowed here"),
-        (b"\xff\xfe\x00", "codec"),
-        (b"current-context: x\n", "contexts"),
-    ],
-)
-async def test_an_error_for_a_file_that_is_no_kubeconfig_is_one_line_with_the_fix(
-    tmp_path: Path, content: bytes, told: str
-) -> None:
-    file = tmp_path / "config"
-    file.write_bytes(content)
-    with pytest.raises(NoCluster) as caught:
-        await Client.from_config(file)
-    message = str(caught.value)
-    assert message.startswith(f"no Kubernetes credentials from {file}: ")
-    assert told in message
-    assert message.endswith("; correct it, or give another --kubeconfig FILE or --context NAME")
-    assert "\n" not in message
-
-
 async def test_an_error_for_a_missing_kubeconfig_names_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -146,16 +146,6 @@ def test_reading_a_program_that_runs_elsewhere_waits_for_its_body(read: Callable
     state.sync()
 
 
-def test_what_ended_a_program_is_raised_by_what_it_returns() -> None:
-    @function
-    def breaks(s: Any) -> None:
-        raise LookupError("no such thing")
-
-    for state in (breaks.run(stream=True, backend=COUNTS), *breaks.run_batch([{}], backend=COUNTS)):
-        with pytest.raises(ProgramError, match="no such thing"):
-            _ = state.ret_value
-
-
 @function
 def countdown(s: Any, n: int) -> None:
     s += f"{n} "
@@ -176,17 +166,6 @@ def test_variables_may_be_set_once_a_program_has_ended_though_nothing_is_appende
     assert (state["a"], state["mark"], state.text()) == ("<3>!", 3, "why<3>")
     with pytest.raises(ProgramError, match="nothing can be appended"):
         state += "more"
-
-
-def test_a_branch_that_was_joined_takes_no_more_steps() -> None:
-    @function
-    def joins(s: Any) -> None:
-        branches = s.fork(size=2)
-        branches.join()
-        branches[0]["x"] = 1
-
-    with pytest.raises(ProgramError, match="joined"):
-        joins.run(backend=COUNTS)
 
 
 def test_a_state_shows_its_text() -> None:

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.lang_backend import PATIENCE_S, FakeBackend
+from support.lang_backend import FakeBackend
 from treeline_lang import function, gen
 from treeline_lang.errors import Unreachable, WrongType
-
-
-@function
-def three(s: Any) -> None:
-    s += "one" + gen("a")
-    s += "two" + gen("b")
-    s += "three" + gen("c")
-
-
-def in_thread(work: Any) -> Any:
-    """The result of a call in another thread; a call that hangs fails."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result(PATIENCE_S)
 
 
 def test_a_thousand_branches_need_no_threads():

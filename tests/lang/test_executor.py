@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import threading
@@ -73,22 +72,13 @@ def test_branches_run_at_the_same_time_and_with_parallel_false_do_not():
     assert apart.most == 1
 
 
-def test_a_failed_step_ends_its_stream_and_every_reader_hears_why():
+def test_a_failed_step_ends_its_stream_and_what_waits_for_later_ones():
     backend = FakeBackend()
     backend.fails = lambda request: Unreachable("gone") if "two" in request.text else None
     with backend.holding():
         state = three.run(backend=backend)  # the body ends before anything fails
     assert state["a"].strip()
-    for read in (
-        lambda: state["b"],
-        lambda: state["c"],
-        state.text,
-        state.messages,
-        lambda: state.get_meta_info("c"),
-        lambda: list(state.text_iter()),
-        lambda: list(state.text_iter("b")),
-        lambda: state.variables,
-    ):
+    for read in (lambda: state["b"], lambda: state["c"], lambda: list(state.text_iter("b"))):
         with pytest.raises(Unreachable, match=r"test_executor.py:\d+ in three: gen\('b'\): gone"):
             in_thread(read)
     assert len(backend.requests) == 2
@@ -107,7 +97,7 @@ def test_an_error_of_the_body_names_its_line_and_reaches_those_who_read():
     with pytest.raises(RuntimeError, match="no more"):
         broken.run(backend=FakeBackend())
     state = broken.run(backend=FakeBackend(), stream=True)
-    for read in (lambda: state["never"], lambda: list(state.text_iter()), state.text):
+    for read in (lambda: state["never"], lambda: list(state.text_iter()), state.text, lambda: state.ret_value):
         with pytest.raises(ProgramError, match=r"test_executor.py:\d+ in broken: the program: RuntimeError: no more"):
             in_thread(read)
     assert broken.run_batch([{}], backend=FakeBackend())[0].error() is not None
@@ -216,6 +206,8 @@ def test_nothing_is_appended_to_what_has_ended():
         forks.join()
         with pytest.raises(ProgramError, match="the branch was joined"):
             forks[0] += "more"
+        with pytest.raises(ProgramError, match="the branch was joined"):
+            forks[0]["x"] = 1
         with pytest.raises(ProgramError, match="the branch was joined"):
             forks.join()
 
@@ -380,31 +372,26 @@ def test_two_programs_share_a_backend_and_see_nothing_of_each_other():
     assert len(sessions) == len(words), "each run has its own"
 
 
-def test_a_program_called_within_another_runs_beside_it():
+def test_programs_called_within_one_run_beside_it_and_with_parallel_false_do_not():
     @function
-    def inner(s: Any, word: str) -> str:
-        s += word + gen("a")
-        return word.upper()
+    def one(s: Any, number: int) -> None:
+        s += f"program {number}" + gen("x")
 
     @function
-    def outer(s: Any) -> None:
-        called = [inner(word=word) for word in ("x", "y")]
-        s += "and " + called[0]["a"] + called[1]["a"]
-        s.set_var("returned", called[0].ret_value)
+    def several(s: Any) -> list[str]:
+        called = [one(number=number) for number in range(4)]
+        return [state["x"] for state in called]
 
     backend = FakeBackend()
-    with backend.holding(), ThreadPoolExecutor(1) as pool:
-        running = pool.submit(outer.run, backend=backend)
-        backend.wait_running(2)
+    with backend.holding("generate"), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(several.run, backend=backend)
+        backend.wait_running(4)
         backend.holds = lambda _: False
         backend.release()
-        state = running.result(PATIENCE_S)
-    assert state.text().startswith("and ")
-
-
-def _in_child(queue: Any) -> None:
-    state = three.run(backend=FakeBackend())
-    queue.put(state.text())
+        together = running.result(PATIENCE_S).ret_value
+    apart = FakeBackend()
+    assert several.run(backend=apart, parallel=False).ret_value == together
+    assert apart.most == 1
 
 
 def test_a_forked_process_runs_programs_of_its_own():
@@ -422,9 +409,3 @@ def test_a_forked_process_runs_programs_of_its_own():
             os.kill(pid, 9)
         time.sleep(0.01)
     assert ended[1] == 0
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_in_child, args=(queue,))
-    process.start()
-    assert queue.get(timeout=PATIENCE_S) == expected
-    process.join(PATIENCE_S)

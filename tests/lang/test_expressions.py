@@ -13,7 +13,7 @@ import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.echo_backend import EchoBackend
+from support.lang_backend import FakeBackend
 from treeline_lang import (
     Unsupported,
     assistant,
@@ -104,7 +104,7 @@ def test_what_no_backend_takes_is_refused_where_it_is_written(wrong: Any, error:
 def test_a_name_that_is_no_text_is_refused_where_it_is_written(name: Any) -> None:
     for act in (lambda s: s.set_var(name, 1), lambda s: s.var_scope(name).__enter__()):
         with pytest.raises(TypeError, match="the name of a variable is a text"):
-            function(act).run(backend=EchoBackend())
+            function(act).run(backend=FakeBackend())
 
 
 def test_choices_make_a_select() -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from support.lang_backend import PATIENCE_S
 from treeline_epp.extproc.tls import self_signed
+from treeline_lang import Unreachable
 from treeline_lang.backends.connections import BrokeOff, CannotConnect, Connections
+from treeline_lang.backends.http import HttpClient
 
 TEXT = b"hello world"
 FINE = b"HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n" + TEXT
@@ -171,3 +173,31 @@ async def test_a_server_whose_certificate_is_not_trusted_cannot_be_reached(tmp_p
     async with serving(answers(FINE), ssl=terms(tmp_path)) as port:
         with pytest.raises(CannotConnect, match="certificate"):
             await ask(f"https://localhost:{port}")
+
+
+@pytest.mark.parametrize(
+    ("replies", "seen"),
+    [((b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", b""), 5), ((b"",), 1)],
+    ids=["closed while it was idle", "never answered"],
+)
+async def test_a_request_is_sent_again_only_where_a_connection_was_closed_meanwhile(
+    replies: tuple[bytes, ...], seen: int
+) -> None:
+    """Of three requests the second and the third find theirs closed."""
+    requests: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for reply in replies:
+            requests.append(await reader.readuntil(b"\r\n\r\n{}"))
+            writer.write(reply)
+            await writer.drain()
+
+    async with serving(handle) as port:
+        client = HttpClient(f"http://127.0.0.1:{port}")
+        if seen == 1:
+            with pytest.raises(Unreachable):
+                await client.post("/x", {})
+        else:
+            assert [await client.post("/x", {}) for _ in range(3)] == [{}, {}, {}]
+        await client.close()
+    assert len(requests) == seen

@@ -1,18 +1,21 @@
-"""The language's pages say what is true: their blocks are run, in order, against a real server, and print what they
-show."""
+"""The language's pages and examples say what is true: they are run against a real server, and print what they show."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "language.md", ROOT / "docs" / "language-backends.md"]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("language", "language-backends", "language-compiler")]
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 SHOWN_URL = "http://127.0.0.1:30000"
 
 
@@ -27,28 +30,16 @@ def blocks(page: str) -> list[Block]:
     return [Block(match[1], match[2], page.count("\n", 0, match.start()) + 2) for match in found]
 
 
-def server_flags(page: list[Block]) -> list[str]:
-    """Of the server that the page tells its reader to start."""
-    (command,) = [block.text.split() for block in page if block.kind == "sh server"]
-    assert command[:2] == ["treeline", "serve"]
-    assert f"http://127.0.0.1:{command[command.index('--port') + 1]}" == SHOWN_URL
-    return command[2:]
-
-
 @pytest.fixture(scope="module")
 def url(tiny_url: str) -> str:
-    for page in PAGES:
-        flags = server_flags(blocks(page.read_text()))
-        assert flags[flags.index("--model") + 1] == "models/tiny"
+    """Of the server that the pages tell their reader to start."""
+    shown = [block.text.split() for page in PAGES for block in blocks(page.read_text()) if block.kind == "sh server"]
+    assert (len(shown), len(EXAMPLES) >= 3) == (2, True)
+    for command in shown:
+        assert command[:2] == ["treeline", "serve"]
+        assert f"http://127.0.0.1:{command[command.index('--port') + 1]}" == SHOWN_URL
+        assert command[command.index("--model") + 1] == "models/tiny"
     return tiny_url
-
-
-def run_python(path: Path, block: Block, url: str, names: dict[str, Any]) -> str:
-    code = compile("\n" * (block.line - 1) + block.text.replace(SHOWN_URL, url), str(path), "exec")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(code, names)
-    return printed.getvalue()
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -59,12 +50,26 @@ def test_every_block_does_what_the_page_says(
     (tmp_path / "models").symlink_to(ROOT / "models")
     names: dict[str, Any] = {"__name__": "language_page"}
     page = blocks(path.read_text())
-    assert len(page) >= 7
+    assert len(page) >= 6
     printed, where = "", 0
     for block in page:
         if block.kind == "text":
             assert printed == block.text, f"line {where} prints something else"
         elif block.kind == "python":
-            printed, where = run_python(path, block, url, names), block.line
+            with contextlib.redirect_stdout(io.StringIO()) as shown:
+                exec(compile(block.text.replace(SHOWN_URL, url), "page.py", "exec"), names)
+            printed, where = shown.getvalue(), block.line
         else:
             assert block.kind == "sh server", f"line {block.line}: nobody runs a block of {block.kind!r}"
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_what_its_last_comment_says(script: Path, tiny_url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=ROOT, timeout=240, check=False,
+        env=os.environ | {"TREELINE_URL": tiny_url},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    promised = [line.removeprefix("# ") for line in script.read_text().partition("# Prints:\n")[2].splitlines()]
+    assert done.stdout.splitlines() == promised
+    assert promised

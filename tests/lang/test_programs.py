@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "react": {"act0": FRANCE, "act1": "4 + 5 = 9", "act2": ITALY, "final": ITALY},
     "tool_use": {"said": "3 + 5 = 8", "right": True},
 }
-
-
-@pytest.fixture(scope="module")
-def backend(tiny_url: str) -> Iterator[RuntimeEndpoint]:
-    with RuntimeEndpoint(tiny_url) as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(scope="module")

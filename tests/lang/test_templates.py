@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
-from treeline_lang.errors import RoleError, TemplateError
-from treeline_lang.templates import TEMPLATES, ChatTemplate, derive
+from treeline_lang.errors import Refused, TemplateError
+from treeline_lang.templates import TEMPLATES, ChatTemplate, Message, derive
 from treeline_lang.transcript import Transcript
 from wire.template_corpus import corpus
 
@@ -120,17 +120,6 @@ def test_templates_for_servers_that_render_none_have_all_roles(name: str) -> Non
     assert TEMPLATES[name].stop
 
 
-def test_turns_are_not_nested_and_end_as_they_began() -> None:
-    template, transcript = TEMPLATES["chatml"], Transcript()
-    with pytest.raises(RoleError, match="a turn of the user ends, but none is open"):
-        transcript.end("user", template)
-    transcript.begin("user", template)
-    with pytest.raises(RoleError, match="the assistant begins within one of the user"):
-        transcript.begin("assistant", template)
-    with pytest.raises(RoleError, match="the user's is open"):
-        transcript.end("assistant", template)
-
-
 def test_a_copy_of_a_transcript_goes_its_own_way() -> None:
     template, first = TEMPLATES["chatml"], Transcript()
     first.begin("user", template)
@@ -146,3 +135,15 @@ def test_a_copy_of_a_transcript_goes_its_own_way() -> None:
     assert first.prompt().turn == "look: "
     assert first.prompt().images == ("data:image/png;base64,AA==",)
     assert second.prompt().images == ()
+
+
+async def test_a_server_whose_template_refuses_the_system() -> None:
+    async def render(messages: list[Message], opened: bool) -> str:
+        if messages[0]["role"] == "system":
+            raise Refused("System role not supported")
+        turns = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
+        return turns + ("<assistant>" if opened else "")
+
+    template = await derive(render)
+    assert template.begin("user", True) == "<user>"
+    assert template.missing == {"system": "System role not supported"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import stat
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.envoy import self_signed, validate
-from treeline_operator.envoy import EnvoyConfig, Tls, Tracing, bootstrap, bootstrap_json, command, tls_json
+from treeline_operator.envoy import EnvoyConfig, Tls, Tracing, bootstrap, bootstrap_json, command
 from treeline_operator.envoy.keys import (
     FILTER,
     TYPE_URL,
     KeyFile,
-    credentials,
-    discovery_json,
     filter_settings,
     read_secret,
 )
@@ -68,16 +65,6 @@ def test_the_real_envoy_accepts_it(config: EnvoyConfig, tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_the_real_envoy_accepts_tls(certificate: Tls, tmp_path: Path) -> None:
     assert validate(EnvoyConfig(tls=certificate), tmp_path) == ""
-
-
-@pytest.mark.deep
-def test_the_real_envoy_accepts_what_runs_in_a_cluster(certificate: Tls, tmp_path: Path) -> None:
-    keys, tls = tmp_path / "keys.json", replace(certificate, discovery_file=str(tmp_path / "tls.json"))
-    keys.write_text(discovery_json(credentials({"ada": ["sk-1"]}), "1"))
-    Path(tls.discovery_file or "").write_text(tls_json(tls))
-    config = EnvoyConfig(listen_host="0.0.0.0", admin_port=9901, health_port=8081, api_keys_file=str(keys), tls=tls)
-    assert validate(config, tmp_path) == ""
-    assert "sk-1" not in bootstrap_json(config)
 
 
 def test_keys_from_a_file_mean_the_same_as_keys_in_the_bootstrap() -> None:
@@ -225,11 +212,6 @@ def test_long_generations_do_not_trip_circuit_breakers() -> None:
     for name in ("pods", "ext_proc"):
         (limits,) = cluster(EnvoyConfig(), name)["circuit_breakers"]["thresholds"]
         assert min(limits[k] for k in ("max_connections", "max_pending_requests", "max_requests")) >= 40_000
-
-
-def test_workers_hear_of_a_changed_health_at_once() -> None:
-    for name in ("pods", "ext_proc"):
-        assert cluster(EnvoyConfig(), name)["common_lb_config"]["update_merge_window"] == "0s"
 
 
 def test_the_admin_page_is_on_loopback_even_if_the_listener_is_not() -> None:

@@ -63,27 +63,6 @@ def test_it_evicts_what_was_given_back_first_and_nothing_that_is_used(seed: int)
         assert cache.evictable == sum(not used for used in naive.users.values())
 
 
-def test_a_prefix_outlives_what_came_after_it() -> None:
-    cache = PagedCache(16, 4)
-    cache.take(4)
-    cache.name([1, 2, 3, 4])
-    cache.give([1, 2, 3, 4])
-    assert cache.take(2) == [4, 3]
-    assert cache.matched([1, 2, 3, 4]) == 2
-
-
-def test_a_block_computed_twice_is_kept_once() -> None:
-    cache = PagedCache(16, 4)
-    cache.take(2)
-    assert cache.name([7]) == [7]
-    assert cache.name([7]) == []
-    assert (cache.cached, cache.private, cache.room) == (1, 0, 3)
-    cache.give([7])
-    assert cache.evictable == 0
-    cache.give([7])
-    assert cache.evictable == 1
-
-
 def test_a_cache_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="needs blocks"):
         PagedCache(16, 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable
 from typing import Any, get_args
 
 import yaml
@@ -29,169 +29,126 @@ def overlaid(base: Any, over: Any) -> Any:
     return merged | {key: value for key, value in over.items() if key not in base}
 
 
+# Fields: a list has the values of which one is taken, a map the fields of which some are there (those with a ! always),
+# a tuple the items of a list, each made so.
+_MODEL_SOURCE = {
+    "uri!": ["hf://o/m@main", "pvc://c/p", "path:///m", "builtin://tiny"],
+    "name": ["m", "lora"],
+    "tokenizer": ["hf://o/t", "path:///t"],
+    "tokenSecretRef": [{"name": "token"}],
+    "cache": {
+        "claimName": ["claim"],
+        "size": ["20Gi", 1000],
+        "storageClassName": ["fast"],
+        "accessModes": [["ReadWriteMany"]],
+    },
+    "size": ["16Gi", "1e3", 5],
+}
+_TOLERATION = {
+    "key": ["gpu"],
+    "operator": ["Exists", "Equal"],
+    "value": ["yes"],
+    "effect": ["NoSchedule", "NoExecute"],
+    "tolerationSeconds": [5],
+}
+_ENGINE = {
+    "type!": [*get_args(EngineType)],
+    "image": ["image:1"],
+    "args": [[], ["--enable-dp-attention"]],
+    "port": [8000, 5557],
+    "contextLength": [4096],
+    "memoryFraction": [0.5],
+    "pageSize": [16],
+    "cache": [{"size": "5Gi"}, {"claimName": "c"}, {}],
+    "tensorParallel": [1, 2],
+    "dataParallel": [1, 2],
+    "maxRunningRequests": [8],
+    "maxQueuedRequests": [0],
+    "chunkedPrefillSize": [512],
+    "maxTotalTokens": [4096],
+    "dtype": ["bfloat16"],
+    "quantization": ["fp8"],
+    "kvCacheDtype": ["fp8_e4m3"],
+    "threads": [2],
+    "evictionPolicy": ["lru"],
+    "schedulePolicy": ["fcfs"],
+    "adapters": [[], [{"name": "lora", "uri": "hf://o/l"}], [{"name": "lora", "uri": "pvc://c/l"}]],
+    "resources": [{"requests": {"cpu": cpu}, "limits": {"memory": "2Gi"}} for cpu in ("500m", 2)],
+}
+_PARENTS = [{"name": "g"}, {"name": "g", "namespace": "x", "sectionName": "http", "port": 80}]
+_FIELDS: dict[str, dict[str, Any]] = {
+    "InferencePool": {
+        "model!": _MODEL_SOURCE,
+        "preset": ["a", "h100-80"],
+        "replicas": [0, 1, 7],
+        "template": {
+            "metadata": [{"labels": {label: "x"}} for label in ("team", "treeline.dev/pool")],
+            "spec": [{"containers": [{"name": "runtime", "env": []}], "priorityClassName": "high"}],
+        },
+        "accelerator": {
+            "type": ["cpu", "nvidia", "nvidia"],
+            "count": [1, 2, 4, 3],
+            "class": ["H100"],
+            "runtimeClassName": ["nvidia"],
+            "resourceName": ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb"],
+            "tolerations": (_TOLERATION,),
+        },
+        "engine": _ENGINE,
+        "endpointPicker": {
+            "policy": ["treeline", "round_robin", "random"],
+            "policyParameters": [{}],
+            "parameters": {"maxTtftSeconds": [2.5], "maxBodyBytes": [4096]},
+            "failureMode": ["FailOpen", "FailClose"],
+            "replicas": [1, 3],
+        },
+        "gateway": {
+            "name": ["edge"],
+            "standalone": {"port": [8080], "tls": [{"secretRef": {"name": "t"}}]},
+            "parentRefs": [[], _PARENTS, [_PARENTS[0], _PARENTS[0]]],
+            "hostnames": [[], ["*.example.com"]],
+        },
+        "autoscaling": {
+            "type": ["None", "Picker"],
+            "minReplicas": [0, 1, 5],
+            "maxReplicas": [2, 9],
+            "picker": {"scaleDownSeconds!": [0, 60]},
+        },
+        "drain": {"timeoutSeconds!": [1, 3600]},
+        "rollout": {
+            "strategy": ["SurgeIfCapacity", "Replace"],
+            "maxSurge": [0, 1, 2, "0%", "25%"],
+            "maxUnavailable": [0, 1, "0%", "100%"],
+            "surgeTimeoutSeconds": [0, 600],
+            "paused": [True, False],
+        },
+        "disruptionBudget": {"maxUnavailable!": [1, 2, "50%", 1, 3, 0]},
+    },
+    "InferenceModel": {
+        "modelName!": ["chat", "org/chat:1"],
+        "poolRef!": {"name!": ["a", "b"]},
+        "criticality": ["Critical", "Standard", "Sheddable"],
+        "targetModels": ({"name!": ["x"], "weight": [3]}, {"name!": ["y"], "weight": [3]}),
+        "fallbackPools": [[], [{"name": "a"}], [{"name": "c"}, {"name": "b"}]],
+    },
+}
+
+
 class Chance:
     """Pools and models whose every field has a possible value, and whose fields together often make no sense."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def pool(self) -> dict[str, Any]:
-        """The spec of an InferencePool."""
-        return self._some(
-            {
-                "model": self._model,
-                "preset": lambda: self._one("a", "h100-80"),
-                "replicas": lambda: self._one(0, 1, 7),
-                "template": self._template,
-                "accelerator": self._accelerator,
-                "engine": self._engine,
-                "endpointPicker": lambda: self._some(
-                    {
-                        "policy": lambda: self._one("treeline", "round_robin", "random"),
-                        "policyParameters": dict,
-                        "parameters": lambda: self._some({"maxTtftSeconds": lambda: 2.5, "maxBodyBytes": lambda: 4096}),
-                        "failureMode": lambda: self._one("FailOpen", "FailClose"),
-                        "replicas": lambda: self._one(1, 3),
-                    }
-                ),
-                "gateway": self._gateway,
-                "autoscaling": self._autoscaling,
-                "drain": lambda: {"timeoutSeconds": self._one(1, 3600)},
-                "rollout": lambda: self._some(
-                    {
-                        "strategy": lambda: self._one("SurgeIfCapacity", "Replace"),
-                        "maxSurge": lambda: self._one(0, 1, 2, "0%", "25%"),
-                        "maxUnavailable": lambda: self._one(0, 1, "0%", "100%"),
-                        "surgeTimeoutSeconds": lambda: self._one(0, 600),
-                        "paused": lambda: self._one(True, False),
-                    }
-                ),
-                "disruptionBudget": lambda: {"maxUnavailable": self._one(1, 2, "50%", 1, 3, 0)},
-            },
-            always=("model",),
-        )
+    def spec(self, kind: str) -> dict[str, Any]:
+        made: dict[str, Any] = self._made(_FIELDS[kind])
+        return made
 
-    def model(self) -> dict[str, Any]:
-        """The spec of an InferenceModel."""
-        return self._some(
-            {
-                "modelName": lambda: self._one("chat", "org/chat:1"),
-                "poolRef": lambda: {"name": self._one("a", "b")},
-                "criticality": lambda: self._one("Critical", "Standard", "Sheddable"),
-                "targetModels": lambda: [
-                    self._some({"name": lambda n=n: n, "weight": lambda: 3}, always=("name",)) for n in ("x", "y")
-                ],
-                "fallbackPools": lambda: self._one([], [{"name": "a"}], [{"name": "c"}, {"name": "b"}]),
-            },
-            always=("modelName", "poolRef"),
-        )
-
-    def _model(self) -> dict[str, Any]:
-        return self._some(
-            {
-                "uri": lambda: self._one("hf://o/m@main", "pvc://c/p", "path:///m", "builtin://tiny"),
-                "name": lambda: self._one("m", "lora"),
-                "tokenizer": lambda: self._one("hf://o/t", "path:///t"),
-                "tokenSecretRef": lambda: {"name": "token"},
-                "cache": lambda: self._some(
-                    {
-                        "claimName": lambda: "claim",
-                        "size": lambda: self._one("20Gi", 1000),
-                        "storageClassName": lambda: "fast",
-                        "accessModes": lambda: ["ReadWriteMany"],
-                    }
-                ),
-                "size": lambda: self._one("16Gi", "1e3", 5),
-            },
-            always=("uri",),
-        )
-
-    def _template(self) -> dict[str, Any]:
-        return self._some(
-            {
-                "metadata": lambda: {"labels": {self._one("team", "treeline.dev/pool"): "x"}},
-                "spec": lambda: {"containers": [{"name": "runtime", "env": []}], "priorityClassName": "high"},
-            }
-        )
-
-    def _accelerator(self) -> dict[str, Any]:
-        return self._some(
-            {
-                "type": lambda: self._one("cpu", "nvidia", "nvidia"),
-                "count": lambda: self._one(1, 2, 4, 3),
-                "class": lambda: "H100",
-                "runtimeClassName": lambda: "nvidia",
-                "resourceName": lambda: self._one("nvidia.com/gpu", "nvidia.com/mig-1g.10gb"),
-                "tolerations": lambda: [
-                    self._some(
-                        {
-                            "key": lambda: "gpu",
-                            "operator": lambda: self._one("Exists", "Equal"),
-                            "value": lambda: "yes",
-                            "effect": lambda: self._one("NoSchedule", "NoExecute"),
-                            "tolerationSeconds": lambda: 5,
-                        }
-                    )
-                ],
-            }
-        )
-
-    def _engine(self) -> dict[str, Any]:
-        adapters = [{"name": "lora", "uri": self._one("hf://o/l", "pvc://c/l")}]
-        return self._some(
-            {
-                "type": lambda: self._one(*get_args(EngineType)),
-                "image": lambda: "image:1",
-                "args": lambda: self._one([], ["--enable-dp-attention"]),
-                "port": lambda: self._one(8000, 5557),
-                "contextLength": lambda: 4096,
-                "memoryFraction": lambda: 0.5,
-                "pageSize": lambda: 16,
-                "cache": lambda: self._one({"size": "5Gi"}, {"claimName": "c"}, {}),
-                "tensorParallel": lambda: self._one(1, 2),
-                "dataParallel": lambda: self._one(1, 2),
-                "maxRunningRequests": lambda: 8,
-                "maxQueuedRequests": lambda: 0,
-                "chunkedPrefillSize": lambda: 512,
-                "maxTotalTokens": lambda: 4096,
-                "dtype": lambda: "bfloat16",
-                "quantization": lambda: "fp8",
-                "kvCacheDtype": lambda: "fp8_e4m3",
-                "threads": lambda: 2,
-                "evictionPolicy": lambda: "lru",
-                "schedulePolicy": lambda: "fcfs",
-                "adapters": lambda: self._one([], adapters),
-                "resources": lambda: {"requests": {"cpu": self._one("500m", 2)}, "limits": {"memory": "2Gi"}},
-            },
-            chance=0.2,
-            always=("type",),
-        )
-
-    def _gateway(self) -> dict[str, Any]:
-        parents = [{"name": "g"}, {"name": "g", "namespace": "x", "sectionName": "http", "port": 80}]
-        return self._some(
-            {
-                "name": lambda: "edge",
-                "standalone": lambda: self._some({"port": lambda: 8080, "tls": lambda: {"secretRef": {"name": "t"}}}),
-                "parentRefs": lambda: self._one([], parents, [parents[0], parents[0]]),
-                "hostnames": lambda: self._one([], ["*.example.com"]),
-            }
-        )
-
-    def _autoscaling(self) -> dict[str, Any]:
-        return self._some(
-            {
-                "type": lambda: self._one("None", "Picker"),
-                "minReplicas": lambda: self._one(0, 1, 5),
-                "maxReplicas": lambda: self._one(2, 9),
-                "picker": lambda: {"scaleDownSeconds": self._one(0, 60)},
-            }
-        )
-
-    def _one(self, *values: Any) -> Any:
-        return self._random.choice(values)
-
-    def _some(
-        self, fields: dict[str, Callable[[], Any]], *, chance: float = 0.4, always: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        return {key: make() for key, make in fields.items() if key in always or self._random.random() < chance}
+    def _made(self, of: Any) -> Any:
+        match of:
+            case dict():
+                chance = 0.2 if of is _ENGINE else 0.4
+                there = [key for key in of if key.endswith("!") or self._random.random() < chance]
+                return {key.removesuffix("!"): self._made(of[key]) for key in there}
+            case tuple():
+                return [self._made(item) for item in of]
+        return copy.deepcopy(self._random.choice(of))

@@ -63,6 +63,7 @@ class FakeOpenAI:
         self.key = ""
         """Demanded of every request, if there is one."""
         self.models: list[str] = ["m"]
+        self.connections = 0
         self.port = 0
         self.over: asyncio.Event
         self._server: asyncio.Server
@@ -91,6 +92,7 @@ class FakeOpenAI:
         return f"http://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -112,7 +114,7 @@ class FakeOpenAI:
             writer.write(_json(200, {"data": entries}))
         elif head.startswith("get /version"):
             writer.write(_json(200, {"version": "7.1"}))
-        elif head.startswith("post /v1/"):
+        elif head.startswith("post "):
             self.bodies.append(json.loads(body))
             self.heads.append(head)
             return await self._stream(self.answer(self.bodies[-1]), writer)

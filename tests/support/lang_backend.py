@@ -153,6 +153,10 @@ class FakeBackend(Backend):
     def asked(self, kind: Kind) -> list[Request]:
         return [request for request in self.requests if request.kind == kind]
 
+    def texts(self, kind: Kind) -> list[str]:
+        """The prompts of all requests of a kind."""
+        return [request.text for request in self.asked(kind)]
+
     # ---- inside -------------------------------------------------------------------------------------------------
 
     @asynccontextmanager

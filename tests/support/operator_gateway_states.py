@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import timedelta
 
 from treeline_operator import names
-from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.world import Platform
 
@@ -23,8 +22,6 @@ from support.operator_status import (
 )
 from support.operator_trouble import CREATING, RUNNING
 
-T = ConditionType
-
 GATED = pool(gateway={"parentRefs": [{"name": "edge", "namespace": "infra"}], "hostnames": ["llm.example"]})
 BOTH_APIS = Platform(apis=frozenset((ROUTE, UPSTREAM)))
 
@@ -36,13 +33,7 @@ def route(*told, generation=1):
             "parentRef": {"group": "gateway.networking.k8s.io", "name": "edge", "namespace": "infra"},
             "controllerName": "example.com/controller",
             "conditions": [
-                {
-                    "type": kind,
-                    "status": status,
-                    "reason": reason,
-                    "message": "so it is",
-                    "observedGeneration": 1,
-                }
+                {"type": kind, "status": status, "reason": reason, "message": "so it is", "observedGeneration": 1}
                 for kind, (status, reason) in zip(("Accepted", "ResolvedRefs"), pair, strict=True)
             ],
         }
@@ -55,10 +46,7 @@ def route(*told, generation=1):
 def upstream(status, reason):
     condition = {"type": "Accepted", "status": status, "reason": reason, "message": "no pools here"}
     entries = [
-        {
-            "parentRef": {"kind": "Status", "name": "default"},
-            "conditions": [{**condition, "status": "Unknown"}],
-        },
+        {"parentRef": {"kind": "Status", "name": "default"}, "conditions": [{**condition, "status": "Unknown"}]},
         {"parentRef": {"name": "edge", "namespace": "infra"}, "conditions": [condition]},
     ]
     return observed("InferencePool", "tiny-gie", "inference.networking.k8s.io/v1", status={"parents": entries})
@@ -116,33 +104,23 @@ def gone_from(*kinds):
     return tuple(child for child in gateway_children() if child.ref.kind not in kinds)
 
 
-# name: (world, condition, status, reason, part of the message)
+# name: (world, condition with its status and reason, part of the message)
 GATEWAY_STATES = {
-    "picker": (world(), T.ENDPOINT_PICKER_READY, "True", Reason.PICKER_SYNCED, "every ready pod (1)"),
-    "gateway": (world(), T.GATEWAY_READY, "True", Reason.GATEWAY_SERVING, "gateway treeline is ready"),
+    "picker": (world(), "EndpointPickerReady True PickerSynced", "every ready pod (1)"),
+    "gateway": (world(), "GatewayReady True GatewayServing", "gateway treeline is ready"),
     "no picker yet": (
         world(gateway_parts=()),
-        T.ENDPOINT_PICKER_READY,
-        "False",
-        Reason.PENDING,
+        "EndpointPickerReady False Pending",
         "Deployment treeline-epp is not there yet",
     ),
     "picker starts": (
         world(gateway_parts=gateway_children(epp=0)),
-        T.ENDPOINT_PICKER_READY,
-        "False",
-        Reason.PODS_STARTING,
+        "EndpointPickerReady False PodsStarting",
         "has no pods yet",
     ),
     "picker is sick": (
-        world(
-            gateway_parts=gateway_children(epp=0),
-            gateway_pods=(part_pod("epp"),),
-            events=(part_event("epp"),),
-        ),
-        T.ENDPOINT_PICKER_READY,
-        "False",
-        Reason.PICKER_NOT_READY,
+        world(gateway_parts=gateway_children(epp=0), gateway_pods=(part_pod("epp"),), events=(part_event("epp"),)),
+        "EndpointPickerReady False PickerNotReady",
         "Deployment treeline-epp: 1 of 1 pods (treeline-epp-1): container c runs, but: Readiness probe failed",
     ),
     "picker has no keys": (
@@ -151,84 +129,58 @@ GATEWAY_STATES = {
             gateway_pods=(part_pod("epp", CREATING_ONE),),
             events=(event("treeline-epp-1", "FailedMount", KEYS),),
         ),
-        T.READY,
-        "False",
-        Reason.KEY_SECRET_MISSING,
+        "Ready False KeySecretMissing",
         "treeline-kv-keys",
     ),
     "picker not synced": (
         world(picker=view(pool(), "tiny-1", synced=False)),
-        T.READY,
-        "False",
-        Reason.PICKER_NOT_SYNCED,
+        "Ready False PickerNotSynced",
         "has not read the cluster",
     ),
-    "picker is silent": (world(picker=None), T.READY, "Unknown", Reason.PICKER_UNREACHABLE, "treeline-epp"),
+    "picker is silent": (world(picker=None), "Ready Unknown PickerUnreachable", "treeline-epp"),
     "picker lacks one": (
         world(pool(replicas=2), picker=view(pool(), "tiny-2")),
-        T.ENDPOINT_PICKER_READY,
-        "False",
-        Reason.ENDPOINTS_MISSING,
+        "EndpointPickerReady False EndpointsMissing",
         "would choose 1 of 2 ready pods, not tiny-1",
     ),
     "picker lacks one, progress": (
         world(pool(replicas=2), picker=view(pool(), "tiny-2")),
-        T.PROGRESSING,
-        "True",
-        Reason.ENDPOINTS_MISSING,
+        "Progressing True EndpointsMissing",
         "not tiny-1",
     ),
     "gateway is sick": (
-        world(
-            gateway_parts=gateway_children(edge=0),
-            gateway_pods=(part_pod("edge"),),
-            events=(part_event("edge"),),
-        ),
-        T.READY,
-        "False",
-        Reason.GATEWAY_NOT_READY,
+        world(gateway_parts=gateway_children(edge=0), gateway_pods=(part_pod("edge"),), events=(part_event("edge"),)),
+        "Ready False GatewayNotReady",
         "Deployment treeline-edge: ",
     ),
     "no service yet": (
         world(gateway_parts=gone_from("Service")),
-        T.GATEWAY_READY,
-        "False",
-        Reason.PENDING,
+        "GatewayReady False Pending",
         "Service treeline-gateway is not there yet",
     ),
     "no address": (
         world(BALANCED),
-        T.GATEWAY_READY,
-        "False",
-        Reason.ADDRESS_PENDING,
+        "GatewayReady False AddressPending",
         "inside the cluster treeline-gateway.shop.svc serves",
     ),
     "conflict": (
         world(LATE, others=(pool("older"),)),
-        T.GATEWAY_READY,
-        "True",
-        Reason.GATEWAY_CONFLICT,
+        "GatewayReady True GatewayConflict",
         "but not as this pool says: endpointPicker.replicas is 2 here, 1 in pool older (older)",
     ),
     "keys of a pool that is gone": (
         world(gateway_parts=(*gateway_children(), observed("ConfigMap", "treeline-gateway", data=RECORD))),
-        T.GATEWAY_READY,
-        "True",
-        Reason.PROTECTION_RETAINED,
+        "GatewayReady True ProtectionRetained",
         "it keeps what a pool that is gone stated: ApiKeys; gateway.unprotected drops it",
     ),
     "open to the world": (
         world(BALANCED, gateway_parts=gateway_children(service=ADDRESS)),
-        T.GATEWAY_READY,
-        "True",
-        Reason.GATEWAY_OPEN,
+        "GatewayReady True GatewayOpen",
         "its load balancer has no apiKeysSecretRef and no tls",
     ),
     "keys in the clear": (
         world(pool(gateway={"standalone": BALANCER | KEYED}), gateway_parts=gateway_children(service=ADDRESS)),
-        T.GATEWAY_READY,
-        "True",
-        Reason.GATEWAY_OPEN,
+        "GatewayReady True GatewayOpen",
         "its load balancer has no tls",
     ),
     "keys and certificate": (
@@ -236,103 +188,67 @@ GATEWAY_STATES = {
             pool(gateway={"standalone": BALANCER | KEYED | {"tls": {"secretRef": {"name": "cert"}}}}),
             gateway_parts=gateway_children(service=ADDRESS),
         ),
-        T.GATEWAY_READY,
-        "True",
-        Reason.GATEWAY_SERVING,
+        "GatewayReady True GatewayServing",
         "is ready",
     ),
     "clients kept apart by the picker alone": (
         world(SALTED),
-        T.GATEWAY_READY,
-        "True",
-        Reason.FAIL_CLOSE_FORCED,
+        "GatewayReady True FailCloseForced",
         "it refuses requests while no picker answers",
     ),
     "no Gateway API": (
         gated(platform=Platform()),
-        T.READY,
-        "False",
-        Reason.GATEWAY_API_MISSING,
+        "Ready False GatewayApiMissing",
         "gateway.networking.k8s.io/v1/HTTPRoute",
     ),
     "no Inference Extension": (
         gated(platform=Platform(apis=frozenset((ROUTE,)))),
-        T.GATEWAY_READY,
-        "False",
-        Reason.INFERENCE_EXTENSION_MISSING,
+        "GatewayReady False InferenceExtensionMissing",
         "inference.networking.k8s.io/v1/InferencePool",
     ),
-    "no route yet": (gated(), T.ROUTE_ACCEPTED, "Unknown", Reason.ROUTE_PENDING, "is not there yet"),
-    "route unjudged": (gated(route()), T.READY, "Unknown", Reason.ROUTE_PENDING, "Gateway infra/edge"),
-    "route judged before": (
-        gated(route(FINE, generation=2)),
-        T.READY,
-        "Unknown",
-        Reason.ROUTE_PENDING,
-        "infra/edge",
-    ),
+    "no route yet": (gated(), "RouteAccepted Unknown RoutePending", "is not there yet"),
+    "route unjudged": (gated(route()), "Ready Unknown RoutePending", "Gateway infra/edge"),
+    "route judged before": (gated(route(FINE, generation=2)), "Ready Unknown RoutePending", "infra/edge"),
     "route half judged": (
         gated(route((("True", "Accepted"), ("Unknown", "Pending")))),
-        T.ROUTE_ACCEPTED,
-        "Unknown",
-        Reason.ROUTE_PENDING,
+        "RouteAccepted Unknown RoutePending",
         "not judged yet: Gateway infra/edge",
     ),
-    "route accepted": (
-        gated(route(FINE)),
-        T.ROUTE_ACCEPTED,
-        "True",
-        Reason.ROUTE_ACCEPTED,
-        "Gateway infra/edge",
-    ),
-    "route serves": (gated(route(FINE)), T.READY, "True", Reason.SERVING, "at http://llm.example"),
+    "route accepted": (gated(route(FINE)), "RouteAccepted True RouteAccepted", "Gateway infra/edge"),
+    "route serves": (gated(route(FINE)), "Ready True Serving", "at http://llm.example"),
     "route refused": (
         gated(route((("False", "NotAllowedByListeners"), ("True", "ResolvedRefs")))),
-        T.READY,
-        "False",
-        Reason.ROUTE_NOT_ACCEPTED,
+        "Ready False RouteNotAccepted",
         "Gateway infra/edge: Accepted is False, NotAllowedByListeners: so it is",
     ),
     "pools unsupported": (
         gated(route((("True", "Accepted"), ("False", "InvalidKind")))),
-        T.ROUTE_ACCEPTED,
-        "False",
-        Reason.UNSUPPORTED_BY_PARENT,
+        "RouteAccepted False UnsupportedByParent",
         "ResolvedRefs is False, InvalidKind",
     ),
     "pool refused": (
         gated(route(FINE), upstream("False", "NotSupportedByParent")),
-        T.ROUTE_ACCEPTED,
-        "False",
-        Reason.UNSUPPORTED_BY_PARENT,
+        "RouteAccepted False UnsupportedByParent",
         "Gateway edge, of the pool: Accepted is False",
     ),
     "pool accepted": (
         gated(route(FINE), upstream("True", "Accepted")),
-        T.ROUTE_ACCEPTED,
-        "True",
-        Reason.ROUTE_ACCEPTED,
+        "RouteAccepted True RouteAccepted",
         "accepted by Gateway infra/edge",
     ),
     "Gateway listens": (
         gated(route(FINE), upstream("True", "Accepted"), parents=(front(),)),
-        T.READY,
-        "True",
-        Reason.SERVING,
+        "Ready True Serving",
         "served by 1 pod",
     ),
     "Gateway does not listen": (
         gated(route(FINE), upstream("True", "Accepted"), parents=(front("False", "AddressNotAssigned"),)),
-        T.READY,
-        "False",
-        Reason.GATEWAY_NOT_PROGRAMMED,
+        "Ready False GatewayNotProgrammed",
         "Gateway infra/edge: it is not Programmed: AddressNotAssigned: told by its controller",
     ),
     "Gateway says nothing yet": (
         gated(route(FINE), upstream("True", "Accepted"), parents=(front(None),)),
-        T.GATEWAY_READY,
-        "False",
-        Reason.GATEWAY_NOT_PROGRAMMED,
+        "GatewayReady False GatewayNotProgrammed",
         "not told yet",
     ),
 }

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.world import PoolRouting, Scaling
 
 from support.operator_status import LATER, pod, pool, ready, revision, view, world
 from support.operator_trouble import POD, RUNNING, init
-
-T = ConditionType
 
 TWO = {"replicas": 2}
 PICKER = {"type": "Picker", "minReplicas": 0, "maxReplicas": 4}
@@ -73,198 +70,110 @@ BROKEN = pool(template={"containers": []})
 ZERO = pool(replicas=0)
 PROGRESS = {POD: (3 << 30, 4 << 30)}
 
-# name: (world, condition, status, reason, part of the message)
+# name: (world, condition with its status and reason, part of the message)
 POOL_STATES = {
-    "serves": (
-        world(),
-        T.READY,
-        "True",
-        Reason.SERVING,
-        "tiny is served by 1 pod at http://treeline-gateway.shop.svc",
-    ),
-    "all is settled": (world(), T.PROGRESSING, "False", Reason.ROLLOUT_COMPLETE, "1 of 1 pods are ready"),
-    "pods": (world(), T.WORKLOADS_READY, "True", Reason.PODS_READY, "1 of 1"),
-    "model": (world(), T.MODEL_READY, "True", Reason.MODEL_LOADED, "1 pod has loaded the model tiny"),
-    "model, twice": (world(pool(**TWO)), T.MODEL_READY, "True", Reason.MODEL_LOADED, "2 pods have loaded"),
+    "serves": (world(), "Ready True Serving", "tiny is served by 1 pod at http://treeline-gateway.shop.svc"),
+    "all is settled": (world(), "Progressing False RolloutComplete", "1 of 1 pods are ready"),
+    "pods": (world(), "WorkloadsReady True PodsReady", "1 of 1"),
+    "model": (world(), "ModelReady True ModelLoaded", "1 pod has loaded the model tiny"),
+    "model, twice": (world(pool(**TWO)), "ModelReady True ModelLoaded", "2 pods have loaded"),
     "no keys yet": (
         world(children=(), pods=(), gateway_parts=()),
-        T.WORKLOADS_READY,
-        "False",
-        Reason.KEYS_PENDING,
+        "WorkloadsReady False KeysPending",
         "as soon as gateway treeline has its keys",
     ),
     "no keys needed": (
         world(pool(engine={"type": "custom", "image": "x"}), children=(), pods=(), gateway_parts=()),
-        T.WORKLOADS_READY,
-        "False",
-        Reason.PENDING,
+        "WorkloadsReady False Pending",
         "is not there yet",
     ),
-    "nothing there": (
-        world(children=(), pods=()),
-        T.WORKLOADS_READY,
-        "False",
-        Reason.PENDING,
-        "is not there yet",
-    ),
-    "no pods yet": (
-        world(pods=()),
-        T.WORKLOADS_READY,
-        "False",
-        Reason.PODS_STARTING,
-        "0 of 1 pods are ready",
-    ),
-    "no pods, no model": (world(pods=()), T.MODEL_READY, "Unknown", Reason.PODS_STARTING, "builtin://tiny"),
+    "nothing there": (world(children=(), pods=()), "WorkloadsReady False Pending", "is not there yet"),
+    "no pods yet": (world(pods=()), "WorkloadsReady False PodsStarting", "0 of 1 pods are ready"),
+    "no pods, no model": (world(pods=()), "ModelReady Unknown PodsStarting", "builtin://tiny"),
     "zero": (
         world(ZERO, pods=()),
-        T.READY,
-        "False",
-        Reason.SCALED_TO_ZERO,
+        "Ready False ScaledToZero",
         "replicas is 0: requests for the model are answered 503",
     ),
-    "zero, pods": (
-        world(ZERO, pods=()),
-        T.WORKLOADS_READY,
-        "True",
-        Reason.SCALED_TO_ZERO,
-        "no pods are asked for",
-    ),
-    "zero, model": (world(ZERO, pods=()), T.MODEL_READY, "Unknown", Reason.SCALED_TO_ZERO, "no pod loads"),
-    "zero, settled": (world(ZERO, pods=()), T.PROGRESSING, "False", Reason.SCALED_TO_ZERO, "no pods"),
+    "zero, pods": (world(ZERO, pods=()), "WorkloadsReady True ScaledToZero", "no pods are asked for"),
+    "zero, model": (world(ZERO, pods=()), "ModelReady Unknown ScaledToZero", "no pod loads"),
+    "zero, settled": (world(ZERO, pods=()), "Progressing False ScaledToZero", "no pods"),
     "deleted": (
         world(pool().model_copy(update={"metadata": pool().metadata.model_copy(update={"deletion_timestamp": LATER})})),
-        T.READY,
-        "False",
-        Reason.DELETING,
+        "Ready False Deleting",
         "is being deleted",
     ),
     "rolling": (
         rolling(),
-        T.WORKLOADS_READY,
-        "False",
-        Reason.PODS_STARTING,
+        "WorkloadsReady False PodsStarting",
         "0 of 1 pods are ready; 1 of 1 pods (tiny-1): starts; meanwhile served by 1 pod of older revisions",
     ),
-    "rolling, no new pod": (
-        rolling(pods=()),
-        T.WORKLOADS_READY,
-        "False",
-        Reason.ROLLING_OUT,
-        "meanwhile served by 1 pod",
-    ),
-    "rolling, progress": (
-        rolling(),
-        T.PROGRESSING,
-        "True",
-        Reason.ROLLING_OUT,
-        "left of older revisions: 1 pod",
-    ),
-    "rolling, last": (
-        rolling(target_ready=1),
-        T.PROGRESSING,
-        "True",
-        Reason.ROLLING_OUT,
-        "left of older revisions: 1 pod",
-    ),
-    "first start": (troubled({}), T.PROGRESSING, "True", Reason.PODS_STARTING, "1 of 2 pods are ready"),
-    "stalled": (
-        rolling(conditions=OVERDUE),
-        T.PROGRESSING,
-        "False",
-        Reason.ROLLOUT_STALLED,
-        "0 of 1 pods are ready",
-    ),
+    "rolling, no new pod": (rolling(pods=()), "WorkloadsReady False RollingOut", "meanwhile served by 1 pod"),
+    "rolling, progress": (rolling(), "Progressing True RollingOut", "left of older revisions: 1 pod"),
+    "rolling, last": (rolling(target_ready=1), "Progressing True RollingOut", "left of older revisions: 1 pod"),
+    "first start": (troubled({}), "Progressing True PodsStarting", "1 of 2 pods are ready"),
+    "stalled": (rolling(conditions=OVERDUE), "Progressing False RolloutStalled", "0 of 1 pods are ready"),
     "paused": (
         rolling({"rollout": {"paused": True}}, pods=()),
-        T.PROGRESSING,
-        "False",
-        Reason.PAUSED,
+        "Progressing False Paused",
         "kept of older revisions: 1 pod",
     ),
-    "paused, pods": (
-        rolling({"rollout": {"paused": True}}, pods=()),
-        T.READY,
-        "False",
-        Reason.PAUSED,
-        "meanwhile",
-    ),
-    "scaling up": (world(pool(replicas=3), pods=()), T.PROGRESSING, "True", Reason.SCALING, "0 of 3 pods"),
+    "paused, pods": (rolling({"rollout": {"paused": True}}, pods=()), "Ready False Paused", "meanwhile"),
+    "scaling up": (world(pool(replicas=3), pods=()), "Progressing True Scaling", "0 of 3 pods"),
     "scaling down": (
         world(pods=tuple(pod(pool(), f"tiny-{n}", **ready(n)) for n in (1, 2))),
-        T.PROGRESSING,
-        "True",
-        Reason.SCALING,
+        "Progressing True Scaling",
         "2 of 1 pods are ready",
     ),
     "draining": (
         world(pods=(pod(pool(), "tiny-1", **ready()), pod(pool(), "tiny-2", serving="false", **ready(2)))),
-        T.PROGRESSING,
-        "True",
-        Reason.DRAINING,
+        "Progressing True Draining",
         "finishing their requests: 1 pod",
     ),
     "bad template": (
         world(BROKEN, children=(), pods=()),
-        T.READY,
-        "False",
-        Reason.TEMPLATE_INVALID,
+        "Ready False TemplateInvalid",
         "containers is not part of a pod template",
     ),
     "other model": (
         world(picker=view(pool(), "tiny-1", models=("gpt2",))),
-        T.MODEL_READY,
-        "False",
-        Reason.MODEL_NOT_SERVED,
+        "ModelReady False ModelNotServed",
         "the pods serve gpt2, not tiny",
     ),
     "download": (
         troubled(init(RUNNING), count=0, spec={}),
-        T.MODEL_READY,
-        "False",
-        Reason.WEIGHTS_DOWNLOADING,
+        "ModelReady False WeightsDownloading",
         "75 % of builtin://tiny are there, downloaded by 1 pod",
     ),
-    "pickers unasked": (scaled(PICKER), T.SCALING_ACTIVE, "Unknown", Reason.PENDING, "not been asked"),
+    "pickers unasked": (scaled(PICKER), "ScalingActive Unknown Pending", "not been asked"),
     "scaled by its pickers": (
         scaled(PICKER, scaling=Scaling(heard=True)),
-        T.SCALING_ACTIVE,
-        "True",
-        Reason.AUTOSCALER_ACTIVE,
+        "ScalingActive True AutoscalerActive",
         "sets replicas between 0 and 4",
     ),
     "pickers that say nothing": (
         scaled(PICKER, scaling=Scaling()),
-        T.SCALING_ACTIVE,
-        "False",
-        Reason.SIGNALS_MISSING,
+        "ScalingActive False SignalsMissing",
         "no picker of gateway treeline",
     ),
     "scaled by somebody else": (
         scaled(PICKER, scaling=Scaling(heard=True, owner="HorizontalPodAutoscaler theirs")),
-        T.SCALING_ACTIVE,
-        "False",
-        Reason.SCALED_BY_ANOTHER,
+        "ScalingActive False ScaledByAnother",
         "HorizontalPodAutoscaler theirs scales the pool",
     ),
     "claim for one node": (
         world(pool(replicas=2, engine={"cache": {"size": "10Gi"}})),
-        T.WARNINGS,
-        "True",
-        Reason.CLAIM_NOT_SHAREABLE,
+        "Warnings True ClaimNotShareable",
         "claim tiny-cache is ReadWriteOnce: all 2 pods must be on one node",
     ),
     "claim for one node, autoscaled": (
         world(pool(engine={"cache": {"size": "10Gi"}}, autoscaling=PICKER)),
-        T.WARNINGS,
-        "True",
-        Reason.CLAIM_NOT_SHAREABLE,
+        "Warnings True ClaimNotShareable",
         "all 4 pods",
     ),
     "claim for one pod": (
         world(pool(engine={"cache": {"size": "10Gi", "accessModes": ["ReadWriteOncePod"]}})),
-        T.WARNINGS,
-        "True",
-        Reason.CLAIM_NOT_SHAREABLE,
+        "Warnings True ClaimNotShareable",
         "one pod at a time can have it, also while a rollout",
     ),
     "devices without work": (
@@ -275,23 +184,17 @@ POOL_STATES = {
                 engine={"type": "vllm", "tensorParallel": 2},
             )
         ),
-        T.WARNINGS,
-        "True",
-        Reason.DEVICES_UNUSED,
+        "Warnings True DevicesUnused",
         "accelerator.count is 8, and the engine uses 6 fewer",
     ),
     "a tokenizer that the picker cannot have": (
         world(pool(model={"uri": "path:///m", "name": "tiny"}, engine={"type": "vllm"})),
-        T.WARNINGS,
-        "True",
-        Reason.ROUTED_BY_HISTORY,
+        "Warnings True RoutedByHistory",
         "the tokenizer of tiny is at path:///m, which is in the runtime pods alone: requests are routed by history",
     ),
     "a picker that routes by history": (
         routed(pool(model={"uri": "hf://o/tiny"}, engine={"type": "vllm"}), "history", "TokenizerUnavailable"),
-        T.WARNINGS,
-        "True",
-        Reason.ROUTED_BY_HISTORY,
+        "Warnings True RoutedByHistory",
         "the picker says TokenizerUnavailable: it is away: requests are routed by history",
     ),
     "arguments that the picker is not told": (
@@ -301,9 +204,7 @@ POOL_STATES = {
                 engine={"type": "vllm", "args": ["--chat-template=/t.jinja", "--api-key", "--tokenizer-mode=slow"]},
             )
         ),
-        T.WARNINGS,
-        "True",
-        Reason.ARGS_UNTOLD,
+        "Warnings True ArgsUntold",
         "engine.args says by --chat-template (model.chatTemplateRef is told to both), --api-key (",
     ),
     "arguments that say what a field says": (
@@ -313,9 +214,7 @@ POOL_STATES = {
                 engine={"type": "vllm", "contextLength": 512, "args": ["--max_model_len=9", "--data-parallel-size=1"]},
             )
         ),
-        T.WARNINGS,
-        "True",
-        Reason.ARGS_OVERRIDE,
+        "Warnings True ArgsOverride",
         "engine.args say --max-model-len (engine.contextLength): the fields have no effect",
     ),
     "a template that says what it cannot change": (
@@ -329,9 +228,7 @@ POOL_STATES = {
                 }
             )
         ),
-        T.WARNINGS,
-        "True",
-        Reason.TEMPLATE_OVERRULED,
+        "Warnings True TemplateOverruled",
         "keeps its own for spec.terminationGracePeriodSeconds, spec.containers[runtime].ports[9000,TCP]",
     ),
 }

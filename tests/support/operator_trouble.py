@@ -36,6 +36,17 @@ def ended(code, reason="Error", message=""):
 
 
 BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s restarting failed container"}}
+
+
+def crashed(restarts, code, reason="Error", message=""):
+    """The runtime is not started again yet."""
+    return runtime(BACK_OFF, restartCount=restarts, lastState=ended(code, reason, message))
+
+
+def waits(reason, message=""):
+    return runtime({"waiting": {"reason": reason} | ({"message": message} if message else {})})
+
+
 RUNNING = {"running": {"startedAt": "2026-11-20T11:58:00Z"}}
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 NOT_FOUND = "failed to pull and unpack image: registry.example/runtime:1: not found"
@@ -54,259 +65,186 @@ ENGINE_CORE = (
 )
 PULL = f'Failed to pull image "registry.example/runtime:1": {NOT_FOUND}'
 
-TROUBLES: dict[str, tuple[dict[str, Any], list[Any], Reason, str]] = {
+# name: (status, reason, part of the message, the events about it …)
+TROUBLES: dict[str, tuple[Any, ...]] = {
     "no GPU": (
         unscheduled(
             "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available: "
             "3 No preemption victims found for incoming pod."
         ),
-        [],
         Reason.INSUFFICIENT_CAPACITY,
         "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     ),
     "unbound claim": (
         unscheduled("0/3 nodes are available: pod has unbound immediate PersistentVolumeClaims."),
-        [],
         Reason.VOLUME_NOT_READY,
         "unbound immediate PersistentVolumeClaims",
     ),
     "absent claim": (
         unscheduled('0/3 nodes are available: persistentvolumeclaim "weights" not found.'),
-        [],
         Reason.VOLUME_NOT_READY,
         '"weights" not found',
     ),
     "gate": (
         unscheduled("Scheduling is blocked due to non-empty scheduling gates", "SchedulingGated"),
-        [],
         Reason.PODS_STARTING,
         "scheduling gate",
     ),
     "evicted": (
         {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory."},
-        [],
         Reason.INSUFFICIENT_CAPACITY,
         "Evicted: The node was low on resource: memory.",
     ),
     "image, first": (
-        runtime({"waiting": {"reason": "ErrImagePull", "message": NOT_FOUND}}),
-        [],
+        waits("ErrImagePull", NOT_FOUND),
         Reason.IMAGE_PULL_FAILING,
         f"image registry.example/runtime:1 of container runtime: {NOT_FOUND}",
     ),
     "image, back-off": (
-        runtime(
-            {
-                "waiting": {
-                    "reason": "ImagePullBackOff",
-                    "message": f'Back-off pulling image "registry.example/runtime:1": ErrImagePull: {NOT_FOUND}',
-                }
-            }
-        ),
-        [],
+        waits("ImagePullBackOff", f'Back-off pulling image "registry.example/runtime:1": ErrImagePull: {NOT_FOUND}'),
         Reason.IMAGE_PULL_FAILING,
         f"image registry.example/runtime:1 of container runtime: {NOT_FOUND}",
     ),
     "image, back-off of an old kubelet": (
-        runtime(
-            {
-                "waiting": {
-                    "reason": "ImagePullBackOff",
-                    "message": 'Back-off pulling image "registry.example/runtime:1"',
-                }
-            }
-        ),
-        [event(POD, "Failed", "Error: ImagePullBackOff"), event(POD, "Failed", PULL)],
+        waits("ImagePullBackOff", 'Back-off pulling image "registry.example/runtime:1"'),
         Reason.IMAGE_PULL_FAILING,
         f"image registry.example/runtime:1 of container runtime: {NOT_FOUND}",
+        event(POD, "Failed", "Error: ImagePullBackOff"),
+        event(POD, "Failed", PULL),
     ),
-    "image, nothing said": (
-        runtime({"waiting": {"reason": "ImagePullBackOff"}}),
-        [],
-        Reason.IMAGE_PULL_FAILING,
-        "it cannot be pulled",
-    ),
+    "image, nothing said": (waits("ImagePullBackOff"), Reason.IMAGE_PULL_FAILING, "it cannot be pulled"),
     "crash": (
-        runtime(BACK_OFF, restartCount=4, lastState=ended(1, message=TRACEBACK)),
-        [],
+        crashed(4, 1, message=TRACEBACK),
         Reason.CRASH_LOOPING,
         "container runtime ended with exit code 1 (4 restarts); its last words: ValueError: bad page size",
     ),
-    "crash, silent": (
-        runtime(BACK_OFF, restartCount=1, lastState=ended(2)),
-        [],
-        Reason.CRASH_LOOPING,
-        "exit code 2 (1 restart); it said nothing",
-    ),
+    "crash, silent": (crashed(1, 2), Reason.CRASH_LOOPING, "exit code 2 (1 restart); it said nothing"),
     "crash, between two ends": (
         runtime(RUNNING, restartCount=2, started=False, lastState=ended(1, message="boom")),
-        [],
         Reason.CRASH_LOOPING,
         "its last words: boom",
     ),
-    "crash, just now": (runtime(ended(3, message="boom")), [], Reason.CRASH_LOOPING, "exit code 3"),
+    "crash, just now": (runtime(ended(3, message="boom")), Reason.CRASH_LOOPING, "exit code 3"),
     "killed for memory": (
-        runtime(BACK_OFF, restartCount=2, lastState=ended(137, "OOMKilled")),
-        [],
+        crashed(2, 137, "OOMKilled"),
         Reason.OUT_OF_MEMORY,
         "more memory than its limit (2 restarts)",
     ),
     "device memory": (
-        runtime(
-            BACK_OFF,
-            restartCount=2,
-            lastState=ended(1, message="torch.OutOfMemoryError: CUDA out of memory. 2 GiB"),
-        ),
-        [],
+        crashed(2, 1, message="torch.OutOfMemoryError: CUDA out of memory. 2 GiB"),
         Reason.MODEL_TOO_LARGE,
         "CUDA out of memory",
     ),
     "liveness": (
         runtime(RUNNING, restartCount=2, lastState=ended(137)),
-        [event(POD, "Unhealthy", "Liveness probe failed: HTTP probe failed with statuscode: 500")],
         Reason.PROBE_FAILING,
         "container runtime was restarted (2 restarts): Liveness probe failed: HTTP probe failed with statuscode: 500",
+        event(POD, "Unhealthy", "Liveness probe failed: HTTP probe failed with statuscode: 500"),
     ),
     "another port, ended when asked to": (
         runtime(RUNNING, restartCount=3, started=False, lastState=ended(0, "Completed", "bye")),
-        [event(POD, "Unhealthy", "Startup probe failed: dial tcp 10.0.0.5:8000: connect: connection refused")],
         Reason.PROBE_FAILING,
         "container runtime was restarted (3 restarts): Startup probe failed: dial tcp 10.0.0.5:8000",
+        event(POD, "Unhealthy", "Startup probe failed: dial tcp 10.0.0.5:8000: connect: connection refused"),
     ),
     "another port, in back-off": (
-        runtime(BACK_OFF, restartCount=3, lastState=ended(0, "Completed")),
-        [event(POD, "Unhealthy", "Startup probe failed: connection refused")],
+        crashed(3, 0, "Completed"),
         Reason.PROBE_FAILING,
         "Startup probe failed: connection refused",
+        event(POD, "Unhealthy", "Startup probe failed: connection refused"),
     ),
     "ends well again and again": (
         runtime(RUNNING, restartCount=2, started=False, lastState=ended(0, "Completed")),
-        [],
         Reason.CRASH_LOOPING,
         "ended with exit code 0 (2 restarts)",
     ),
     "a flag that there is not": (
-        runtime(BACK_OFF, restartCount=3, lastState=ended(2, message=USAGE)),
-        [],
+        crashed(3, 2, message=USAGE),
         Reason.CRASH_LOOPING,
         "its last words: treeline serve: error: unrecognized arguments: --prt 9000",
     ),
     "an error that points back": (
-        runtime(BACK_OFF, restartCount=3, lastState=ended(1, message=ENGINE_CORE)),
-        [],
+        crashed(3, 1, message=ENGINE_CORE),
         Reason.CRASH_LOOPING,
         "ValueError: --block-size 7 is not supported",
     ),
-    "no folder of weights": (
-        runtime(BACK_OFF, restartCount=3, lastState=ended(1, message=NO_FOLDER)),
-        [],
-        Reason.WEIGHTS_MISSING,
-        "there is no folder '/nope'",
-    ),
+    "no folder of weights": (crashed(3, 1, message=NO_FOLDER), Reason.WEIGHTS_MISSING, "there is no folder '/nope'"),
     "no folder of weights, vLLM": (
-        runtime(
-            BACK_OFF,
-            restartCount=3,
-            lastState=ended(
-                1,
-                message="pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
-                "  Value error, Invalid repository ID or local directory specified: '/nope'.\n"
-                "    For further information visit https://errors.pydantic.dev/2.12/v/value_error\n",
-            ),
+        crashed(
+            3,
+            1,
+            message="pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+            "  Value error, Invalid repository ID or local directory specified: '/nope'.\n"
+            "    For further information visit https://errors.pydantic.dev/2.12/v/value_error\n",
         ),
-        [],
         Reason.WEIGHTS_MISSING,
         "Invalid repository ID or local directory specified: '/nope'",
     ),
     "readiness": (
         runtime(RUNNING, started=True),
-        [
-            event(POD, "Unhealthy", "Readiness probe failed: an older one", last="2026-11-20T11:00:00Z"),
-            event(POD, "Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503"),
-        ],
         Reason.PROBE_FAILING,
         "container runtime runs, but: Readiness probe failed: HTTP probe failed with statuscode: 503",
+        event(POD, "Unhealthy", "Readiness probe failed: an older one", last="2026-11-20T11:00:00Z"),
+        event(POD, "Unhealthy", "Readiness probe failed: HTTP probe failed with statuscode: 503"),
     ),
-    "not ready yet": (runtime(RUNNING, started=True), [], Reason.PODS_STARTING, "runs and is not ready yet"),
+    "not ready yet": (runtime(RUNNING, started=True), Reason.PODS_STARTING, "runs and is not ready yet"),
     "loading": (
         runtime(RUNNING, started=False),
-        [event(POD, "Unhealthy", "Startup probe failed: connection refused")],
         Reason.MODEL_LOADING,
         "has not passed its start-up probe yet",
+        event(POD, "Unhealthy", "Startup probe failed: connection refused"),
     ),
-    "downloading": (init(RUNNING), [], Reason.WEIGHTS_DOWNLOADING, "the weights are being downloaded"),
+    "downloading": (init(RUNNING), Reason.WEIGHTS_DOWNLOADING, "the weights are being downloaded"),
     "download failed": (
         init(
             BACK_OFF,
             restartCount=3,
             lastState=ended(1, message="DownloadFailed: org/name is gated and there is no token"),
         ),
-        [],
         Reason.DOWNLOAD_FAILED,
         "container model: org/name is gated and there is no token",
     ),
     "too large for the volume": (
         init(ended(1, message="ModelTooLarge: 16.1 GiB are needed, 10.0 GiB are free")),
-        [],
         Reason.MODEL_TOO_LARGE,
         "16.1 GiB are needed",
     ),
     "no weights": (
         init(ended(1, message="fetching\nWeightsMissing: org/name has no *.safetensors")),
-        [],
         Reason.WEIGHTS_MISSING,
         "org/name has no *.safetensors",
     ),
     "absent token": (
         init({"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "hf-token" not found'}}),
-        [],
         Reason.CONFIG_ERROR,
         'container model: secret "hf-token" not found',
     ),
     "bad command": (
-        runtime(
-            {
-                "waiting": {
-                    "reason": "RunContainerError",
-                    "message": 'exec: "serve": executable file not found in $PATH',
-                }
-            }
-        ),
-        [],
+        waits("RunContainerError", 'exec: "serve": executable file not found in $PATH'),
         Reason.CONFIG_ERROR,
         'exec: "serve": executable file not found',
     ),
     "absent keys": (
         runtime(CREATING),
-        [
-            event(
-                POD,
-                "FailedMount",
-                'MountVolume.SetUp failed for volume "keys" : secret "treeline-kv-keys" not found',
-            )
-        ],
         Reason.KEY_SECRET_MISSING,
         'secret "treeline-kv-keys" not found',
+        event(POD, "FailedMount", 'MountVolume.SetUp failed for volume "keys" : secret "treeline-kv-keys" not found'),
     ),
     "mount": (
         runtime(CREATING),
-        [
-            event(
-                POD,
-                "FailedAttachVolume",
-                'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) tiny-9',
-            )
-        ],
         Reason.VOLUME_NOT_READY,
         "Multi-Attach error",
+        event(
+            POD, "FailedAttachVolume", 'Multi-Attach error for volume "pvc-1" Volume is already used by pod(s) tiny-9'
+        ),
     ),
     "sandbox": (
         runtime(CREATING),
-        [event(POD, "FailedCreatePodSandBox", "plugin type=bridge failed: no IP addresses available")],
         Reason.PODS_STARTING,
         "no IP addresses available",
+        event(POD, "FailedCreatePodSandBox", "plugin type=bridge failed: no IP addresses available"),
     ),
-    "nobody has looked": ({}, [], Reason.PODS_STARTING, "starts"),
+    "nobody has looked": ({}, Reason.PODS_STARTING, "starts"),
 }
 
 REJECTIONS: dict[Reason, str] = {

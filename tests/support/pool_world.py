@@ -106,7 +106,7 @@ class SimCluster:
             PickerEndpoint(
                 name,
                 f"{name}:8000",
-                _ready(pod) and not _draining(pod),
+                is_ready(pod) and not _draining(pod),
                 _draining(pod),
                 self.streams.get(name, 0),
             )
@@ -185,7 +185,7 @@ class SimCluster:
             mine = [p for p in self.pods.values() if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]]
             wanted = obj["spec"]["replicas"]
             # Pods that are not ready go first, then those whose cost is lowest.
-            mine.sort(key=lambda pod: (not _ready(pod), -_cost(pod), pod["metadata"]["name"]))
+            mine.sort(key=lambda pod: (not is_ready(pod), -_cost(pod), pod["metadata"]["name"]))
             for extra in mine[wanted:]:
                 del self.pods[extra["metadata"]["name"]]
             for _ in range(wanted - len(mine)):
@@ -230,7 +230,7 @@ class SimCluster:
     def make_ready(self, pod_name: str | None = None) -> None:
         """Let a pod, or all, finish its download and pass its probes."""
         for name, pod in self.pods.items():
-            if pod_name in (None, name) and _placed(pod) and not _ready(pod):
+            if pod_name in (None, name) and _placed(pod) and not is_ready(pod):
                 status = pod["status"]
                 status.update(phase="Running", containerStatuses=[{"name": "runtime", "ready": True}])
                 status["initContainerStatuses"] = [
@@ -246,7 +246,7 @@ class SimCluster:
         pod["status"]["conditions"] = [c for c in pod["status"]["conditions"] if c["type"] != "Ready"]
 
     def ready(self) -> int:
-        return sum(1 for pod in self.pods.values() if _ready(pod))
+        return sum(1 for pod in self.pods.values() if is_ready(pod))
 
     def _apply(self, action: Apply) -> None:
         old = self.objects.get(action.ref)
@@ -320,7 +320,7 @@ def _respelled(value: Any, key: str = "", parent: str = "") -> Any:
     return value
 
 
-def _ready(pod: dict[str, Any]) -> bool:
+def is_ready(pod: dict[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"]["conditions"])
 
 

@@ -23,13 +23,7 @@ from treeline_bench.programs.workloads import WORKLOADS
 from treeline_bench.results import read_result
 from treeline_runtime.args import parse_args
 
-
-@pytest.fixture(autouse=True)
-def signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signals")
 
 
 def test_help_names_everything_that_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:

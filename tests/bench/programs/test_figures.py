@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from treeline_bench.programs.figures import Measured, geomean, rows_of, table_of
+from treeline_bench.programs.figures import Measured, rows_of
 from treeline_bench.programs.oracle import Found
 
 NONE = Measured(10, 5.0, Found(1000, 0), latency_s=2.0)
@@ -13,11 +13,6 @@ OTHER = Measured(10, 2.0, Found(1000, 500))
 
 def values(measured: dict[str, dict[str, Measured]]) -> dict[str, float]:
     return {row.metric: row.value for row in rows_of(measured, {})}
-
-
-def test_a_geometric_mean_takes_half_and_double_for_equal() -> None:
-    assert geomean([0.5, 2.0]) == pytest.approx(1)
-    assert geomean([3.0]) == pytest.approx(3)
 
 
 def test_what_sums_up_comes_first() -> None:
@@ -54,9 +49,3 @@ def test_of_two_forms_the_worse_one_counts() -> None:
         "programs.api_speculation_call_ratio.chats": 3.0,
         "programs.api_speculation_call_ratio.completions": 2.5,
     }
-
-
-def test_the_table_has_a_column_for_each_ablation_that_ran() -> None:
-    table = table_of({"mmlu": {"none": NONE, "full": FULL}})
-    assert "| workload | No cache, no parallelism | Full | hit rate | of the best |" in table
-    assert "| MMLU | 2 | 10 | 72.0% | 96.0% |" in table

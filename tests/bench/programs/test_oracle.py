@@ -22,19 +22,6 @@ def test_the_tree_finds_what_a_trie_of_single_tokens_would(seed: int) -> None:
         known |= {tokens[:n] for n in range(len(tokens) + 1)}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_prompts_changes_nothing(seed: int) -> None:
-    """Σ|e| is the size of the tree, however it was built."""
-    rng = random.Random(seed)
-    prompts = [rng.choices((1, 2), k=rng.randint(1, 15)) for _ in range(60)]
-    edges = len({tuple(prompt[:n]) for prompt in prompts for n in range(1, len(prompt) + 1)})
-    for _ in range(3):
-        rng.shuffle(prompts)
-        tree = Tree()
-        found = sum(tree.add(prompt) for prompt in prompts)
-        assert sum(map(len, prompts)) - found == edges
-
-
 def asked(prompt: list[int], answer: list[int], cached: int) -> Asked:
     return Asked(prompt, answer, len(prompt), cached)
 

@@ -1,13 +1,13 @@
-"""Loads of calls whose answers are not looked into, against a server in the same loop that misbehaves on request."""
+"""Loads of calls whose answers are not looked into."""
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_openai import FakeOpenAI, serving
 from treeline_bench.context import ClientFailed
 from treeline_bench.serving.messages import Call, Order, Record
 from treeline_bench.serving.processes import Load
@@ -18,66 +18,12 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r
 CLOSING = b"HTTP/1.1 503 Full\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-class Server:
-    """Answers by path; keeps what it was sent."""
-
-    def __init__(self) -> None:
-        self.bodies: list[bytes] = []
-        self.connections = 0
-        self.port = 0
-
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                path = head.split(b" ", 2)[1]
-                length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
-                self.bodies.append(await reader.readexactly(length))
-                if not await self.answer(path, writer):
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async def answer(self, path: bytes, writer: asyncio.StreamWriter) -> bool:
-        match path:
-            case b"/chunked":
-                writer.write(CHUNKED)
-            case b"/slowly":
-                writer.write(CHUNKED[:60])
-                await writer.drain()
-                await asyncio.sleep(0.05)
-                writer.write(CHUNKED[60:])
-            case b"/closing":
-                writer.write(CLOSING)
-                return False
-            case b"/cut":
-                writer.write(OK[:-1])
-                return False
-            case b"/silent":
-                await asyncio.sleep(3600)
-            case b"/nonsense":
-                writer.write(b"what?\r\n\r\n")
-            case _:
-                writer.write(OK)
-        await writer.drain()
-        return True
+def answer(body: dict[str, Any]) -> bytes:
+    return {"chunked": CHUNKED, "closing": CLOSING}.get(body["call"], OK)
 
 
-@asynccontextmanager
-async def serving() -> AsyncIterator[Server]:
-    server = Server()
-    listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-    server.port = listening.sockets[0].getsockname()[1]
-    try:
-        yield server
-    finally:
-        listening.close()
-
-
-def order(server: Server, *paths: str, **rest: Any) -> Order:
-    calls = [Call(path, f"body {path}".encode()) for path in paths]
+def order(server: FakeOpenAI, *names: str, **rest: Any) -> Order:
+    calls = [Call(f"/v1/{name}", json.dumps({"call": name}).encode()) for name in names]
     return Order(host="127.0.0.1", port=server.port, calls=calls, **{"concurrency": 2, **rest})
 
 
@@ -91,64 +37,26 @@ def good(records: list[Record]) -> list[Record]:
 
 
 async def test_a_closed_loop_sends_everything_over_few_connections() -> None:
-    async with serving() as server:
-        records = await carry(order(server, "/a", "/b", concurrency=3, count=50))
+    with serving(answer) as server:
+        records = await carry(order(server, "a", "b", concurrency=3, count=50, keep_header="X-Kept"))
     assert len(records) == len(good(records)) == 50
     assert sorted(record.conversation for record in records) == [0] * 25 + [1] * 25
-    assert server.bodies.count(b"body /a") == 25
+    assert server.bodies.count({"call": "a"}) == 25
     assert server.connections == 3
-
-
-async def test_times_are_in_order_and_a_header_is_kept_on_request() -> None:
-    async with serving() as server:
-        (record,) = await carry(order(server, "/a", count=1, keep_header="X-Kept"))
-    assert record.sent_ns < record.done_ns
-    assert record.header == "yes"
+    assert all(record.sent_ns < record.done_ns and record.header == "yes" for record in records)
 
 
 async def test_a_connection_that_the_server_closes_is_replaced() -> None:
-    async with serving() as server:
-        records = await carry(order(server, "/closing", "/chunked", concurrency=1, count=6))
+    with serving(answer) as server:
+        records = await carry(order(server, "closing", "chunked", concurrency=1, count=6))
     assert [record.error for record in records] == ["HTTP 503", ""] * 3
     assert server.connections >= 3
 
 
-@pytest.mark.parametrize(
-    ("path", "error"), [("/cut", "connection lost"), ("/nonsense", "not HTTP"), ("/silent", "timeout")]
-)
-async def test_what_is_no_whole_answer_is_an_error(path: str, error: str) -> None:
-    async with serving() as server:
-        bad, fine = await carry(order(server, path, "/fine", concurrency=1, count=2, timeout_s=1))
-    assert (bad.error, fine.error) == (error, "")
-
-
-async def test_a_paced_load_keeps_its_pace_and_does_not_wait_for_answers() -> None:
-    moments = [at / 200 for at in range(40)]
-    async with serving() as server:
-        records = await carry(order(server, "/slowly", arrivals=moments))
-    assert len(good(records)) == 40
-    sent = sorted(record.sent_ns for record in records)
-    assert (sent[-1] - sent[0]) / 1e9 >= 0.15  # 39 gaps of 5 ms
-    assert server.connections > 2  # answers take ten gaps: two connections would not do
-
-
-async def test_a_run_ends_when_its_time_is_over() -> None:
-    async with serving() as server:
-        records = await carry(order(server, "/a", seconds=0.2))
-    assert good(records)
-    assert records[-1].done_ns - records[0].sent_ns >= 1e8
-
-
-async def test_calls_are_one_process_work(tmp_path: Path) -> None:
-    async with serving() as server:
-
-        def work() -> list[Record]:
-            with Load(order(server, "/a", count=20), 2, tmp_path) as load:
-                (told,) = load.run()
-            return told.records
-
-        records = await asyncio.to_thread(work)
-    assert len(good(records)) == 20
+def test_calls_are_one_process_work(tmp_path: Path) -> None:
+    with serving(answer) as server, Load(order(server, "a", count=20), 2, tmp_path) as load:
+        (told,) = load.run()
+    assert len(good(told.records)) == 20
 
 
 def test_a_load_process_that_cannot_run_says_why(tmp_path: Path) -> None:

@@ -23,12 +23,7 @@ MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny"
 SMALL = ["--token-ids", "--num-prompts", "8", "--input-len", "6", "--output-len", "4", "--concurrency", "4"]
 
 
-@pytest.fixture(autouse=True)
-def keep_signals() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("signals")
 
 
 @pytest.fixture(autouse=True)
@@ -292,10 +287,21 @@ def test_addresses_are_taken_as_people_write_them(url: str, normal: str) -> None
     assert normal_url(url) == normal
 
 
-@pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ServerError, match="no address of a server"):
-        normal_url(url)
+@pytest.mark.parametrize(
+    ("said", "urls"),
+    [
+        ("no address of a server", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"]),
+        # a result names its addresses
+        (
+            "an address has no user and password",
+            ["https://me:secret@gpu7:8000/v1", "me:secret@gpu7", "http://secret@127.0.0.1:1"],
+        ),
+    ],
+)
+def test_what_is_no_address_or_has_a_password_is_refused(said: str, urls: list[str]) -> None:
+    for url in urls:
+        with pytest.raises(ServerError, match=said):
+            normal_url(url)
 
 
 def test_a_result_names_neither_keys_nor_hosts_nor_paths(tmp_path: Path) -> None:
@@ -308,12 +314,6 @@ def test_a_result_names_neither_keys_nor_hosts_nor_paths(tmp_path: Path) -> None
     )
     assert "--output=x.json" in command_of(words, public=False)
     assert " k" not in command_of(words, public=False)
-
-
-@pytest.mark.parametrize("url", ["https://me:secret@gpu7:8000/v1", "me:secret@gpu7", "http://secret@127.0.0.1:1"])
-def test_a_password_in_an_address_is_refused_as_results_name_addresses(url: str) -> None:
-    with pytest.raises(ServerError, match="an address has no user and password"):
-        normal_url(url)
 
 
 def test_flags_are_written_out_so_that_no_key_gets_into_a_result(capsys: pytest.CaptureFixture[str]) -> None:

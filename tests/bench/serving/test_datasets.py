@@ -3,7 +3,6 @@
 import itertools
 import random
 import statistics
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,11 +18,6 @@ SMALL = {
     "generated-shared-prefix": Shape(groups=4, prompts_per_group=5, prefix_len=40, input_len=7, output_len=3),
     "multi-turn": Shape(num_prompts=5, turns=3, input_len=20, output_len=4),
 }
-
-
-@pytest.fixture(scope="module")
-def maker(model: Path) -> PromptMaker:
-    return PromptMaker.of_model(model)
 
 
 @pytest.fixture(scope="module")

@@ -45,11 +45,6 @@ def test_how_the_bytes_arrive_does_not_matter(cuts: list[int], crlf: bool) -> No
     assert (chunks, answer.text, answer.finished) == (5, "ab", True)
 
 
-def test_byte_by_byte_it_is_the_same() -> None:
-    answer, chunks = fed(*(CHAT[index : index + 1] for index in range(len(CHAT))))
-    assert (chunks, answer.text) == (5, "ab")
-
-
 def test_servers_that_do_not_tell_what_was_cached() -> None:
     for said in (usage(3, 1), event(choices=[], usage={"prompt_tokens": 3, "prompt_tokens_details": None})):
         answer, _ = fed(said)

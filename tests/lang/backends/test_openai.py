@@ -191,11 +191,12 @@ def test_a_turn_that_has_begun(server: FakeOpenAI) -> None:
 
 def test_texts_without_a_turn_are_refused(server: FakeOpenAI) -> None:
     @function
-    def loose(s: ProgramState) -> None:
-        s += "Read this. " + user("Hi") + assistant(gen("x"))
+    def loose(s: ProgramState, before: str, between: str) -> None:
+        s += before + user("Hi") + between + assistant(gen("x"))
 
     with backend(server, dialect="openai") as openai:
-        assert "would be lost" in str(loose.run(backend=openai).error())
+        for before, between in (("Read this. ", ""), ("", "Read this. ")):
+            assert "would be lost" in str(loose.run(before, between, backend=openai).error())
         assert "in a turn of the assistant" in str(text.run(backend=openai).error())
     assert not server.bodies
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.echo_backend import EchoBackend, echo
+from support.lang_backend import PATIENCE_S, FakeBackend
 from treeline_lang import (
     Compiled,
     ProgramError,
@@ -21,7 +21,6 @@ from treeline_lang import (
     separate_reasoning,
     user,
 )
-from treeline_lang.backends.base import Completion
 
 
 @function
@@ -41,7 +40,7 @@ def loops(s, words):
 
 
 def test_a_compiled_program_is_run_like_any_other():
-    backend = EchoBackend()
+    backend = FakeBackend()
     compiled = qa.compile()
     assert isinstance(compiled, Compiled)
     assert compiled.fallback is None
@@ -78,7 +77,7 @@ def test_a_text_of_a_class_of_its_own_is_its_characters(word, text):
 
     expected = text + "!" + text + text
     for program in (says, says.compile(strict=True)):
-        said = program.run(word=word, backend=EchoBackend()).text()
+        said = program.run(word=word, backend=FakeBackend()).text()
         assert said.endswith(expected)
         assert type(said) is str
 
@@ -92,12 +91,12 @@ def test_the_function_is_not_run_again():
         s += word + gen("x")
 
     compiled = counted.compile()
-    compiled.run_batch([{"word": "a"}, {"word": "b"}, {"word": "c"}], backend=EchoBackend())
+    compiled.run_batch([{"word": "a"}, {"word": "b"}, {"word": "c"}], backend=FakeBackend())
     assert len(runs) == 1
 
 
 def test_it_streams():
-    state = qa.compile().run(question="why?", backend=EchoBackend(), stream=True)
+    state = qa.compile().run(question="why?", backend=FakeBackend(), stream=True)
     assert "".join(state.text_iter("answer")) == state["answer"]
     assert "".join(state.text_iter()) == state.text()
 
@@ -107,11 +106,11 @@ def test_a_program_that_cannot_be_compiled_is_interpreted_and_says_why():
     assert compiled.graph is None
     assert "test_compiled.py" in compiled.fallback
     assert "argument words is iterated over" in compiled.fallback
-    assert compiled.run(words=["a", "b"], backend=EchoBackend()).text().startswith("ab")
+    assert compiled.run(words=["a", "b"], backend=FakeBackend()).text().startswith("ab")
     with pytest.raises(TraceError, match="iterated over"):
         loops.compile(strict=True)
     strict = loops.compile(strict=True, words=["a", "b"])
-    assert strict.run(backend=EchoBackend()).text() == "ab" + echo("ab", 0, 12)
+    assert strict.run(backend=FakeBackend(lambda *_: "!")).text() == "ab!"
     assert compiled.bind(words=["c"]).fallback == compiled.fallback
 
 
@@ -126,16 +125,16 @@ def test_a_program_that_cannot_be_compiled_is_interpreted_and_says_why():
 )
 def test_arguments_that_are_no_texts_are_refused_with_the_line(arguments, reason):
     with pytest.raises(WrongArgument, match=reason) as refused:
-        qa.compile().run(**arguments, backend=EchoBackend())
+        qa.compile().run(**arguments, backend=FakeBackend())
     assert refused.value.where.function == "qa"
     with pytest.raises(TypeError):
-        qa.run(**arguments, backend=EchoBackend())
+        qa.run(**arguments, backend=FakeBackend())
 
 
 def test_a_missing_part_of_an_argument_is_named_in_the_error():
     compiled = function(lambda s, shots: s.__iadd__(shots["few"][1])).compile()
     with pytest.raises(WrongArgument, match=r"shots\['few'\]\[1\]: IndexError"):
-        compiled.run(shots={"few": ["one"]}, backend=EchoBackend())
+        compiled.run(shots={"few": ["one"]}, backend=FakeBackend())
 
 
 def test_an_argument_may_be_an_expression():
@@ -144,7 +143,7 @@ def test_an_argument_may_be_an_expression():
         s += "Q" + ask
         return s.variables
 
-    backend = EchoBackend()
+    backend = FakeBackend()
     compiled = function(lambda s, ask: s.__iadd__("Q" + ask)).compile(strict=True)
     assert compiled.run(ask=gen("x"), backend=backend)["x"] == asks.run(ask=gen("x"), backend=backend)["x"]
 
@@ -158,18 +157,16 @@ def test_a_number_is_not_added_to_a_text_later_either():
 
     state = adds.compile().run
     with pytest.raises(ProgramError, match="'n': it is added to a text, and it is"):
-        state(backend=EchoBackend()).text()
+        state(backend=FakeBackend()).text()
     with pytest.raises(TypeError):
-        adds.run(backend=EchoBackend())
+        adds.run(backend=FakeBackend())
 
 
-class Failing(EchoBackend):
+def failing():
     """Refuses prompts with `bad` in them."""
-
-    async def generate(self, prompt, sampling, call):
-        if "bad" in prompt.text:
-            raise Refused("no such thing")
-        return await super().generate(prompt, sampling, call)
+    backend = FakeBackend()
+    backend.fails = lambda request: Refused("no such thing") if "bad" in request.text else None
+    return backend
 
 
 @function
@@ -183,7 +180,7 @@ def forks(s, words):
 
 @pytest.mark.parametrize("program", [forks, forks.compile(), forks.compile(passes=())])
 def test_an_error_is_that_of_its_line_and_its_branch_alone(program):
-    state = program.run(words=["good", "bad"], backend=Failing())
+    state = program.run(words=["good", "bad"], backend=failing())
     with pytest.raises(Refused, match="no such thing") as refused:
         state.get_var("y")
     assert (refused.value.where.function, refused.value.step) == ("forks", "gen('x')")
@@ -192,11 +189,11 @@ def test_an_error_is_that_of_its_line_and_its_branch_alone(program):
 
 def test_what_the_body_would_have_read_is_raised_by_run():
     with pytest.raises(Refused):
-        qa.compile().run(question="bad", backend=Failing())
+        qa.compile().run(question="bad", backend=failing())
 
 
 def test_a_program_may_call_a_compiled_one():
-    backend = EchoBackend()
+    backend = FakeBackend()
     compiled = qa.compile()
 
     @function
@@ -213,31 +210,20 @@ def test_a_program_may_call_a_compiled_one():
 def test_steps_of_other_streams_do_not_wait():
     """The second branch's call is under way while the first one's is."""
 
-    class Both(EchoBackend):
-        def __init__(self):
-            super().__init__()
-            self.here = 0
-            self.both = asyncio.Event()
-
-        async def generate(self, prompt, sampling, call):
-            self.here += 1
-            if self.here == 2:
-                self.both.set()
-            await self.both.wait()
-            return [Completion("x")]
-
-    state = forks.compile(passes=()).run(words=["a", "b"], backend=Both())
-    assert state["y"] == "x"
+    backend = FakeBackend()
+    with backend.holding("generate"), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(forks.compile(passes=()).run, words=["a", "b"], backend=backend)
+        backend.wait_running(2)
+        backend.holds = lambda _: False
+        backend.release()
+        assert running.result(PATIENCE_S)["y"].strip()
 
 
 def test_reasoning_is_separated_as_interpreted():
-    class Thinks(EchoBackend):
-        async def generate(self, prompt, sampling, call):
-            return [Completion("<think>hm</think>yes")]
-
     @function
     def thinks(s, word):
         s += separate_reasoning("Q" + word + gen("x"), "qwen3")
         return [s["x"], s["x_reasoning_content"]]
 
-    assert thinks.compile(strict=True).run(word="w", backend=Thinks()).ret_value == ["yes", "hm"]
+    backend = FakeBackend(lambda *_: "<think>hm</think>yes")
+    assert thinks.compile(strict=True).run(word="w", backend=backend).ret_value == ["yes", "hm"]

@@ -7,7 +7,7 @@ from itertools import takewhile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.echo_backend import EchoBackend
+from support.lang_backend import FakeBackend
 from treeline_lang import BackendError, assistant, function, gen, user
 from treeline_lang.ordering import plan_batch, shared_length
 from treeline_lang.templates import TEMPLATES
@@ -34,22 +34,22 @@ def plan(program, items, backend, threads=4, **options):
 
 
 def test_items_with_the_same_beginning_are_neighbours():
-    order = plan(qa, ITEMS, EchoBackend())
+    order = plan(qa, ITEMS, FakeBackend())
     assert [number % 4 for number in order] == sorted(number % 4 for number in range(16))
 
 
 def test_what_all_share_is_cached_before_anything_is_asked():
-    backend = EchoBackend()
+    backend = FakeBackend()
     states = qa.run_batch(ITEMS, backend=backend, num_threads=4)
     assert [state.error() for state in states] == [None] * 16
-    assert backend.events[0] == ("warm", OPENING)
-    assert backend.warmed == [OPENING]
+    assert backend.requests[0].kind == "warm"
+    assert backend.texts("warm") == [OPENING]
 
 
 def test_prompts_are_those_that_the_programs_then_send():
-    backend = EchoBackend()
+    backend = FakeBackend()
     qa.run_batch(ITEMS, backend=backend, num_threads=1)
-    assert backend.asked == sorted(backend.asked)
+    assert backend.texts("generate") == sorted(backend.texts("generate"))
 
 
 def test_the_beginning_goes_on_in_the_first_branch_of_a_fork():
@@ -60,7 +60,7 @@ def test_the_beginning_goes_on_in_the_first_branch_of_a_fork():
         branches += topic
         branches += gen("x")
 
-    backend = EchoBackend()
+    backend = FakeBackend()
     assert list(plan(forks, [{"topic": topic} for topic in "cab"], backend)) == [1, 2, 0]
 
 
@@ -71,7 +71,7 @@ def test_a_formatted_argument_orders_by_itself():
         s += gen("x")
 
     items = [{"word": word, "unused": str(number)} for number, word in enumerate("baab")]
-    assert list(plan(formats, items, EchoBackend())) == [1, 2, 0, 3]
+    assert list(plan(formats, items, FakeBackend())) == [1, 2, 0, 3]
 
 
 def test_a_program_that_cannot_be_traced_is_run_in_the_given_order():
@@ -79,11 +79,11 @@ def test_a_program_that_cannot_be_traced_is_run_in_the_given_order():
     def counts(s, words):
         s += gen(str(len(words)))
 
-    assert list(plan(counts, [{"words": ["b"]}, {"words": ["a"]}], EchoBackend())) == [0, 1]
+    assert list(plan(counts, [{"words": ["b"]}, {"words": ["a"]}], FakeBackend())) == [0, 1]
 
 
 def test_a_backend_without_a_template_leaves_the_given_order():
-    class Silent(EchoBackend):
+    class Silent(FakeBackend):
         async def template(self):
             raise BackendError("nobody there")
 
@@ -91,29 +91,27 @@ def test_a_backend_without_a_template_leaves_the_given_order():
 
 
 def test_a_beginning_that_cannot_be_cached_fails_no_item():
-    class Cold(EchoBackend):
-        async def warm(self, prompt, call, children=1):
-            await super().warm(prompt, call, children)
-            raise BackendError("no")
-
-    backend = Cold()
+    backend = FakeBackend()
+    backend.fails = lambda request: BackendError("no") if request.kind == "warm" else None
     states = qa.run_batch(ITEMS, backend=backend)
     assert [state.error() for state in states] == [None] * 16
-    assert backend.warmed == [OPENING]
+    assert backend.texts("warm") == [OPENING]
 
 
 @pytest.mark.parametrize("options", [{"hints": False}, {"num_threads": 1}, {"order": "given"}])
 def test_nothing_is_cached_ahead_where_it_is_not_wanted_or_of_no_use(options):
-    backend = EchoBackend()
+    backend = FakeBackend()
     qa.run_batch(ITEMS, backend=backend, **options)
-    assert backend.warmed == []
-    assert len(backend.asked) == 16
+    assert backend.texts("warm") == []
+    assert len(backend.texts("generate")) == 16
 
 
 def test_the_given_order_is_kept_where_asked_for():
-    backend = EchoBackend()
+    backend = FakeBackend()
     qa.run_batch(ITEMS, backend=backend, num_threads=1, order="given")
-    assert [text.rpartition("q")[2][:2] for text in backend.asked] == [f"{number:02}" for number in range(16)]
+    assert [text.rpartition("q")[2][:2] for text in backend.texts("generate")] == [
+        f"{number:02}" for number in range(16)
+    ]
 
 
 def test_tracing_a_batch_does_not_run_what_follows_the_first_request_nor_change_arguments():
@@ -126,24 +124,24 @@ def test_tracing_a_batch_does_not_run_what_follows_the_first_request_nor_change_
         seen.append("after")
 
     log: list[str] = []
-    notes.run_batch([{"log": log}, {"log": log}], backend=EchoBackend())
+    notes.run_batch([{"log": log}, {"log": log}], backend=FakeBackend())
     assert (log, seen) == (["before"] * 2, ["after"] * 2)
 
 
 def test_cache_sends_what_is_constant():
-    backend = EchoBackend()
+    backend = FakeBackend()
     opening = "Example: " + "One shot of many. " * 4 + TEMPLATES["plain"].begin("user", True) + "Read: "
     assert qa.cache(backend=backend) == opening
     assert qa.cache(backend=backend, document="D") == opening + "D\nQ: "
     assert qa.bind(document="D").cache(backend=backend, shots=()) == "USER: Read: D\nQ: "
-    assert backend.warmed == [opening, opening + "D\nQ: ", "USER: Read: D\nQ: "]
-    assert backend.asked == []
+    assert backend.texts("warm") == [opening, opening + "D\nQ: ", "USER: Read: D\nQ: "]
+    assert backend.texts("generate") == []
 
 
 def test_cache_of_a_program_without_a_constant_beginning_sends_nothing():
-    backend = EchoBackend()
+    backend = FakeBackend()
     assert function(lambda s, word: s.__iadd__(word)).cache(backend=backend) == ""
-    assert backend.warmed == []
+    assert backend.texts("warm") == []
     with pytest.raises(TypeError, match="no parameter 'wrod'"):
         qa.cache(backend=backend, wrod="x")
 

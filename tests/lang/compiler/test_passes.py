@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.echo_backend import EchoBackend, echo
+from support.lang_backend import FakeBackend
 from treeline_lang import function, gen, user
 from treeline_lang.compiler.passes import move_constants
 from treeline_lang.expressions import Text
@@ -21,13 +21,13 @@ def expert(s, question, mood):
 
 
 def test_constants_come_first_where_the_order_is_free():
-    backend = EchoBackend()
+    backend = FakeBackend(lambda prompt, *_: prompt.text[::-1])
     plain = "Start. Question: Q\nAct as an expert.\nMood: M\nBe short.\n"
     moved = "Start. Act as an expert.\nBe short.\nQuestion: Q\nMood: M\n"
     arguments = {"question": "Q", "mood": "M", "backend": backend}
-    assert expert.run(**arguments).text() == plain + echo(plain)
-    assert expert.compile(passes=[move_constants]).run(**arguments).text() == moved + echo(moved)
-    assert expert.compile(passes=()).run(**arguments).text() == plain + echo(plain)
+    assert expert.run(**arguments).text() == plain + plain[::-1]
+    assert expert.compile(passes=[move_constants]).run(**arguments).text() == moved + moved[::-1]
+    assert expert.compile(passes=()).run(**arguments).text() == plain + plain[::-1]
 
 
 def test_the_report_is_a_diff_of_the_prompt():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from treeline_lang import (
-    RuntimeEndpoint,
     assistant,
     function,
     gen,
@@ -16,12 +13,6 @@ from treeline_lang import (
     user,
 )
 from treeline_lang.compiler.passes import DEFAULT_PASSES
-
-
-@pytest.fixture(scope="module")
-def backend(tiny_url) -> Iterator[RuntimeEndpoint]:
-    with RuntimeEndpoint(tiny_url) as endpoint:
-        yield endpoint
 
 
 @function
@@ -63,10 +54,3 @@ def test_the_same_words_interpreted_and_compiled(backend, program, argument):
     for passes in ((), DEFAULT_PASSES):
         compiled = program.compile(strict=True, passes=passes)
         assert told(compiled.run(**argument, backend=backend, temperature=0)) == expected
-
-
-def test_a_batch_of_compiled_programs(backend):
-    items = [{"essay": text} for text in ("Dogs bark.", "Birds sing.", "Fish swim.")]
-    interpreted = judge.run_batch(items, backend=backend, temperature=0)
-    compiled = judge.compile(strict=True).run_batch(items, backend=backend, temperature=0)
-    assert [told(state) for state in compiled] == [told(state) for state in interpreted]

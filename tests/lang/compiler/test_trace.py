@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from support.echo_backend import EchoBackend
+from support.lang_backend import FakeBackend
 from treeline_lang import (
     Function,
     TraceError,
@@ -286,7 +286,7 @@ def test_a_branch_ends_at_its_join():
 
 
 def test_tracing_asks_no_backend():
-    backend = EchoBackend()
+    backend = FakeBackend()
 
     @function
     def asks(s, word):
@@ -294,4 +294,4 @@ def test_tracing_asks_no_backend():
 
     asks.trace()
     asks.compile().run(word="a", backend=backend).sync()
-    assert len(backend.asked) == 1
+    assert len(backend.requests) == 1

@@ -79,6 +79,7 @@ current-context: c
     [
         (None, "there is no file"),
         (b"", "it is no kubeconfig"),
+        (b"- a list", "it is no kubeconfig"),
         (b"a: [", "while parsing"),
         (b"\xff\xfe", "can't decode"),
         (b"kind: Config", "current-context"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from treeline_operator import names
-from treeline_operator.controller.observe import Observer, keys_for_change
-from treeline_operator.controller.store import Change, Store
+from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.store import Store
 from treeline_operator.world import Platform
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -22,8 +21,6 @@ def put(store: Store, name: str, version: int, *, kind: str = "InferencePool", *
         "generation": fields.pop("generation", 1),
         "creationTimestamp": "2026-11-01T00:00:00Z",
     }
-    if gateway := fields.pop("of_gateway", None):
-        meta["labels"] = {names.GATEWAY: gateway}
     obj = {"apiVersion": "treeline.dev/v1alpha1", "kind": kind, "metadata": meta, **fields}
     store.put({"spec": {"model": {"uri": "builtin://tiny"}}, **obj})
 
@@ -44,32 +41,6 @@ def test_a_status_changes_nothing_for_the_pools_beside_it() -> None:
     changed = observer.gateway_world("shop", "treeline", NOW).pools
     assert changed[0].spec.replicas == 4
     assert changed[1] is before[1]
-
-
-def test_a_pool_concerns_itself_and_its_gateways_and_what_a_gateway_has_concerns_its_pools() -> None:
-    store = Store()
-    changes: list[Change] = []
-    store.listeners.append(changes.append)
-    put(store, "a", 1)
-    put(store, "b", 2)
-    put(store, "c", 3, spec=asking(gateway={"name": "other"}))
-
-    def concerned_by_last() -> set[tuple[str, str]]:
-        return {(key.kind, key.name) for key in keys_for_change(changes[-1], store)}
-
-    put(store, "a", 4, generation=2, spec=asking(replicas=4))
-    assert concerned_by_last() == {("pool", "a"), ("gateway", "treeline"), ("models", "")}
-    put(store, "a", 5, generation=3, spec=asking(gateway={"name": "other"}))
-    gateways = {("gateway", "treeline"), ("gateway", "other")}
-    assert concerned_by_last() == {("pool", "a"), *gateways, ("models", "")}
-    put(store, "envoy", 6, kind="Deployment", apiVersion="apps/v1", of_gateway="other")
-    assert concerned_by_last() == {("pool", "a"), ("pool", "c"), ("gateway", "other")}
-    put(store, "anchor", 7, kind="ConfigMap", apiVersion="v1", of_gateway="other")
-    assert concerned_by_last() == {("gateway", "other")}, "which changes with every pool"
-
-
-def asking(**spec: Any) -> dict[str, Any]:
-    return {"model": {"uri": "builtin://tiny"}, **spec}
 
 
 def test_a_model_that_does_not_fit_is_named_with_what_is_wrong() -> None:

@@ -265,22 +265,3 @@ def test_stop_cancels_what_outlasts_its_grace() -> None:
         return cancelled
 
     assert run(main()) == 1
-
-
-def test_a_recheck_comes_when_it_was_asked_for() -> None:
-    async def main() -> list[float]:
-        at: list[float] = []
-
-        async def reconcile(key: Key) -> Outcome:
-            at.append(round(asyncio.get_running_loop().time(), 3))
-            return Outcome(after_s=5.0) if len(at) < 3 else Outcome()
-
-        queue = Queue(reconcile, finished=Tally().finished)
-        task = asyncio.create_task(queue.run())
-        queue.add_after(X, 2.0)
-        await asyncio.sleep(60)
-        await queue.stop(1)
-        await task
-        return at
-
-    assert run(main()) == [2.0, 7.0, 12.0]

@@ -277,22 +277,6 @@ def test_the_url_of_a_route_is_its_first_name() -> None:
     assert gateway_url(Cluster().world()) is None
 
 
-def test_the_children_that_a_status_is_read_from() -> None:
-    children = converged(pool("a")).world(pool("a")).children
-    assert {(child.ref.kind, child.ref.name) for child in children} >= {
-        ("ConfigMap", "treeline-gateway"),
-        ("Deployment", "treeline-epp"),
-        ("Deployment", "treeline-edge"),
-        ("Service", "treeline-gateway"),
-    }
-
-
-def test_through_a_gateway_that_exists_mutual_tls_and_limits_of_our_own_envoy_mean_nothing() -> None:
-    cluster = converged(pool("a", **ATTACHED))
-    args = container(cluster, "treeline-epp")["args"]
-    assert not [word for word in args if "client" in word or "cert" in word]
-
-
 def test_the_headers_of_objectives_are_believed_where_a_pool_says_so_and_rules_are_followed_where_there_are_any() -> (
     None
 ):

@@ -31,6 +31,15 @@ def conflicts(sharing: Mapping[str, SharedGateway], pool: InferencePool) -> tupl
     return of(sharing, pool).conflicts.get(pool.name, ())
 
 
+def traced(endpoint: str) -> dict[str, Any]:
+    return {"tracing": {"endpoint": endpoint}}
+
+
+def requests(cpu: str) -> dict[str, Any]:
+    return picker(resources={"requests": {"cpu": cpu}})
+
+
+CERT = {"secretRef": {"name": "cert"}}
 PARENT = {"gateway": {"parentRefs": [{"name": "inference"}]}}
 
 
@@ -47,60 +56,24 @@ def test_pools_of_one_gateway_name_share_it_and_others_do_not() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (
-            {"tracing": {"endpoint": "http://a:4317"}},
-            {"tracing": {"endpoint": "http://b:4317"}},
-            "tracing.endpoint is http://b:4317 here, http://a:4317 in pool a (older)",
-        ),
-        (
-            {},
-            {"tracing": {"endpoint": "http://b:4317"}},
-            "tracing.endpoint is http://b:4317 here, unset in pool a (older)",
-        ),
-        (
-            picker(failureMode="FailClose"),
-            {},
-            "endpointPicker.failureMode is FailOpen here, FailClose in pool a (older)",
-        ),
-        (picker(replicas=2), {}, "endpointPicker.replicas is 1 here, 2 in pool a (older)"),
-        (
-            {},
-            picker(parameters={"maxTtftSeconds": 2}),
-            "endpointPicker.parameters.maxTtftSeconds is 2 here, unset in pool a (older)",
-        ),
-        (
-            picker(resources={"requests": {"cpu": "1"}}),
-            picker(resources={"requests": {"cpu": "1500m"}}),
-            "endpointPicker.resources.requests.cpu is 1.5 here, 1 in pool a (older)",
-        ),
-        ({}, edge(port=8080), "gateway.standalone.port is 8080 here, 80 in pool a (older)"),
-        (
-            edge(annotations={"cloud.example/type": "nlb"}),
-            {},
-            "gateway.standalone.annotations[cloud.example/type] is unset here, nlb in pool a (older)",
-        ),
-        (
-            edge(apiKeysSecretRef={"name": "keys"}),
-            {},
-            "gateway.standalone.apiKeysSecretRef.name is unset here, keys in pool a (older)",
-        ),
-        (
-            edge(port=443, tls={"secretRef": {"name": "cert"}}),
-            edge(port=443),
-            "gateway.standalone.tls.secretRef.name is unset here, cert in pool a (older)",
-        ),
-        (PARENT, {}, "gateway is standalone here, Gateway API (parentRefs) in pool a (older)"),
-        (
-            edge(port=81),
-            PARENT,
-            "gateway is Gateway API (parentRefs) here, standalone in pool a (older)",
-        ),
+        (traced("http://a:1"), traced("http://b:1"), "tracing.endpoint is http://b:1 here, http://a:1"),
+        ({}, traced("http://b:1"), "tracing.endpoint is http://b:1 here, unset"),
+        (picker(failureMode="FailClose"), {}, "endpointPicker.failureMode is FailOpen here, FailClose"),
+        (picker(replicas=2), {}, "endpointPicker.replicas is 1 here, 2"),
+        ({}, picker(parameters={"maxTtftSeconds": 2}), "endpointPicker.parameters.maxTtftSeconds is 2 here, unset"),
+        (requests("1"), requests("1500m"), "endpointPicker.resources.requests.cpu is 1.5 here, 1"),
+        ({}, edge(port=8080), "gateway.standalone.port is 8080 here, 80"),
+        (edge(annotations={"a.b/c": "nlb"}), {}, "gateway.standalone.annotations[a.b/c] is unset here, nlb"),
+        (edge(apiKeysSecretRef={"name": "k"}), {}, "gateway.standalone.apiKeysSecretRef.name is unset here, k"),
+        (edge(port=443, tls=CERT), edge(port=443), "gateway.standalone.tls.secretRef.name is unset here, cert"),
+        (PARENT, {}, "gateway is standalone here, Gateway API (parentRefs)"),
+        (edge(port=81), PARENT, "gateway is Gateway API (parentRefs) here, standalone"),
     ],
 )
 def test_a_conflict_is_named_with_both_values(old: dict[str, Any], new: dict[str, Any], message: str) -> None:
     a, b = pool("a", created=0, **old), pool("b", created=1, **new)
     sharing = share([b, a])
-    assert conflicts(sharing, b) == (message,)
+    assert conflicts(sharing, b) == (f"{message} in pool a (older)",)
     assert conflicts(sharing, a) == ()
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from support.pool_world import NOW, SimCluster, a_pool
+from support.pool_world import NOW, SimCluster, a_pool, is_ready
 from treeline_operator import names
 from treeline_operator.actions import Action, Mark, Plan, Scale
 from treeline_operator.api.pool import InferencePool
@@ -220,26 +220,17 @@ def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> 
 # ---- who cannot be asked ------------------------------------------------------------------------------------
 
 
-def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_be_back() -> None:
-    cluster = cluster_of(2, p2=1)
-    cluster.be_silent()
-    act(cluster, pool(1))
-    later(cluster, BLIND_S - 1)
-    plan = cluster.plan(pool(1))
-    assert (plan.actions, plan.recheck_s) == ((), 1.0)
-    later(cluster, 1)
-    assert [*act(cluster, pool(1)), *act(cluster, pool(1))] == ["release p2", "scale to 1"]
-
-
-def test_a_picker_that_falls_silent_late_is_waited_for_from_then_on() -> None:
+@pytest.mark.parametrize("asked_s", [0, 30], ids=["there is none", "it falls silent while a pod is waited for"])
+def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_be_back(asked_s: int) -> None:
     cluster = cluster_of(2, p1=2, p2=1)
     act(cluster, pool(1))
-    later(cluster, 30)
+    later(cluster, asked_s)
     cluster.be_silent()
-    assert cluster.plan(pool(1)).actions == ()
-    assert cluster.plan(pool(1)).recheck_s == BLIND_S
-    later(cluster, BLIND_S)
-    assert act(cluster, pool(1)) == ["release p2"]
+    assert (cluster.plan(pool(1)).actions, cluster.plan(pool(1)).recheck_s) == ((), BLIND_S)
+    later(cluster, BLIND_S - 1)
+    assert (cluster.plan(pool(1)).actions, cluster.plan(pool(1)).recheck_s) == ((), 1.0)
+    later(cluster, 1)
+    assert [*act(cluster, pool(1)), *act(cluster, pool(1))] == ["release p2", "scale to 1"]
 
 
 def test_a_picker_that_nobody_has_asked_yet_is_waited_for() -> None:
@@ -485,10 +476,6 @@ class DrainStory(RuleBasedStateMachine):
     def serving(self) -> int:
         pods = self.cluster.pods.values()
         return sum(is_ready(pod) and pod["metadata"]["labels"][SERVING] == "true" for pod in pods)
-
-
-def is_ready(pod: dict[str, Any]) -> bool:
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"]["conditions"])
 
 
 TestDrainStory = DrainStory.TestCase

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_world import NOW, SimCluster, a_pool
+from support.pool_world import NOW, SimCluster, a_pool, is_ready
 from treeline_operator import names
 from treeline_operator.actions import Mark
 from treeline_operator.api.pool import InferencePool
@@ -24,10 +24,6 @@ STEP_S = 1.0
 def pool(replicas: int, revision: int, **spec: Any) -> InferencePool:
     engine = {"contextLength": 512 + revision, **spec.pop("engine", {})}
     return a_pool(replicas=replicas, engine=engine, drain={"timeoutSeconds": DRAIN_S}, **spec)
-
-
-def is_ready(pod: dict[str, Any]) -> bool:
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"]["conditions"])
 
 
 class Full:

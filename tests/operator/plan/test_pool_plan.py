@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pool_world import EVERY_API, HF, NOW, SimCluster, a_pool, kinds, settled
+from support.pool_world import EVERY_API, HF, NOW, SimCluster, a_pool, is_ready, kinds, settled
 from treeline_operator import names
 from treeline_operator.actions import Apply, CreateKeys, Mark, Scale
 from treeline_operator.api.pool import InferencePool
@@ -202,7 +202,7 @@ def test_every_story_serves_on_and_ends_well(story: list[str], capacity: int) ->
             wanted = 1 - wanted
         elif event == "ready":
             cluster.make_ready()
-        elif event == "crash" and (name := next((n for n, p in cluster.pods.items() if not _is_ready(p)), None)):
+        elif event == "crash" and (name := next((n for n, p in cluster.pods.items() if not is_ready(p)), None)):
             cluster.crash(name)
         elif event in ("up", "down"):
             replicas = 4 if event == "up" else 2
@@ -221,34 +221,8 @@ def test_every_story_serves_on_and_ends_well(story: list[str], capacity: int) ->
     assert len(revisions) == 1
 
 
-def _is_ready(pod: dict[str, Any]) -> bool:
-    return any(c["type"] == "Ready" for c in pod["status"]["conditions"])
-
-
 def _with_replicas(pool: InferencePool, replicas: int) -> InferencePool:
     return pool.model_copy(update={"spec": pool.spec.model_copy(update={"replicas": replicas})})
-
-
-def test_no_room_for_a_surge_is_told() -> None:
-    cluster = settled(a_pool(replicas=2))
-    cluster.capacity = 2
-    changed = a_pool(replicas=2, engine={"contextLength": 512})
-    cluster.do(cluster.plan(changed))
-    cluster.controllers()
-    plan = cluster.plan(changed)
-    assert plan.actions == ()
-    assert any(note.startswith("InsufficientCapacity: no node has room for 1 pod(s)") for note in plan.notes)
-
-
-def test_pods_that_a_quota_refuses_count_as_without_a_place() -> None:
-    cluster = settled(a_pool(replicas=2))
-    changed = a_pool(replicas=2, engine={"contextLength": 512}, rollout={"maxUnavailable": 1})
-    cluster.do(cluster.plan(changed))
-    new = max(cluster.deployments().values(), key=lambda obj: int(obj["metadata"]["resourceVersion"]))
-    new["status"] = {"conditions": [{"type": "ReplicaFailure", "status": "True"}]}
-    (action,) = cluster.plan(changed).actions
-    assert isinstance(action, Mark)
-    assert action.step == "drain"
 
 
 def test_old_pods_stay_until_the_picker_knows_the_new_ones() -> None:
@@ -297,7 +271,7 @@ def test_percentages_are_parts_of_the_replicas() -> None:
             cluster.do(cluster.plan(changed))
             cluster.controllers()
         serving = [pod for pod in cluster.pods.values() if pod["metadata"]["labels"][SERVING] == "true"]
-        assert sum(any(c["type"] == "Ready" for c in pod["status"]["conditions"]) for pod in serving) == left
+        assert sum(map(is_ready, serving)) == left
 
 
 # ---- drift, other owners, deletion --------------------------------------------------------------------------

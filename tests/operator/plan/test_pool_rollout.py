@@ -12,6 +12,10 @@ from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep,
 
 SURGE = RolloutPolicy()
 REPLACE = RolloutPolicy("Replace")
+PAUSED = RolloutPolicy(paused=True)
+PATIENT = RolloutPolicy(patience_s=120)
+NO_SURGE = RolloutPolicy(max_surge=0)
+TWO_MISSING = RolloutPolicy(max_surge=0, max_unavailable=2)
 
 
 def step(desired: int, policy: RolloutPolicy, target: Revision, *olds: Revision) -> dict[str, int]:
@@ -22,23 +26,50 @@ def rev(name: str, replicas: int, ready: int | None = None, **more: int) -> Revi
     return Revision(name, replicas, replicas if ready is None else ready, **more)
 
 
-def test_a_first_revision_gets_all_replicas_at_once() -> None:
-    assert step(3, SURGE, rev("a", 0)) == {"a": 3}
-    assert step(3, REPLACE, rev("a", 0)) == {"a": 3}
+FAILS = rev("b", 1, 0, failing=1)
+WITHOUT_A_PLACE = rev("b", 2, 0, unschedulable=1, failing=1, waited_s=9999, fits=True)
+TWO_OF_C = {"a": 1, "b": 1, "c": 2}
+STEPS: list[tuple[str, int, RolloutPolicy, list[Revision], dict[str, int]]] = [
+    ("the first revision gets all at once", 3, SURGE, [rev("a", 0)], {"a": 3}),
+    ("the first revision, replacing", 3, REPLACE, [rev("a", 0)], {"a": 3}),
+    ("a surge adds before it takes", 3, SURGE, [rev("b", 0), rev("a", 3)], {"a": 3, "b": 1}),
+    ("and waits for the pod that starts", 3, SURGE, [rev("b", 1, 0), rev("a", 3)], {"a": 3, "b": 1}),
+    ("one that serves takes an old one away", 3, SURGE, [rev("b", 1), rev("a", 3)], {"a": 2, "b": 2}),
+    ("the last old one", 3, SURGE, [rev("b", 3), rev("a", 1)], {"a": 0, "b": 3}),
+    ("replacing takes one before it adds", 3, REPLACE, [rev("b", 0), rev("a", 3)], {"a": 2, "b": 1}),
+    ("and waits for the pod that starts in its place", 3, REPLACE, [rev("b", 1, 0), rev("a", 2)], {"a": 2, "b": 1}),
+    ("then the next", 3, REPLACE, [rev("b", 1), rev("a", 2)], {"a": 1, "b": 2}),
+    ("replacing the only one", 1, REPLACE, [rev("b", 0), rev("a", 1)], {"a": 0, "b": 1}),
+    ("room does not help what fails", 3, PATIENT, [WITHOUT_A_PLACE, rev("a", 3)], {"a": 3, "b": 2}),
+    ("more go to the old one while the new one fails", 5, SURGE, [FAILS, rev("a", 3)], {"a": 5, "b": 1}),
+    ("a revert: b's ready pod serves until a's does", 3, SURGE, [rev("a", 2), rev("b", 2, 1)], {"b": 1, "a": 3}),
+    ("a revert ends", 3, SURGE, [rev("a", 3), rev("b", 1)], {"b": 0, "a": 3}),
+    ("failing old pods make room", 3, SURGE, [rev("b", 0), rev("a", 3, 1, failing=2)], {"a": 1, "b": 3}),
+    ("old pods that are not ready for a moment stay", 3, SURGE, [rev("b", 1, 0), rev("a", 3, 0)], {"a": 3, "b": 1}),
+    ("zero is zero at once", 0, SURGE, [rev("b", 2), rev("a", 2)], {"a": 0, "b": 0}),
+    ("fewer in a rollout: what serves stays", 1, SURGE, [rev("b", 1, 0), rev("a", 3)], {"a": 1, "b": 1}),
+    ("fewer in a rollout: what starts goes", 2, SURGE, [rev("b", 4, 1), rev("a", 1)], {"a": 1, "b": 2}),
+    ("of several old ones what does not serve", 3, SURGE, [rev("c", 1), rev("a", 1), rev("b", 2, 1)], TWO_OF_C),
+    ("paused before", 3, PAUSED, [rev("b", 0), rev("a", 3)], {"a": 3, "b": 0}),
+    ("paused in the middle", 3, PAUSED, [rev("b", 2), rev("a", 2)], {"a": 2, "b": 2}),
+    ("paused, and more", 5, PAUSED, [rev("b", 1, 0), rev("a", 3)], {"a": 4, "b": 1}),
+    ("paused, and fewer", 1, PAUSED, [rev("b", 0), rev("a", 3)], {"a": 1, "b": 0}),
+    ("paused, and none", 0, PAUSED, [rev("b", 1), rev("a", 3)], {"a": 0, "b": 0}),
+    ("paused from the beginning", 2, PAUSED, [rev("b", 0)], {"b": 2}),
+    ("no surge and nothing missing still moves", 2, NO_SURGE, [rev("b", 0), rev("a", 2)], {"a": 2, "b": 1}),
+    ("what has converged stays", 4, SURGE, [rev("a", 4), rev("b", 0)], {"a": 4}),
+    ("what has converged stays, replacing", 4, REPLACE, [rev("a", 4), rev("b", 0)], {"a": 4}),
+    ("what has converged stays, surging", 4, RolloutPolicy(max_surge=3), [rev("a", 4), rev("b", 0)], {"a": 4}),
+    ("what has converged stays, without a surge", 4, TWO_MISSING, [rev("a", 4), rev("b", 0)], {"a": 4}),
+]
+"""What is so, the replicas wanted, the policy, the target and the revisions before it → the replicas of each."""
 
 
-def test_a_surge_adds_before_it_takes() -> None:
-    assert step(3, SURGE, rev("b", 0), rev("a", 3)) == {"a": 3, "b": 1}
-    assert step(3, SURGE, rev("b", 1, 0), rev("a", 3)) == {"a": 3, "b": 1}
-    assert step(3, SURGE, rev("b", 1), rev("a", 3)) == {"a": 2, "b": 2}
-    assert step(3, SURGE, rev("b", 3), rev("a", 1)) == {"a": 0, "b": 3}
-
-
-def test_replacing_takes_one_before_it_adds() -> None:
-    assert step(3, REPLACE, rev("b", 0), rev("a", 3)) == {"a": 2, "b": 1}
-    assert step(3, REPLACE, rev("b", 1, 0), rev("a", 2)) == {"a": 2, "b": 1}
-    assert step(3, REPLACE, rev("b", 1), rev("a", 2)) == {"a": 1, "b": 2}
-    assert step(1, REPLACE, rev("b", 0), rev("a", 1)) == {"a": 0, "b": 1}
+@pytest.mark.parametrize(
+    ("wanted", "policy", "revisions", "expected"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS]
+)
+def test_one_step(wanted: int, policy: RolloutPolicy, revisions: list[Revision], expected: dict[str, int]) -> None:
+    assert step(wanted, policy, *revisions) == expected
 
 
 def test_a_surge_without_a_place_waits_if_nothing_may_be_missing() -> None:
@@ -49,35 +80,28 @@ def test_a_surge_without_a_place_waits_if_nothing_may_be_missing() -> None:
 
 
 def test_a_surge_without_a_place_waits_for_nodes_and_then_replaces_one_by_one() -> None:
-    patient = RolloutPolicy(patience_s=120)
     pending = {"unschedulable": 1, "fits": True}
-    waits = next_step(3, patient, rev("b", 1, 0, waited_s=50, **pending), [rev("a", 3)])
+    waits = next_step(3, PATIENT, rev("b", 1, 0, waited_s=50, **pending), [rev("a", 3)])
     assert (waits.replicas, waits.recheck_s) == ({"a": 3, "b": 1}, 70)
     assert waits.insufficient_capacity
     assert "they are replaced one by one in 70 s" in waits.waiting
-    moves = next_step(3, patient, rev("b", 1, 0, waited_s=120, **pending), [rev("a", 3)])
+    moves = next_step(3, PATIENT, rev("b", 1, 0, waited_s=120, **pending), [rev("a", 3)])
     assert (moves.replicas, moves.recheck_s, moves.waiting) == ({"a": 2, "b": 2}, None, "")
     # One takes the place and starts, the other waits: nothing more goes before the first serves.
-    assert step(3, patient, rev("b", 2, 0, waited_s=500, **pending), rev("a", 2)) == {"a": 2, "b": 2}
-    assert step(3, patient, rev("b", 2, 1, waited_s=500, **pending), rev("a", 2)) == {"a": 1, "b": 3}
-    assert step(3, patient, rev("b", 3, 2, waited_s=500, **pending), rev("a", 1)) == {"a": 0, "b": 3}
+    assert step(3, PATIENT, rev("b", 2, 0, waited_s=500, **pending), rev("a", 2)) == {"a": 2, "b": 2}
+    assert step(3, PATIENT, rev("b", 2, 1, waited_s=500, **pending), rev("a", 2)) == {"a": 1, "b": 3}
+    assert step(3, PATIENT, rev("b", 3, 2, waited_s=500, **pending), rev("a", 1)) == {"a": 0, "b": 3}
 
 
 def test_the_only_pod_goes_for_one_that_fits_in_its_place_and_for_no_other() -> None:
-    patient = RolloutPolicy(patience_s=120)
     fits = rev("b", 1, 0, unschedulable=1, waited_s=120, fits=True)
-    assert step(1, patient, fits, rev("a", 1)) == {"a": 0, "b": 1}
+    assert step(1, PATIENT, fits, rev("a", 1)) == {"a": 0, "b": 1}
     larger = rev("b", 1, 0, unschedulable=1, waited_s=9999, fits=False)
-    stays = next_step(1, patient, larger, [rev("a", 1)])
+    stays = next_step(1, PATIENT, larger, [rev("a", 1)])
     assert stays.replicas == {"a": 1, "b": 1}
     assert stays.insufficient_capacity
     assert "the new ones would not fit in their place" in stays.waiting
     assert stays.recheck_s is None, "time alone changes nothing"
-
-
-def test_a_failing_revision_is_not_helped_by_room() -> None:
-    failing = rev("b", 2, 0, unschedulable=1, failing=1, waited_s=9999, fits=True)
-    assert step(3, RolloutPolicy(patience_s=120), failing, rev("a", 3)) == {"a": 3, "b": 2}
 
 
 def test_a_surge_without_a_place_replaces_as_far_as_pods_may_be_missing() -> None:
@@ -96,58 +120,6 @@ def test_a_failing_revision_takes_no_ready_pod() -> None:
         stays = next_step(3, policy, rev("b", 1, 0, failing=1), [rev("a", 3)])
         assert stays.replicas == {"a": 3, "b": 1}
         assert "fail" in stays.waiting
-
-
-def test_a_scale_up_while_the_new_revision_fails_goes_to_the_old_one() -> None:
-    assert step(5, SURGE, rev("b", 1, 0, failing=1), rev("a", 3)) == {"a": 5, "b": 1}
-
-
-def test_a_revert_gives_the_old_revision_its_pods_back() -> None:
-    # a → b half-way, now a is wanted again; b's ready pod serves until a's does.
-    assert step(3, SURGE, rev("a", 2), rev("b", 2, 1)) == {"b": 1, "a": 3}
-    assert step(3, SURGE, rev("a", 3), rev("b", 1)) == {"b": 0, "a": 3}
-
-
-def test_failing_pods_of_an_old_revision_make_room_at_once() -> None:
-    assert step(3, SURGE, rev("b", 0), rev("a", 3, 1, failing=2)) == {"a": 1, "b": 3}
-
-
-def test_old_pods_that_are_only_not_ready_for_a_moment_stay() -> None:
-    assert step(3, SURGE, rev("b", 1, 0), rev("a", 3, 0)) == {"a": 3, "b": 1}
-
-
-def test_zero_is_zero_at_once() -> None:
-    assert step(0, SURGE, rev("b", 2), rev("a", 2)) == {"a": 0, "b": 0}
-
-
-def test_a_scale_down_during_a_rollout_keeps_what_serves() -> None:
-    assert step(1, SURGE, rev("b", 1, 0), rev("a", 3)) == {"a": 1, "b": 1}
-    assert step(2, SURGE, rev("b", 4, 1), rev("a", 1)) == {"a": 1, "b": 2}
-
-
-def test_several_old_revisions_give_up_what_does_not_serve_first() -> None:
-    assert step(3, SURGE, rev("c", 1, 1), rev("a", 1, 1), rev("b", 2, 1)) == {"a": 1, "b": 1, "c": 2}
-
-
-def test_paused_keeps_old_and_new_pods_and_follows_the_number() -> None:
-    paused = RolloutPolicy(paused=True)
-    assert step(3, paused, rev("b", 0), rev("a", 3)) == {"a": 3, "b": 0}
-    assert step(3, paused, rev("b", 2), rev("a", 2)) == {"a": 2, "b": 2}
-    assert step(5, paused, rev("b", 1, 0), rev("a", 3)) == {"a": 4, "b": 1}
-    assert step(1, paused, rev("b", 0), rev("a", 3)) == {"a": 1, "b": 0}
-    assert step(0, paused, rev("b", 1), rev("a", 3)) == {"a": 0, "b": 0}
-    assert step(2, paused, rev("b", 0)) == {"b": 2}
-
-
-def test_no_surge_and_nothing_missing_still_moves() -> None:
-    assert step(2, RolloutPolicy(max_surge=0), rev("b", 0), rev("a", 2)) == {"a": 2, "b": 1}
-
-
-@pytest.mark.parametrize(
-    "policy", [SURGE, REPLACE, RolloutPolicy(max_surge=3), RolloutPolicy(max_surge=0, max_unavailable=2)]
-)
-def test_what_has_converged_stays(policy: RolloutPolicy) -> None:
-    assert step(4, policy, rev("a", 4), rev("b", 0)) == {"a": 4}
 
 
 @dataclass

@@ -237,16 +237,6 @@ def test_what_an_engine_cannot_do_is_refused_and_never_left_out(engine: str, ask
     assert list(violations(pool)) or runtime(**more)["args"] != runtime(**spec, accelerator={"type": "nvidia"})["args"]
 
 
-def test_events_are_configured_as_each_engine_wants_them() -> None:
-    for engine in ("sglang", "vllm"):
-        args = runtime(accelerator={"type": "nvidia"}, engine={"type": engine})["args"]
-        config = json.loads(args[args.index("--kv-events-config") + 1])
-        assert config["publisher"] == "zmq"
-        assert (config["endpoint"], config["replay_endpoint"]) == ("tcp://*:5557", "tcp://*:5657")
-        assert config["topic"] == ""
-        assert config.get("enable_kv_cache_events", False) is (engine == "vllm")
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_rank_of_an_engine_has_its_ports_and_the_picker_is_told_where_they_begin(ranks: int) -> None:
     """As SGLang and vLLM count: the port of rank r is the first one + r."""
@@ -270,14 +260,6 @@ def test_sglangs_administration_needs_a_key_that_no_object_shows() -> None:
     assert made["args"][made["args"].index("--admin-api-key") + 1] == "$(SGLANG_ADMIN_API_KEY)"
     (given,) = [one for one in made["env"] if one["name"] == "SGLANG_ADMIN_API_KEY"]
     assert given["valueFrom"] == {"secretKeyRef": {"name": "tiny-admin-key", "key": "key"}}
-
-
-def test_only_the_liveness_of_sglang_is_asked_by_a_token() -> None:
-    made = runtime(accelerator={"type": "nvidia"}, engine={"type": "sglang"})
-    paths = {name: made[name]["httpGet"]["path"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
-    assert paths == {"startupProbe": "/health", "readinessProbe": "/health", "livenessProbe": "/health_generate"}
-    assert made["livenessProbe"]["timeoutSeconds"] == 20
-    assert {"name": "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "value": "false"} in made["env"]
 
 
 def test_the_users_command_and_arguments_hold() -> None:
@@ -386,32 +368,6 @@ def test_what_a_pod_writes_is_limited() -> None:
         accelerator = {"type": "nvidia", "count": count}
         found = volumes(accelerator=accelerator, engine={"type": "vllm"})
         assert found["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
-
-
-@pytest.mark.parametrize(
-    ("engine", "own"),
-    [
-        ("treeline", {}),
-        ("custom", {}),
-        ("vllm", {"VLLM_CACHE_ROOT": "/cache/vllm"}),
-        ("sglang", {"SGLANG_CACHE_DIR": "/cache/sglang", "SGLANG_DG_CACHE_DIR": "/cache/deep-gemm"}),
-    ],
-)
-def test_every_cache_of_the_engine_is_in_the_volume(engine: str, own: dict[str, str]) -> None:
-    made = runtime(**GPU, engine={"type": engine, "image": "x"})
-    env = {one["name"]: one["value"] for one in made["env"] if "value" in one}
-    common = {
-        "HF_HOME": "/cache/hf",
-        "XDG_CACHE_HOME": "/cache/xdg",
-        "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
-        "TORCH_EXTENSIONS_DIR": "/cache/torch-extensions",
-        "TRITON_CACHE_DIR": "/cache/triton",
-        "CUDA_CACHE_PATH": "/cache/cuda",
-        "FLASHINFER_WORKSPACE_BASE": "/cache/flashinfer",
-    }
-    assert common.items() | own.items() <= env.items()
-    assert sum(value.startswith("/cache") for value in env.values()) == len(common) + len(own)
-    assert {"name": "cache", "mountPath": "/cache"} in made["volumeMounts"]
 
 
 def test_the_cache_may_be_a_claim_of_ones_own_or_one_that_is_made() -> None:

@@ -8,7 +8,6 @@ import pytest
 from support.gateway_cluster import converged
 from support.gateway_cluster import pool as gateway_pool
 from support.operator_gateway_states import (
-    BALANCED,
     BOTH_APIS,
     FINE,
     LATE,
@@ -41,14 +40,6 @@ from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Observed, PoolRouting
 
 T = ConditionType
-
-
-def test_the_load_balancers_address_is_the_url_once_it_is_known():
-    address = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
-    seen = world(BALANCED, gateway_parts=gateway_children(service=address))
-    status = pool_status(seen)
-    assert status["url"] == "http://192.0.2.7:8080"
-    assert conditions(status)[T.GATEWAY_READY]["status"] == "True"
 
 
 def test_a_conflict_is_told_without_denying_that_requests_succeed():

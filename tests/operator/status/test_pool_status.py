@@ -13,6 +13,7 @@ from support.operator_status import (
     conditions,
     conditions_of,
     container,
+    event,
     gateway_children,
     observed,
     pod,
@@ -35,8 +36,9 @@ T = ConditionType
 
 @pytest.mark.parametrize("name", TROUBLES)
 def test_what_keeps_a_pod_from_being_ready_is_what_the_pool_says(name):
-    status, events, reason, text = TROUBLES[name]
-    seen = troubled(status, events)
+    status, reason, text, *events = TROUBLES[name]
+    noise = event("tiny-7", "FailedMount", 'secret "other" not found')
+    seen = troubled(status, [noise, *events])
     told = conditions_of(seen)
     if status.get("phase") == "Failed":  # such a pod is nobody's any more; its Deployment makes another
         reason, text = Reason.PODS_STARTING, ""

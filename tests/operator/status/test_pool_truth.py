@@ -56,7 +56,7 @@ def cases(draw: Any) -> Case:
     pods, events, listed = [], [], []
     for number, one in enumerate(drawn):
         name = f"tiny-{number}"
-        status, about, *_ = TROUBLES[one.trouble] if one.trouble else (ready(number), [])
+        status, _, _, *about = TROUBLES[one.trouble] if one.trouble else (ready(number), None, None)
         marks: dict[str, Any] = {"revision": "" if one.current else "before", "deleting": one.deleting}
         pods.append(pod(mine, name, serving="true" if one.serving else "false", **marks, **status))
         events.extend(about)

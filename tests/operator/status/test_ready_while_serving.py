@@ -10,7 +10,6 @@ from support.operator_status import (
     NOW,
     conditions,
     conditions_of,
-    gateway_children,
     pod,
     pool,
     ready,
@@ -33,38 +32,17 @@ def ready_of(seen):
     return conditions(pool_status(seen))[T.READY]
 
 
-def scaled_to(count, there):
-    """A pool of `count` of which `there` pods are ready and one more has just been made."""
-    mine = pool(replicas=count)
-    serving = [pod(mine, f"tiny-{n}", **ready(n)) for n in range(1, there + 1)]
-    names = [one.ref.name for one in serving]
-    starting = pod(mine, "tiny-new", phase="Pending")
-    return world(
-        mine,
-        children=(revision(mine, count, there),),
-        pods=(*serving, starting),
-        picker=view(mine, *names),
-    )
-
-
 def test_a_scale_up_keeps_the_pool_ready_and_is_progress():
-    found = conditions_of(scaled_to(3, 2))
+    mine = pool(replicas=3)
+    serving = [pod(mine, f"tiny-{n}", **ready(n)) for n in (1, 2)]
+    pods = (*serving, pod(mine, "tiny-new", phase="Pending"))
+    seen = world(mine, children=(revision(mine, 3, 2),), pods=pods, picker=view(mine, "tiny-1", "tiny-2"))
+    found = conditions_of(seen)
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
     assert "tiny is served by 2 pods" in found[T.READY]["message"]
     assert found[T.PROGRESSING]["status"] == "True"
     assert found[T.WORKLOADS_READY]["status"] == "False"
-    assert pool_status(scaled_to(3, 2))["replicaSummary"] == "2/3"
-
-
-def test_a_scale_up_whose_pods_do_not_exist_yet_keeps_the_pool_ready():
-    seen = scaled_to(3, 2)
-    found = conditions_of(dataclasses.replace(seen, pods=seen.pods[:2]))
-    assert found[T.READY]["status"] == "True"
-    assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == ("True", Reason.SCALING)
-
-
-def test_the_first_pod_of_a_pool_is_waited_for():
-    assert conditions_of(scaled_to(2, 0))[T.READY]["status"] == "False"
+    assert pool_status(seen)["replicaSummary"] == "2/3"
 
 
 def rolling(old_spec, new_spec, **changes):
@@ -111,25 +89,10 @@ def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
     assert Reason.CRASH_LOOPING.fix in found[T.READY]["message"]
 
 
-def test_a_new_pod_that_the_picker_does_not_list_yet_keeps_the_pool_ready():
-    mine = pool(replicas=2)
-    found = conditions_of(world(mine, picker=view(mine, "tiny-1")))
-    assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("True", Reason.SERVING)
-    assert (found[T.PROGRESSING]["status"], found[T.PROGRESSING]["reason"]) == (
-        "True",
-        Reason.ENDPOINTS_MISSING,
-    )
-
-
 @pytest.mark.parametrize("picker", [view(pool()), PickerView(True, {})])
 def test_a_pool_whose_ready_pods_the_picker_does_not_list_at_all_is_not_ready(picker):
     found = conditions_of(world(picker=picker))
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("False", Reason.ENDPOINTS_MISSING)
-
-
-@pytest.mark.parametrize("parts", [{"epp": 0}, {"edge": 0}])
-def test_a_pool_without_a_way_in_is_not_ready_however_many_pods_there_are(parts):
-    assert conditions_of(world(gateway_parts=gateway_children(**parts)))[T.READY]["status"] == "False"
 
 
 def test_an_operator_that_has_not_heard_of_the_picker_yet_keeps_what_is_known_for_half_a_minute():
