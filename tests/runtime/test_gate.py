@@ -16,40 +16,6 @@ SIZES = st.sampled_from([1 << 12, MARK_BYTES - 1, MARK_BYTES, WINDOW_BYTES, 3 * 
 MOST = 6
 
 
-def went(gate: Gate[int], most: int = 1 << 30) -> list[str]:
-    """Takes all that goes without a word of the scheduler."""
-    ids = list[str]()
-    while len(ids) < most and (found := gate.take()) is not None:
-        ids.append(found[0])
-    return ids
-
-
-def test_a_newcomer_waits_for_what_is_on_its_way_and_for_one_turn_of_each_other_client() -> None:
-    gate = Gate[int](lambda size: size)
-    small = WINDOW_BYTES // 512
-    for client in ("hostile", "other"):
-        for i in range(5_000):
-            gate.put(client, f"{client}-{i}", small)
-    assert len(went(gate)) == 512
-    mark = gate.mark()
-    assert mark is not None
-    gate.put("newcomer", "new", small)
-    assert went(gate) == [], "what went before has not been taken"
-    gate.taken(mark)
-    assert went(gate, 3)[-1] == "new"
-
-
-def test_what_is_larger_than_all_that_may_be_on_its_way_goes_alone() -> None:
-    gate = Gate[int](lambda size: size)
-    for id in "ab":
-        gate.put("c", id, 3 * WINDOW_BYTES)
-    assert went(gate) == ["a"]
-    mark = gate.mark()
-    assert mark is not None
-    gate.taken(mark)
-    assert went(gate) == ["b"]
-
-
 def test_the_scheduler_is_not_asked_of_each() -> None:
     gate, asked = Gate[int](lambda size: size), 0
     for i in range(1024):

@@ -1,12 +1,26 @@
-"""For the publisher's tests: a cache that changes at random, and a router that believes what it is told."""
+"""For the publisher's tests: a cache that changes at random, a router that believes what it is told, the process."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
+import msgspec
+import zmq
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.ipc import Addresses, AnnouncedReq, Heartbeat, Inbox, Outbox, Ready, decode_to_http
+from treeline_runtime.messages import CacheEvent, CacheUpdate, Cleared, Removed, Reply, Stored
+from treeline_runtime.processes import ChildSpec
+from treeline_wire import frames
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
+from treeline_wire.security import CurveKeys
+
+from support.runtime_server import eventually
 
 PAGE = 2
 
@@ -94,3 +108,94 @@ class TrustingReencoder:
 
     def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
         return len(ids)
+
+
+class PublisherProcess:
+    """The process, seen from the scheduler (`send`), the HTTP process (`inbox`) and routers (sockets)."""
+
+    EPOCH = 2**63 + 5
+
+    def __init__(self, folder: Path, model: Path, **args: Any) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.context.setsockopt(zmq.LINGER, 0)  # of all its sockets: a stranger's question is never delivered
+        addresses = Addresses(str(folder))
+        self.inbox = Inbox(self.context, addresses.of("http"), decode_to_http)
+        self.outbox = Outbox(self.context, addresses.of("publisher"))
+        defaults = ServerArgs(model=str(model), events_port=0, replay_port=0, load_port=0)
+        spec = ChildSpec(replace(defaults, **args), addresses, str(model), self.EPOCH)
+        command = [sys.executable, "-m", "treeline_runtime.publisher.process"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        self.process.stdin.flush()
+        self.updates = 0
+        self.keys: CurveKeys | None = None
+
+    def started(self) -> PublisherProcess:
+        message = self.heard()
+        assert isinstance(message, Ready), message
+        self.ports = message.info
+        return self
+
+    def heard(self) -> Any:
+        """What it says next, besides that it is alive."""
+        while True:
+            assert self.inbox.wait(60_000), "the publisher says nothing"
+            (message,) = self.inbox.take(1)
+            if not isinstance(message, Heartbeat):
+                return message
+
+    def store(self, *blocks: int, parent: int | None = None) -> None:
+        tokens = [token for block in blocks for token in (block % 300, 7)]
+        self.update(Stored(list(blocks), parent, tokens, None, len(tokens)))
+
+    def update(self, *events: Any) -> None:
+        self.updates += 1
+        self.outbox.send(CacheUpdate(list(events)))
+
+    def settled(self) -> dict[str, Any]:
+        """Waits until all updates are applied; what is announced then."""
+        self.outbox.send(AnnouncedReq("q", self.updates))
+        reply = self.heard()
+        assert isinstance(reply, Reply)
+        assert reply.data is not None
+        return reply.data
+
+    def socket(self, kind: int, port: str) -> zmq.Socket[bytes]:
+        made = self.context.socket(kind)
+        if self.keys is not None:
+            self.keys.secure_client(made)
+        if kind == zmq.SUB:
+            made.subscribe(b"")
+        made.connect(f"tcp://127.0.0.1:{self.ports[port]}")
+        return made
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0
+        self.context.destroy(linger=0)
+
+    def subscribed(self) -> zmq.Socket[bytes]:
+        """A subscriber that has seen its first event: later ones cannot be missed."""
+        events = self.socket(zmq.SUB, "events_port")
+        number = iter(range(10_000, 20_000))
+
+        def works() -> bool:
+            self.store(next(number))
+            return bool(events.poll(20))
+
+        eventually(works, 60, "the subscription works")
+        heard(events, self.settled()["seq"])
+        return events
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    assert socket.poll(60_000), "nothing arrived"
+    return socket.recv_multipart()
+
+
+def heard(events: zmq.Socket[bytes], newest: int) -> None:
+    """Take from a subscription all up to the event of this number."""
+    while frames.parse_live(receive(events))[1] < newest:
+        pass

@@ -127,8 +127,7 @@ class Constrained(Harness):
         return worked
 
     def fault(self, rid: str) -> str:
-        finish = self.last(rid).finish
-        assert finish is not None
+        finish = self.finish(rid)
         assert (finish.type, finish.status) == ("error", 500), finish
         assert finish.message is not None
         return finish.message

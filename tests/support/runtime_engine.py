@@ -17,11 +17,12 @@ import pytest
 import torch
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.core import Batch
+from treeline_runtime.core import Batch, Phase
 from treeline_runtime.messages import (
     AbortReq,
     BatchTokenOut,
     CacheUpdate,
+    FinishReason,
     FromScheduler,
     GenerateReq,
     LoadUpdate,
@@ -212,6 +213,28 @@ class Harness(Scheduler):
             self.run()
         assert sizes.count(1) > 5
 
+    def fail_launches_of(self, rid: str) -> None:
+        """The model raises whenever it is in the batch."""
+        launch = self._compute
+
+        def broken(batch: Batch) -> Launched:
+            if any(req.rid == rid for req in batch.reqs):
+                raise RuntimeError("bad luck")
+            return launch(batch)
+
+        self._compute = broken  # type: ignore[method-assign]
+
+    def spoil_logits(self, monkeypatch: pytest.MonkeyPatch, rows: slice, value: float = torch.nan) -> None:
+        """From now on the model, which other tests have, too, computes this for a token of these rows."""
+        logits = self.executor._model.logits
+
+        def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
+            result = logits(hidden).clone()
+            result[rows, 5] = value
+            return result
+
+        monkeypatch.setattr(self.executor._model, "logits", broken)
+
     def _woken_by_a_grammar(self) -> bool:
         """Wait for what is being compiled. → whether anything is."""
         if not self.grammars.waiting:
@@ -258,8 +281,33 @@ class Harness(Scheduler):
     def last(self, rid: str) -> TokenOut:
         return self.outs[rid][-1]
 
+    def finish(self, rid: str) -> FinishReason:
+        """Of one that has ended."""
+        found = self.last(rid).finish
+        assert found is not None, f"{rid} has not ended"
+        return found
+
     def logprobs(self, rid: str) -> list[TokenLogprob]:
         return [pair for out in self.outs[rid] for pair in out.output_token_logprobs or ()]
+
+
+class Recorder(Harness):
+    """Remembers what every launch was: prefilled, decoding, tokens."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.batches: list[tuple[list[str], list[str], int]] = []
+        super().__init__(model, **settings)
+
+    def _launch(self, batch: Batch) -> None:
+        rids: dict[Phase, list[str]] = {Phase.PREFILL: [], Phase.DECODE: []}
+        for i, req in enumerate(batch.reqs):
+            rids[batch.phase_of(i)].append(req.rid)
+        self.batches.append((rids[Phase.PREFILL], rids[Phase.DECODE], batch.num_tokens))
+        super()._launch(batch)
+
+    @property
+    def prefills(self) -> list[list[str]]:
+        return [prefilled for prefilled, _, _ in self.batches if prefilled]
 
 
 def prompt(seed: int, length: int) -> list[int]:

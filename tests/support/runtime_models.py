@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,33 @@ def ours(path: Path, **config: Any) -> Decoder:
 
 
 IDS = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def edit(path: Path, **changes: Any) -> Path:
+    """config.json with keys changed; ... removes one."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return path
+
+
+def config_of(path: Path, family: str, **changes: Any) -> Path:
+    """What transformers writes for a default configuration, with keys changed; ... removes one."""
+    import transformers
+
+    path.mkdir(exist_ok=True)
+    config = getattr(transformers, f"{family}Config")().to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(config))
+    return edit(path, **changes)
+
+
+def theirs_of(path: Path, ids: list[int] = IDS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Logits of transformers, from the same files."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
 
 
 def logits_of(theirs: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -196,19 +197,17 @@ class ServerProcess:
     def children(self) -> dict[str, int]:
         """Process name → pid, of the server's children."""
         found: dict[str, int] = {}
-        for folder in Path("/proc").iterdir():
-            if not folder.name.isdigit():
-                continue
-            try:
-                stat = (folder / "stat").read_text().rpartition(")")[2].split()
-                command = (folder / "cmdline").read_bytes().decode()
-            except OSError:
-                continue
-            if int(stat[1]) == self.process.pid and stat[0] != "Z":
-                for name in ("scheduler", "detokenizer", "publisher"):
-                    if name in command:
-                        found[name] = int(folder.name)
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                command = " ".join(child.cmdline())  # of a zombie: nothing
+                found |= {name: child.pid for name in ("scheduler", "detokenizer", "publisher") if name in command}
         return found
+
+    def idle(self) -> bool:
+        """Nothing runs or waits, and nobody holds pages."""
+        with self.client() as http:
+            load = http.get("/v1/loads").json()["loads"][0]
+        return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """The exit status; fails with the log when the server does not end."""
@@ -250,8 +249,8 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str 
 def gone(pid: int) -> bool:
     """Whether a process has ended (a zombie has)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return True
 
 

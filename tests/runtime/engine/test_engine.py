@@ -62,15 +62,6 @@ def test_a_list_of_texts_and_ids_in_order(model: Path) -> None:
         engine.scheduler.check_integrity()
 
 
-def test_a_stream_is_the_same_text_in_pieces(model: Path) -> None:
-    with Engine(model=model, **SETTINGS) as engine:
-        whole = engine.generate("Hello", GREEDY)
-        pieces = list(engine.stream("Hello", GREEDY))
-        assert "".join(text for text, _ in pieces) == whole.text
-        assert len(pieces) == 10
-        assert pieces[-1][1].finish == FinishReason("length")
-
-
 def test_leaving_a_stream_early_ends_the_request(model: Path) -> None:
     with Engine(model=model, **SETTINGS) as engine:
         stream = engine.stream("Hello", SamplingParams(max_new_tokens=400))

@@ -12,7 +12,7 @@ import torch
 from support.runtime_engine import Harness
 from support.runtime_models import IDS, reference, save
 from treeline_runtime import Engine, GenerationError, SamplingParams
-from treeline_runtime.messages import MAX_HIDDEN_STATES_BYTES, HiddenStates
+from treeline_runtime.messages import MAX_HIDDEN_STATES_BYTES
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,8 +87,3 @@ def test_an_engine_gives_them_only_where_it_was_told_to_and_in_bounds(path: Path
         most = MAX_HIDDEN_STATES_BYTES // (4 * 64)
         assert most > 128, "else this would be refused"
         assert engine.generate(IDS, SamplingParams(max_new_tokens=10**9), **WANTED).hidden_states is not None
-
-
-def test_what_a_message_holds_is_what_it_says() -> None:
-    states = HiddenStates(3, 2, np.arange(6, dtype="<f4").tobytes())
-    assert np.frombuffer(states.data, "<f4").reshape(-1, states.size).tolist() == [[0, 1], [2, 3], [4, 5]]

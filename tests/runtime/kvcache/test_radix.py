@@ -78,30 +78,6 @@ def test_common_prefix_finds_the_first_difference(seed: int) -> None:
     assert common_prefix(a, b) == common_prefix(b, a) == cut
 
 
-def test_a_match_is_the_longest_prefix_in_whole_pages() -> None:
-    tree = Tree()
-    _, pages = tree.insert([1, 2, 3, 4, 5, 6, 7])
-    assert tree.match([1, 2, 3, 4, 5, 6, 7, 8]) == pages.tolist()
-    assert tree.match([1, 2, 3, 4, 5]) == pages[:2].tolist()
-    assert tree.match([1, 2, 3, 9]) == pages[:1].tolist()
-    assert tree.match([1, 9]) == tree.match([1]) == tree.match([]) == []
-    assert tree.cache.num_pages == 3
-
-
-def test_an_insert_says_what_was_there_and_keeps_the_older_pages() -> None:
-    tree = Tree()
-    _, first = tree.insert([1, 2, 3, 4])
-    existing, second = tree.insert([1, 2, 3, 4, 5, 6])
-    assert existing == 2
-    assert tree.match([1, 2, 3, 4, 5, 6]) == [*first, second[2]]
-    assert tree.insert([1, 2])[0] == 1
-    assert tree.insert([1])[0] == 0
-    existing, third = tree.insert([1, 2, 7, 8])
-    assert existing == 1
-    assert tree.match([1, 2, 7, 8]) == [first[0], third[1]]
-    assert tree.match([1, 2, 3, 4, 5, 6]) == [*first, second[2]]
-
-
 def test_namespaces_share_nothing() -> None:
     tree = Tree()
     _, plain = tree.insert([1, 2, 3, 4])
@@ -112,22 +88,6 @@ def test_namespaces_share_nothing() -> None:
     assert tree.match([1, 2, 3, 4], "other") == []
     assert sorted(tree.evict(4)) == [0, 1, 2, 3]
     assert not tree.cache._roots, "an empty namespace was kept"
-
-
-def test_locked_pages_stay_and_a_split_keeps_the_locks() -> None:
-    tree = Tree()
-    _, pages = tree.insert([1, 2, 3, 4, 5, 6])
-    handle = tree.lock([1, 2, 3, 4])
-    assert tree.cache.locked_pages == 2
-    assert tree.evict(9) == [pages[2]]
-    tree.insert([1, 2, 9, 9])  # splits the locked node
-    assert tree.cache.locked_pages == 2
-    assert tree.evict(9) == [4], "only the new page may go"
-    second = tree.lock([1, 2, 3, 4])
-    tree.unlock(handle)
-    assert tree.evict(9) == []
-    tree.unlock(second)
-    assert tree.evict(9) == [pages[1], pages[0]]
 
 
 def test_the_root_needs_no_lock() -> None:
@@ -261,13 +221,6 @@ def test_stored_runs_name_their_pages_by_the_digest_chain() -> None:
     assert tree.cache.take_events() == []
 
 
-def test_a_namespace_changes_every_hash() -> None:
-    tree = Tree()
-    tree.insert([1, 2, 3, 4], namespace="lora")
-    assert tree.cache.take_events() == [Stored(hashes([1, 2, 3, 4], 2, "lora"), None, [1, 2, 3, 4], "lora", 4)]
-    assert hashes([1, 2], 2, "lora") != hashes([1, 2], 2)
-
-
 def test_events_of_a_step_are_merged_in_order() -> None:
     tree = Tree()
     tree.insert([1, 2, 3, 4])
@@ -285,14 +238,6 @@ def test_events_of_a_step_are_merged_in_order() -> None:
     assert len(removed) == 1
     assert isinstance(removed[0], Removed)
     assert len(removed[0].block_hashes) == 3
-
-
-def test_removals_are_leaf_first() -> None:
-    tree = Tree()
-    tree.insert([1, 2, 3, 4, 5, 6], prompt=2)
-    tree.cache.take_events()
-    tree.evict(3)
-    assert tree.cache.take_events() == [Removed(hashes([1, 2, 3, 4, 5, 6], 2)[::-1])]
 
 
 def test_blocks_lists_every_page_parents_first() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import write_config
-from support.runtime_models import IDS, Runner, ours, reference, save
+from support.runtime_models import IDS, Runner, edit, ours, reference, save, theirs_of
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.quantization import product
@@ -26,23 +26,8 @@ from treeline_runtime.server.sampling import SamplingDefaults
 transformers = pytest.importorskip("transformers")
 
 
-def theirs(path: Path, ids: list[int] = IDS) -> torch.Tensor:
-    """Logits of transformers, from the same files."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
-
-
 def assert_same(path: Path, **config: Any) -> None:
-    np.testing.assert_allclose(Runner(ours(path, **config)).feed(IDS), theirs(path), rtol=1e-4, atol=2e-4)
-
-
-def edit(path: Path, **changes: Any) -> Path:
-    """config.json with keys changed; ... removes one."""
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    return path
+    np.testing.assert_allclose(Runner(ours(path, **config)).feed(IDS), theirs_of(path), rtol=1e-4, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +273,7 @@ def test_files_without_an_index_are_not_guessed_at(shards: Path) -> None:
     with pytest.raises(ModelError, match="which of them belong to the model"):
         ours(shards)
     with pytest.raises(OSError, match="no file named"):
-        theirs(shards)
+        theirs_of(shards)
 
 
 def test_an_index_that_does_not_fit_its_files_is_refused(shards: Path) -> None:
@@ -319,10 +304,10 @@ def test_dynamic_rope_within_the_trained_length_is_not_scaled_and_beyond_it_has_
     tmp_path: Path,
 ) -> None:
     path = save(reference("Llama", {"max_position_embeddings": 32, "rope_parameters": DYNAMIC}), tmp_path)
-    np.testing.assert_allclose(Runner(ours(path)).feed(IDS[:32]), theirs(path, IDS[:32]), rtol=1e-4, atol=2e-4)
+    np.testing.assert_allclose(Runner(ours(path)).feed(IDS[:32]), theirs_of(path, IDS[:32]), rtol=1e-4, atol=2e-4)
     # transformers computes a prompt with the base of its own length: the same, where that is the longest served
     long = Runner(ours(path, context_length=len(IDS)))
-    expected = theirs(path)
+    expected = theirs_of(path)
     np.testing.assert_allclose(long.feed(IDS), expected, rtol=1e-4, atol=2e-4)
     pieces = Runner(ours(path, context_length=len(IDS)))
     parts = [pieces.feed(IDS[:20]), *(pieces.feed([token]) for token in IDS[20:40]), pieces.feed(IDS[40:])]

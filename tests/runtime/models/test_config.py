@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.runtime_engine import TINY_CONFIG, write_config
+from support.runtime_models import reference, save
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.loader import load_model, resolve_device, resolve_dtype
@@ -96,43 +97,17 @@ def test_missing_files_and_keys_are_named(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """What a checkpoint of TINY_CONFIG holds."""
-
-    class Recorder:
-        dtype = torch.float32
-        scheme = None
-
-        def __init__(self) -> None:
-            self.seen: dict[str, torch.Tensor] = {}
-
-        def has(self, name: str) -> bool:
-            return True
-
-        def shape(self, name: str) -> tuple[int, ...]:
-            raise AssertionError(name)
-
-        def take(self, name: str, *shape: int, dtype: Any = None, shard: Any = None) -> torch.Tensor:
-            self.seen[name] = torch.zeros(shape)
-            return self.seen[name]
-
-    from treeline_runtime.models.decoder import Decoder
-
-    recorder = Recorder()
-    Decoder(read_config(path), recorder, 16)
-    return recorder.seen
-
-
 def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
-    path = write_config(tmp_path)
-    config = EngineConfig(model=str(path))
+    path = save(reference("Llama", {}), tmp_path)
+    good = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    config = EngineConfig(model=str(path), device="cpu")
     with pytest.raises(ModelError, match=r"has no \*.safetensors"):
         load_model(config)
     (path / "model.safetensors").write_bytes(b"garbage")
     with pytest.raises(ModelError, match="cannot read"):
         load_model(config)
 
-    good = tensors(path)
     save_file(good | {"extra.weight": torch.zeros(1)}, path / "model.safetensors")
     with pytest.raises(ModelError, match=r"1 tensors that this model does not have, e\.g\. extra\.weight"):
         load_model(config)
@@ -145,10 +120,10 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
         load_model(config)
 
     save_file(good | {"model.norm.weight": torch.zeros(3)}, path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(3,\), config.json asks for \(32,\)"):
+    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(3,\), config.json asks for \(64,\)"):
         load_model(config)
 
-    save_file(good | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, path / "model.safetensors")
+    save_file(good | {"model.norm.weight": torch.zeros(64, dtype=torch.int8)}, path / "model.safetensors")
     with pytest.raises(ModelError, match=r"model\.norm\.weight is torch\.int8; quantised"):
         load_model(config)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.runtime_engine import Harness
-from support.runtime_models import IDS, SIZES, Runner, ours, reference, save
+from support.runtime_models import IDS, SIZES, Runner, edit, ours, reference, save, theirs_of
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.config import parse_config
 from treeline_runtime.models.families import FAMILIES
@@ -24,20 +24,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "num_hidden_layers": 3, "sliding_window": 10}
 SHORT, LONG = ([1.0 + i * step for i in range(8)] for step in (0.1, 1.5))
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": SHORT, "long_factor": LONG}
-
-
-def theirs(path: Path, ids: list[int] = IDS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
-    return logits
-
-
-def edit(path: Path, **changes: Any) -> Path:
-    """config.json with keys changed; ... removes one."""
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    return path
 
 
 OLD = {"rope_parameters": ..., "layer_types": ..., "torch_dtype": "bfloat16", "dtype": ..., "use_cache": True}
@@ -89,7 +75,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_configurations_as_they_are_published_mean_what_they_mean_to_transformers(name: str, tmp_path: Path) -> None:
     family, settings, keys = PUBLISHED[name]
     path = edit(save(reference(family, settings), tmp_path), **(OLD | keys))
-    expected = theirs(path)
+    expected = theirs_of(path)
     np.testing.assert_allclose(Runner(ours(path)).feed(IDS), expected, rtol=1e-4, atol=2e-4)
 
 
@@ -196,10 +182,10 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_that_is_served(tmp_p
     settings = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
     path = save(reference("Phi3", settings), tmp_path)
     short = Runner(ours(path, context_length=40)).feed(IDS[:40])
-    np.testing.assert_allclose(short, theirs(path, IDS[:40]), rtol=1e-4, atol=2e-4)
+    np.testing.assert_allclose(short, theirs_of(path, IDS[:40]), rtol=1e-4, atol=2e-4)
     pieces = Runner(ours(path, context_length=41))
     long = torch.cat([pieces.feed(IDS[:30]), *(pieces.feed([token]) for token in IDS[30:41])])
-    np.testing.assert_allclose(long, theirs(path, IDS[:41]), rtol=1e-4, atol=2e-4)
+    np.testing.assert_allclose(long, theirs_of(path, IDS[:41]), rtol=1e-4, atol=2e-4)
     assert not torch.allclose(short, long[:40], atol=0.1)
 
 
@@ -229,7 +215,7 @@ def test_bfloat16_is_bfloat16_throughout(case: str, tmp_path: Path) -> None:
     runner = Runner(ours(path, dtype="bfloat16"))
     found = torch.cat((runner.feed(IDS[:30]), runner.feed(IDS[30:31])))
     assert found.dtype == torch.bfloat16
-    expected = theirs(path, IDS[:31], torch.bfloat16)
+    expected = theirs_of(path, IDS[:31], torch.bfloat16)
     assert (found - expected).float().pow(2).mean().sqrt() < 0.05 * expected.float().std()
 
 
@@ -247,6 +233,7 @@ def test_one_plus_a_small_weight_is_not_rounded_to_bfloat16() -> None:
 
 
 GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 13}),
     "gemma3": ("Gemma3", GEMMA | {"eos_token_id": None}),
     "olmo2": ("Olmo2", {"eos_token_id": None}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
-from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
+from support.runtime_models import IDS, Runner, config_of, edit, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.gpt_oss import GptOssDecoder, dequantise
 
@@ -79,9 +78,7 @@ def packed(path: Path, theirs: Any) -> Path:
             theirs.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": quantization}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return edit(path, quantization_config=quantization)
 
 
 def test_mxfp4_experts_are_made_whole_as_transformers_makes_them(tmp_path: Path) -> None:
@@ -123,23 +120,15 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None
 # ---- config.json ------------------------------------------------------------------------------------------
 
 
-def config_of(path: Path, **changes: Any) -> Path:
-    """What transformers writes for a default configuration, with keys changed; ... removes one."""
-    config = transformers.GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not ...}))
-    return path
-
-
 def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path) -> None:
-    whole = read_config(config_of(tmp_path))
+    whole = read_config(config_of(tmp_path, "GptOss"))
     assert whole.scoring.windows[:3] == (128, None, 128)
     assert whole.longest_context == 131072
     names = (
         "attention_bias head_dim layer_types num_experts_per_tok num_key_value_heads rms_norm_eps rope_parameters "
         "sliding_window swiglu_alpha swiglu_limit tie_word_embeddings"
     )
-    assert read_config(config_of(tmp_path, **dict.fromkeys(names.split(), ...))) == whole
+    assert read_config(config_of(tmp_path, "GptOss", **dict.fromkeys(names.split(), ...))) == whole
     rope = {
         "rope_parameters": ...,
         "rope_theta": 150000,
@@ -154,7 +143,7 @@ def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_
     }
     published = {"experts_per_token": 4, "initial_context_length": 4096, "router_aux_loss_coef": 0.9}
     quantization = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    assert read_config(config_of(tmp_path, **rope, **published, **quantization)) == whole
+    assert read_config(config_of(tmp_path, "GptOss", **rope, **published, **quantization)) == whole
 
 
 @pytest.mark.parametrize(
@@ -175,4 +164,4 @@ def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_
 )
 def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        read_config(config_of(tmp_path, **changes))
+        read_config(config_of(tmp_path, "GptOss", **changes))

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.runtime_engine import Harness
 from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
-from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.messages import GenerateReq, SamplingParams
 
 transformers = pytest.importorskip("transformers")
 
@@ -149,14 +146,6 @@ def test_keys_of_older_configurations_mean_the_same(tmp_path: Path) -> None:
     assert torch.equal(Runner(old).feed(IDS), Runner(new).feed(IDS))
 
 
-def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
-    theirs = reference("Qwen2", {})
-    one = save(theirs, tmp_path / "one")
-    many = save(theirs, tmp_path / "many", max_shard_size="40KB")
-    assert len(list(many.glob("*.safetensors"))) > 2
-    assert torch.equal(Runner(ours(one)).feed(IDS), Runner(ours(many)).feed(IDS))
-
-
 def test_bfloat16_weights_are_computed_in_float32_on_cpu(tmp_path: Path) -> None:
     theirs = reference("Qwen3", {"head_dim": 16}).to(torch.bfloat16)
     path = save(theirs, tmp_path)
@@ -167,24 +156,9 @@ def test_bfloat16_weights_are_computed_in_float32_on_cpu(tmp_path: Path) -> None
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=2e-4)
 
 
-def test_the_engine_generates_what_transformers_generates(tmp_path: Path) -> None:
-    theirs = reference("Llama", {})
-    path = save(theirs, tmp_path)
-    with torch.inference_mode():
-        expected = theirs.generate(torch.tensor([IDS]), max_new_tokens=24, do_sample=False)[0, len(IDS) :].tolist()
-    engine = Harness(path, load_format="auto", chunked_prefill_size=16)
-    assert engine.generate("a", IDS, max_new_tokens=24) == expected
-
-
 def test_random_weights_are_repeatable(tmp_path: Path) -> None:
     path = save(reference("Qwen3", {"head_dim": 16}), tmp_path)
     first, second = ours(path, load_format="dummy"), ours(path, load_format="dummy")
     other = ours(path, load_format="dummy", seed=1)
     assert torch.equal(Runner(first).feed(IDS), Runner(second).feed(IDS))
     assert not torch.equal(Runner(first).feed(IDS), Runner(other).feed(IDS))
-
-
-def test_batches_describe_what_they_compute() -> None:
-    message = GenerateReq("a", IDS, SamplingParams())
-    req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=8, arrival=0)
-    assert Batch(Phase.PREFILL, [req, req], [0, 16], [16, 50], [False, True]).num_tokens == 50

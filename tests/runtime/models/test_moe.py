@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
-from support.runtime_models import IDS, Runner, fed_in_pieces, logits_of, ours, reference, save
+from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.context import Context
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.model_config import ClampedGate, MoeConfig
@@ -279,15 +278,6 @@ def test_checkpoints_whose_experts_do_not_fit_are_refused_by_name(tmp_path: Path
 
 
 # ---- config.json ------------------------------------------------------------------------------------------
-
-
-def config_of(path: Path, family: str, **changes: Any) -> Path:
-    """What transformers writes for a default configuration, with keys changed; ... removes one."""
-    config = getattr(transformers, f"{family}Config")().to_dict() | {"architectures": [f"{family}ForCausalLM"]}
-    config["torch_dtype"] = "bfloat16"
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not ...}))
-    return path
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Moe"])

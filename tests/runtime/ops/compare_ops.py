@@ -22,7 +22,8 @@ from treeline_runtime.models.model_config import ClampedGate  # noqa: E402
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight  # noqa: E402
 from treeline_runtime.ops import Experts, Heads, Tables, attention_kernels, fp8, fused_experts  # noqa: E402
 from treeline_runtime.ops.torch_ops import TorchOps  # noqa: E402
-from treeline_runtime.ops.triton_ops import TritonOps  # noqa: E402
+from treeline_runtime.ops.triton_ops import VOCAB_BLOCK, TritonOps  # noqa: E402
+from treeline_runtime.sampling import mask_words  # noqa: E402
 from treeline_runtime.sampling.noise import row_keys  # noqa: E402
 
 FUSED, REFERENCE = TritonOps(), TorchOps()
@@ -338,6 +339,22 @@ def choose(dtype: torch.dtype) -> None:
             assert FUSED.choose(broken, temperatures, keys)[1].tolist() == [i not in (2, 6) for i in range(rows)]
 
 
+def forbid() -> None:
+    """Bit by bit."""
+    for vocab in (1, 31, 32, 33, 50, VOCAB_BLOCK - 1, VOCAB_BLOCK, VOCAB_BLOCK + 1, 9000):
+        for rows in (1, 5):
+            logits = torch.randn(rows, vocab, generator=GENERATOR)
+            logits[0, 0], logits[0, vocab - 1] = torch.nan, torch.inf
+            shape = (rows, mask_words(vocab))
+            masks = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, generator=GENERATOR)
+            masks[rows - 1] = 0
+            for bits in (masks, torch.full_like(masks, -1)):
+                found, expected = (logits.to(DEVICE, copy=True) for _ in range(2))
+                FUSED.forbid(found, bits.to(DEVICE))
+                REFERENCE.forbid(expected, bits.to(DEVICE))
+                assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), (rows, vocab)
+
+
 def pages() -> None:
     table = torch.arange(5 * 2000).view(5, 2000).to(DEVICE)
     rows, counts = torch.tensor([3, 0, 4]), [1, 1500, 1025]
@@ -363,6 +380,6 @@ if __name__ == "__main__":
         for dtype in dtypes:
             run(dtype)
         sys.stdout.write(f"{compare.__name__}\n")
-    for check in (pages, overflow) if "rest" in asked else ():
+    for check in (forbid, pages, overflow) if "rest" in asked else ():
         check()
         sys.stdout.write(f"{check.__name__}\n")

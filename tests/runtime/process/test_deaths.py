@@ -98,12 +98,6 @@ def test_a_detokenizer_or_a_publisher_that_stands_still_is_noticed(start: Any) -
         assert gone(pids[victim])
 
 
-def test_a_child_that_cannot_start_says_why(start: Any) -> None:
-    server = start(FAKE_SCHEDULER_FAILS="1")
-    assert server.wait(60) == 1
-    assert any("the scheduler process failed: the weights are missing" in line for line in server.log)
-
-
 def test_loading_that_takes_too_long_is_given_up(start: Any, tmp_path: Path) -> None:
     server = start("--start-timeout=0")
     assert server.wait(60) == 1

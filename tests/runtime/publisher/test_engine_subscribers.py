@@ -3,8 +3,6 @@ example subscriber and routers ask for what they missed."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +12,9 @@ import msgspec
 import pytest
 import zmq
 from support.engine_wheels import load, needs_engine_wheels
-from support.runtime_server import eventually, make_tokenizer
-from treeline_runtime.args import ServerArgs
-from treeline_runtime.ipc import Addresses, Heartbeat, Inbox, Outbox, Ready, decode_to_http
-from treeline_runtime.messages import CacheUpdate, Cleared, Removed, Stored
-from treeline_runtime.processes import ChildSpec
+from support.publisher import PublisherProcess, receive
+from support.runtime_server import make_tokenizer
+from treeline_runtime.messages import Cleared, Removed, Stored
 
 pytestmark = [needs_engine_wheels, pytest.mark.integration, pytest.mark.deep]
 
@@ -37,69 +33,13 @@ STEPS = (
 )
 
 
-class Publisher:
-    """The process, with a subscriber that hears everything from the first of `STEPS` on."""
-
-    def __init__(self, folder: Path) -> None:
-        make_tokenizer(folder)
-        self._updates = self.first = 0
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.context.setsockopt(zmq.LINGER, 0)
-        addresses = Addresses(str(folder))
-        self._inbox = Inbox(self.context, addresses.of("http"), decode_to_http)
-        self._outbox = Outbox(self.context, addresses.of("publisher"))
-        args = ServerArgs(model=str(folder), events_port=0, replay_port=0, load_port=0, kv_events_topic=TOPIC)
-        command = [sys.executable, "-m", "treeline_runtime.publisher.process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(ChildSpec(args, addresses, str(folder), 5)) + b"\n")
-        self._process.stdin.flush()
-        self._ports = self._started()
-        self.live = self.socket(zmq.SUB, "events_port")
-        self.live.subscribe(b"kv@")
-        eventually(self._heard, 60, "the subscription works")
-        while self.first < self._updates:  # each of them was an event
-            self.first = int.from_bytes(receive(self.live)[1], "big") + 1
-
-    def _started(self) -> dict[str, Any]:
-        while True:
-            assert self._inbox.wait(60_000), "the publisher says nothing"
-            (message,) = self._inbox.take(1)
-            if not isinstance(message, Heartbeat):
-                assert isinstance(message, Ready), message
-                return message.info
-
-    def _heard(self) -> bool:
-        self.update(Cleared())
-        return bool(self.live.poll(20))
-
-    def update(self, *events: Any) -> None:
-        self._updates += 1
-        self._outbox.send(CacheUpdate(list(events)))
-
-    def socket(self, kind: int, port: str) -> zmq.Socket[bytes]:
-        made = self.context.socket(kind)
-        made.connect(f"tcp://127.0.0.1:{self._ports[port]}")
-        return made
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        assert self._process.wait(60) == 0
-        self.context.destroy(linger=0)
-
-
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
+def publisher() -> Iterator[PublisherProcess]:
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as name:
-        made = Publisher(Path(name))
+        make_tokenizer(Path(name))
+        made = PublisherProcess(Path(name), Path(name), kv_events_topic=TOPIC).started()
         yield made
         made.close()
-
-
-def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    assert socket.poll(60_000), "nothing arrived"
-    return socket.recv_multipart()
 
 
 def told(decoder: Any, payload: bytes) -> list[tuple[Any, ...]]:
@@ -119,7 +59,7 @@ def told(decoder: Any, payload: bytes) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, publisher: Publisher) -> None:
+def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, publisher: PublisherProcess) -> None:
     package, version, module = READERS[name]
     decoder = msgspec.msgpack.Decoder(load(package, version)[module].KVEventBatch)
     salt = SALT if package == "sglang" else None  # vLLM's types have no member for it
@@ -129,15 +69,17 @@ def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, pub
         [("BlockRemoved", [13])],
         [("AllBlocksCleared",), ("BlockStored", [31], None, [4, 7], 2, None)],
     ]
+    subscription = publisher.subscribed()
+    first = publisher.settled()["seq"] + 1
     for events in STEPS:
         publisher.update(*events)
-    live = [receive(publisher.live) for _ in STEPS]
+    live = [receive(subscription) for _ in STEPS]
     assert [topic for topic, _, _ in live] == [TOPIC.encode()] * len(STEPS)
     assert [told(decoder, payload) for _, _, payload in live] == expected
 
     # As SGLang's and vLLM's routers ask: a DEALER, which gets all of it.
     dealer = publisher.socket(zmq.DEALER, "replay_port")
-    dealer.send_multipart([b"", publisher.first.to_bytes(8, "big")])
+    dealer.send_multipart([b"", first.to_bytes(8, "big")])
     replayed = [receive(dealer) for _ in STEPS]
     assert [reply[1:] for reply in replayed] == live
     assert receive(dealer) == [b"", b"", END, b""]
@@ -150,8 +92,8 @@ def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, pub
             return receive(req)
 
     for step in (1, 2):
-        _, seq, payload = asked(publisher.first + step)
-        assert int.from_bytes(seq, "big") == publisher.first + step
+        _, seq, payload = asked(first + step)
+        assert int.from_bytes(seq, "big") == first + step
         assert told(decoder, payload) == expected[step]
-    _, seq, payload = asked(publisher.first + len(STEPS))
+    _, seq, payload = asked(first + len(STEPS))
     assert (seq, payload) == (END, b"")

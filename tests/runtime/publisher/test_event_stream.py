@@ -30,14 +30,6 @@ def ask(stream: EventStream, request: list[bytes]) -> list[frames.Reply]:
     return [frames.parse_reply(message) for message in answer]
 
 
-def test_batches_are_numbered_from_zero_and_dated() -> None:
-    made = stream()
-    for expected in range(3):
-        topic, seq, payload = frames.parse_live(store(made, expected + 1))
-        assert (topic, seq) == (b"", expected)
-        assert decode_batch(payload).ts == 1.5
-
-
 def test_a_step_without_news_uses_no_number() -> None:
     made = stream()
     assert made.on_update(CacheUpdate([Removed([5])]), ts=0.0) is None
@@ -70,26 +62,6 @@ def test_replay_has_the_peers_frames() -> None:
     answer = made.on_request([b"", (0).to_bytes(8, "big")])
     assert answer is not None
     assert list(answer) == [[b"", topic, seq, payload], [b"", b"", b"\xff" * 8, b""]]
-
-
-def test_unknown_requests_get_no_answer() -> None:
-    made = stream()
-    for request in ([], [b""], [b"", b"short"], [b"", b"treeline", b"dance", b"1"], [b"x", b"y", b"z"]):
-        assert made.on_request(request) is None
-
-
-def test_an_answer_under_way_does_not_change_with_later_events() -> None:
-    made = stream()
-    store(made, 1)
-    snapshot = made.on_request(frames.snapshot_request())
-    assert snapshot is not None
-    header = frames.parse_reply(next(snapshot))
-    assert header == frames.SnapshotHeader(7, 0, 1)
-    made.on_update(CacheUpdate([Removed([1])]), ts=0.0)
-    store(made, 2)
-    chunk = frames.parse_reply(next(snapshot))
-    assert isinstance(chunk, frames.SnapshotChunk)
-    assert [block for event in chunk.events for block in event.block_hashes] == [1]
 
 
 @settings(deadline=None, max_examples=60)

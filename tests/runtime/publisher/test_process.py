@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
-from support.publisher import Consumer
+from support.publisher import Consumer, PublisherProcess, heard, receive
 from support.raw_zmtp import is_ended, raw_client
 from support.runtime_server import eventually, make_tokenizer
-from treeline_runtime.args import ServerArgs
 from treeline_runtime.ipc import (
-    Addresses,
-    AnnouncedReq,
     Failed,
-    Heartbeat,
-    Inbox,
-    Outbox,
-    Ready,
-    decode_to_http,
 )
-from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Removed, Reply, Stored
-from treeline_runtime.processes import ChildSpec
+from treeline_runtime.messages import DrainReq, LoadUpdate, Removed
 from treeline_wire import frames
 from treeline_wire.events import decode_batch
 from treeline_wire.load import LoadStat, TreelineLoad, decode_load
@@ -37,7 +25,7 @@ from treeline_wire.security import CurveKeys
 
 pytestmark = pytest.mark.integration
 
-EPOCH = 2**63 + 5
+EPOCH = PublisherProcess.EPOCH
 
 
 @pytest.fixture(scope="module")
@@ -47,88 +35,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Publisher:
-    """The process, seen from the scheduler (`send`), the HTTP process (`inbox`) and routers (sockets)."""
-
-    def __init__(self, folder: Path, model: Path, **args: Any) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.context.setsockopt(zmq.LINGER, 0)  # of all its sockets: a stranger's question is never delivered
-        addresses = Addresses(str(folder))
-        self.inbox = Inbox(self.context, addresses.of("http"), decode_to_http)
-        self.outbox = Outbox(self.context, addresses.of("publisher"))
-        defaults = ServerArgs(model=str(model), events_port=0, replay_port=0, load_port=0)
-        spec = ChildSpec(replace(defaults, **args), addresses, str(model), EPOCH)
-        command = [sys.executable, "-m", "treeline_runtime.publisher.process"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(spec) + b"\n")
-        self.process.stdin.flush()
-        self.updates = 0
-        self.keys: CurveKeys | None = None
-
-    def started(self) -> Publisher:
-        message = self.heard()
-        assert isinstance(message, Ready), message
-        self.ports = message.info
-        return self
-
-    def heard(self) -> Any:
-        """What it says next, besides that it is alive."""
-        while True:
-            assert self.inbox.wait(60_000), "the publisher says nothing"
-            (message,) = self.inbox.take(1)
-            if not isinstance(message, Heartbeat):
-                return message
-
-    def store(self, *blocks: int, parent: int | None = None) -> None:
-        tokens = [token for block in blocks for token in (block % 300, 7)]
-        self.update(Stored(list(blocks), parent, tokens, None, len(tokens)))
-
-    def update(self, *events: Any) -> None:
-        self.updates += 1
-        self.outbox.send(CacheUpdate(list(events)))
-
-    def settled(self) -> dict[str, Any]:
-        """Waits until all updates are applied; what is announced then."""
-        self.outbox.send(AnnouncedReq("q", self.updates))
-        reply = self.heard()
-        assert isinstance(reply, Reply)
-        assert reply.data is not None
-        return reply.data
-
-    def socket(self, kind: int, port: str) -> zmq.Socket[bytes]:
-        made = self.context.socket(kind)
-        if self.keys is not None:
-            self.keys.secure_client(made)
-        if kind == zmq.SUB:
-            made.subscribe(b"")
-        made.connect(f"tcp://127.0.0.1:{self.ports[port]}")
-        return made
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(60) == 0
-        self.context.destroy(linger=0)
-
-
 @pytest.fixture
-def start(tokenizer: Path) -> Iterator[Callable[..., Publisher]]:
-    started: list[Publisher] = []
+def start(tokenizer: Path) -> Iterator[Callable[..., PublisherProcess]]:
+    started: list[PublisherProcess] = []
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as name:
 
-        def start(**args: Any) -> Publisher:
-            started.append(Publisher(Path(name), tokenizer, **args))
+        def start(**args: Any) -> PublisherProcess:
+            started.append(PublisherProcess(Path(name), tokenizer, **args))
             return started[-1]
 
         yield start
         for publisher in started:
             publisher.close()
-
-
-def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    assert socket.poll(60_000), "nothing arrived"
-    return socket.recv_multipart()
 
 
 def answers(socket: zmq.Socket[bytes], request: list[bytes]) -> Iterator[frames.Reply]:
@@ -141,29 +59,9 @@ def answers(socket: zmq.Socket[bytes], request: list[bytes]) -> Iterator[frames.
             return
 
 
-def subscribed(publisher: Publisher) -> zmq.Socket[bytes]:
-    """A subscriber that has seen its first event: later ones cannot be missed."""
-    events = publisher.socket(zmq.SUB, "events_port")
-    number = iter(range(10_000, 20_000))
-
-    def works() -> bool:
-        publisher.store(next(number))
-        return bool(events.poll(20))
-
-    eventually(works, 60, "the subscription works")
-    heard(events, publisher.settled()["seq"])
-    return events
-
-
-def heard(events: zmq.Socket[bytes], newest: int) -> None:
-    """Take from a subscription all up to the event of this number."""
-    while frames.parse_live(receive(events))[1] < newest:
-        pass
-
-
-def test_events_are_live_in_order_and_can_be_replayed(start: Callable[..., Publisher]) -> None:
+def test_events_are_live_in_order_and_can_be_replayed(start: Callable[..., PublisherProcess]) -> None:
     publisher = start(kv_events_topic="kv@pod").started()
-    events = subscribed(publisher)
+    events = publisher.subscribed()
     newest = publisher.settled()["seq"]
     publisher.store(1, 2)
     publisher.store(3, parent=2)
@@ -180,9 +78,9 @@ def test_events_are_live_in_order_and_can_be_replayed(start: Callable[..., Publi
     assert hello == frames.Hello(EPOCH, 0, newest + 3)
 
 
-def test_a_big_snapshot_is_exact_and_does_not_hold_up_live_events(start: Callable[..., Publisher]) -> None:
+def test_a_big_snapshot_is_exact_and_does_not_hold_up_live_events(start: Callable[..., PublisherProcess]) -> None:
     publisher = start().started()
-    events = subscribed(publisher)
+    events = publisher.subscribed()
     for first in range(100_000, 140_000, 100):
         publisher.store(*range(first, first + 100))
     before = publisher.settled()
@@ -211,7 +109,7 @@ def test_a_big_snapshot_is_exact_and_does_not_hold_up_live_events(start: Callabl
     assert set(consumer.pages) == set(publisher.settled()["hashes"])
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(start: Callable[..., Publisher]) -> None:
+def test_a_client_that_does_not_read_holds_up_nobody(start: Callable[..., PublisherProcess]) -> None:
     publisher = start().started()
     for number in range(3000):
         publisher.store(*range(number * 100, number * 100 + 20))
@@ -229,7 +127,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(start: Callable[..., Publis
     assert isinstance(hello, frames.Hello)
 
 
-def test_nonsense_on_the_replay_socket_is_dropped(start: Callable[..., Publisher]) -> None:
+def test_nonsense_on_the_replay_socket_is_dropped(start: Callable[..., PublisherProcess]) -> None:
     publisher = start().started()
     client = publisher.socket(zmq.DEALER, "replay_port")
     for request in ([b""], [b"x" * 9], [b"", b"treeline", b"dance", b"1"], [b"", b"\xff" * 7], [b"a"] * 9):
@@ -242,7 +140,7 @@ def test_nonsense_on_the_replay_socket_is_dropped(start: Callable[..., Publisher
 
 @pytest.mark.parametrize(("port", "kind"), [("events_port", b"SUB"), ("load_port", b"SUB"), ("replay_port", b"DEALER")])
 def test_a_peer_whose_message_does_not_end_is_ended_and_others_hear(
-    start: Callable[..., Publisher], port: str, kind: bytes
+    start: Callable[..., PublisherProcess], port: str, kind: bytes
 ) -> None:
     publisher = start().started()
     events = publisher.socket(zmq.SUB, "events_port")
@@ -257,7 +155,7 @@ def test_a_peer_whose_message_does_not_end_is_ended_and_others_hear(
     assert decode_batch(receive(events)[2]).events
 
 
-def test_load_is_reported_in_both_forms_and_draining_with_it(start: Callable[..., Publisher]) -> None:
+def test_load_is_reported_in_both_forms_and_draining_with_it(start: Callable[..., PublisherProcess]) -> None:
     publisher = start().started()
     loads = publisher.socket(zmq.SUB, "load_port")
 
@@ -277,7 +175,7 @@ def test_load_is_reported_in_both_forms_and_draining_with_it(start: Callable[...
     eventually(lambda: report(b"treeline.load").draining)
 
 
-def test_with_keys_only_those_who_hold_them_can_listen(start: Callable[..., Publisher], tmp_path: Path) -> None:
+def test_with_keys_only_those_who_hold_them_can_listen(start: Callable[..., PublisherProcess], tmp_path: Path) -> None:
     keys = CurveKeys.generate(tmp_path / "keys")
     publisher = start(curve_dir=str(tmp_path / "keys")).started()
     assert publisher.ports["curve"] is True
@@ -293,7 +191,7 @@ def test_with_keys_only_those_who_hold_them_can_listen(start: Callable[..., Publ
     assert receive(publisher.socket(zmq.SUB, "load_port"))
 
 
-def test_a_port_taken_after_the_check_is_named(start: Callable[..., Publisher]) -> None:
+def test_a_port_taken_after_the_check_is_named(start: Callable[..., PublisherProcess]) -> None:
     with zmq.Context() as context, context.socket(zmq.PUB) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
         publisher = start(replay_port=port)

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.runtime_constraints import Toy, only
 from treeline_runtime.ops.torch_ops import TorchOps
-from treeline_runtime.sampling import Masks, mask_words
+from treeline_runtime.sampling import Masks
 from treeline_runtime.sampling.constraint import Filler
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(("vocab", "words"), [(1, 1), (31, 1), (32, 1), (33, 2), (4096, 128), (151_669, 4740)])
-def test_there_is_a_bit_for_every_token(vocab: int, words: int) -> None:
-    assert mask_words(vocab) == words
 
 
 @given(
@@ -65,9 +59,3 @@ def test_nan_that_is_forbidden_is_gone() -> None:
     logits = torch.tensor([[torch.nan, torch.inf, 1.0, torch.nan]])
     TorchOps().forbid(logits, masks)
     assert logits.tolist() == [[-torch.inf, -torch.inf, 1.0, -torch.inf]]
-
-
-def test_one_that_fails_is_named_and_the_others_are_filled() -> None:
-    masks, failed = Masks(64, CPU).fill([Toy(only(0)), Toy(only(1), fails="fill"), Toy(only(33))])
-    assert masks[[0, 2]].tolist() == [[1, 0], [0, 2]]
-    assert failed == {1: "internal error: RuntimeError('fill fails as told')"}

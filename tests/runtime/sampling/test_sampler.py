@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 from treeline_runtime.messages import Grammar, SamplingParams
 from treeline_runtime.sampling import Row, check_sampling, needs_more, sample
-from treeline_runtime.sampling.sampler import Logprobs
 
 VOCAB = 8
 LOGITS = torch.tensor([0.0, 3.0, 1.0, -2.0, 2.5, -1.0, 0.5, -9.0])
@@ -43,34 +42,6 @@ def frequencies(count: int = 4000, **params: Any) -> dict[int, float]:
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}, {"top_p": 0.0}])
 def test_greedy_by_any_name_takes_the_likeliest(params: dict[str, Any]) -> None:
     assert [draw(seed=s, **params) for s in range(5)] == [1] * 5
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
-    expected = (LOGITS / temperature).softmax(-1).tolist()
-    seen = frequencies(temperature=temperature)
-    for token in range(VOCAB):
-        assert seen.get(token, 0.0) == pytest.approx(expected[token], abs=0.03)
-
-
-def test_top_k_top_p_and_min_p_limit_the_choice() -> None:
-    assert set(frequencies(1000, top_k=3)) == {1, 2, 4}
-    # softmax: 1 ≈ .49, 4 ≈ .30, 2 ≈ .07, 6 ≈ .04
-    assert set(frequencies(1000, top_p=0.45)) == {1}
-    assert set(frequencies(1000, top_p=0.7)) == {1, 4}
-    assert set(frequencies(1000, min_p=0.5)) == {1, 4}
-    assert set(frequencies(1000, min_p=0.1)) == {1, 2, 4}
-
-
-def test_top_p_applies_to_what_top_k_left() -> None:
-    # of the two that top_k leaves, the first alone has 62 %
-    assert set(frequencies(500, top_k=2, top_p=0.6)) == {1}
-    assert set(frequencies(500, top_k=2, top_p=0.7)) == {1, 4}
-
-
-def test_filtered_frequencies_are_renormalised() -> None:
-    p1, p4 = LOGITS.softmax(-1)[[1, 4]].tolist()
-    assert frequencies(top_k=2)[1] == pytest.approx(p1 / (p1 + p4), abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -136,16 +107,6 @@ def test_the_last_bits_of_the_logits_hardly_ever_decide(params: dict[str, Any]) 
     assert int((sample(logits, how) != sample(moved, how)).sum()) <= 1
 
 
-def test_a_seed_gives_the_same_token_in_any_company() -> None:
-    params = {"temperature": 1.5}
-    alone = [draw(seed=7, index=i, **params) for i in range(30)]
-    assert len(set(alone)) > 2
-    for i, token in enumerate(alone):
-        others = [row(seed=i, top_k=3), row(temperature=0.0), row(seed=9, min_p=0.1, temperature=0.7)]
-        rows = [*others, row(seed=7, index=i, **params), *others]
-        assert sample(LOGITS.repeat(len(rows), 1), rows)[3] == token
-
-
 def test_penalties() -> None:
     history = [4, 1, 1, 1]
     assert draw(temperature=0.0, history=history, prompt_len=1, presence_penalty=0.4) == 1
@@ -155,13 +116,6 @@ def test_penalties() -> None:
     assert draw(temperature=0.0, history=history, prompt_len=4, repetition_penalty=9.0) == 2, "prompt and output count"
     negative = torch.tensor([-1.0, -2.0] + [-50.0] * 6)
     assert draw(negative, temperature=0.0, history=[0], repetition_penalty=3.0) == 1, "negative logits are multiplied"
-
-
-def test_bias_and_minimum_length() -> None:
-    assert draw(temperature=0.0, logit_bias={7: 100.0}) == 7
-    assert draw(temperature=0.0, logit_bias={1: -100.0, 4: -100.0}) == 2
-    assert draw(temperature=0.0, min_new_tokens=2, index=1, stop_ids=(1, 4)) == 2
-    assert draw(temperature=0.0, min_new_tokens=2, index=2, stop_ids=(1, 4)) == 1
 
 
 def test_a_distribution_with_one_candidate_left() -> None:
@@ -210,17 +164,6 @@ def test_ordinary_parameters_pass() -> None:
     assert check_sampling(SamplingParams(), VOCAB) is None
     edge = SamplingParams(max_new_tokens=0, top_p=0.0, top_k=0, logit_bias={0: -math.inf}, stop_token_ids=(7,))
     assert check_sampling(edge, VOCAB) is None
-
-
-def test_logprobs_of_the_chosen_and_the_likeliest() -> None:
-    expected = LOGITS.log_softmax(-1)
-    chosen, top = Logprobs(LOGITS[None], torch.tensor([2]), 3).get()
-    assert chosen[0][1] == 2
-    assert chosen[0][0] == pytest.approx(float(expected[2]))
-    assert [token for _, token in top[0]] == [1, 4, 2]
-    assert top[0][0][0] == pytest.approx(float(expected[1]))
-    assert Logprobs(LOGITS[None], torch.tensor([2]), 0).get()[1] == [[]]
-    assert len(Logprobs(LOGITS[None], torch.tensor([2]), 99).get()[1][0]) == VOCAB
 
 
 # ---- tokens that are excluded ---------------------------------------------------------------------------------------

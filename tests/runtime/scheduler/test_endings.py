@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.runtime_engine import VOCAB, Harness, prompt
-from treeline_runtime.core import Batch
 from treeline_runtime.messages import (
     AbortReq,
     DrainReq,
@@ -22,12 +20,6 @@ from treeline_runtime.messages import (
     StopReq,
 )
 from treeline_runtime.scheduler.executor import Launched
-
-
-def finish(engine: Harness, rid: str) -> FinishReason:
-    found = engine.last(rid).finish
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(
@@ -48,26 +40,10 @@ def test_what_cannot_be_served_is_refused_at_once(tiny: Path, ids: list[int], op
     engine = Harness(tiny)
     engine.submit("bad", ids, **options)
     engine.step()
-    reason = finish(engine, "bad")
+    reason = engine.finish("bad")
     assert (reason.type, reason.status) == ("error", 400)
     assert message in str(reason.message)
     engine.run()
-
-
-def test_a_prompt_that_the_pool_cannot_hold_is_refused(tiny: Path) -> None:
-    engine = Harness(tiny, max_total_tokens=64)
-    engine.submit("fits", prompt(1, 63))
-    engine.submit("long", prompt(2, 64))
-    engine.run()
-    assert finish(engine, "fits") == FinishReason("length")
-    assert len(engine.tokens("fits")) == 1, "prompt and answer fill the pool"
-    assert finish(engine, "long").status == 400
-
-
-def test_the_answer_ends_where_the_context_does(tiny: Path) -> None:
-    engine = Harness(tiny, context_length=32)
-    assert len(engine.generate("a", prompt(1, 28), max_new_tokens=99)) == 4
-    assert finish(engine, "a") == FinishReason("length")
 
 
 def test_a_full_queue_refuses_with_503(tiny: Path) -> None:
@@ -75,9 +51,9 @@ def test_a_full_queue_refuses_with_503(tiny: Path) -> None:
     for i in range(8):
         engine.submit(str(i), prompt(i, 8))
     engine.run()
-    statuses = [finish(engine, str(i)).status for i in range(8)]
+    statuses = [engine.finish(str(i)).status for i in range(8)]
     assert statuses == [None] * 5 + [503] * 3, "two run, three wait"
-    assert "the queue is full: 3" in str(finish(engine, "7").message)
+    assert "the queue is full: 3" in str(engine.finish("7").message)
 
 
 def test_a_rid_in_use_is_not_taken_twice(tiny: Path) -> None:
@@ -103,31 +79,10 @@ def test_abort_is_legal_in_every_state_and_idempotent(tiny: Path) -> None:
     for rid in ("waiting", "chunked", "running", "running"):
         engine.abort(rid)
         engine.step()
-        assert finish(engine, rid).type == "abort"
+        assert engine.finish(rid).type == "abort"
         engine.abort(rid)
     engine.run()
     assert engine.cache.tree.num_pages > 0, "what was computed stays cached"
-
-
-def test_abort_before_the_first_step(tiny: Path) -> None:
-    engine = Harness(tiny)
-    engine.submit("a", prompt(1, 8))
-    engine.abort("a")
-    engine.run()
-    assert finish(engine, "a").type == "abort"
-    assert engine.tokens("a") == []
-
-
-def test_abort_all(tiny: Path) -> None:
-    engine = Harness(tiny, max_running_requests=3, chunked_prefill_size=16)
-    for i in range(6):
-        engine.submit(str(i), prompt(i, 20))
-    engine.step()
-    engine.step()
-    engine.abort()
-    engine.step()
-    engine.assert_clean()
-    assert {finish(engine, str(i)).type for i in range(6)} == {"abort"}
 
 
 def test_a_client_that_leaves_frees_its_pages_within_one_step(tiny: Path) -> None:
@@ -148,7 +103,7 @@ def test_a_stop_string_ends_a_request_once(tiny: Path) -> None:
         engine.step()
     engine.inbox += [StopReq("a", "END"), StopReq("a", "END"), StopReq("never", "x")]
     engine.run()
-    assert finish(engine, "a") == FinishReason("stop", matched="END")
+    assert engine.finish("a") == FinishReason("stop", matched="END")
     assert len(engine.tokens("a")) < 10
 
 
@@ -195,56 +150,25 @@ def test_state_can_be_asked_for(tiny: Path) -> None:
 # ---- faults -------------------------------------------------------------------------------------------------
 
 
-def fail_on(engine: Harness, monkeypatch: pytest.MonkeyPatch, rid: str) -> None:
-    """The model raises whenever `rid` is in the batch."""
-    launch = engine._compute
-
-    def broken(batch: Batch) -> Launched:
-        if any(req.rid == rid for req in batch.reqs):
-            raise RuntimeError("bad luck")
-        return launch(batch)
-
-    monkeypatch.setattr(engine, "_compute", broken)
-
-
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_request_that_breaks_its_batch_fails_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_a_request_that_breaks_its_batch_fails_alone(tiny: Path, depth: int) -> None:
     engine = Harness(tiny, overlap_depth=depth)
-    fail_on(engine, monkeypatch, "bad")
+    engine.fail_launches_of("bad")
     for rid in ("a", "bad", "b"):
         engine.submit(rid, prompt(len(rid), 10))
     engine.run()
-    assert finish(engine, "bad").status == 500
-    assert "bad luck" in str(finish(engine, "bad").message)
+    assert engine.finish("bad").status == 500
+    assert "bad luck" in str(engine.finish("bad").message)
     assert engine.tokens("a") == engine.tokens("b") == Harness(tiny).generate("x", prompt(1, 10))
-
-
-def test_a_request_that_breaks_while_decoding_fails_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Harness(tiny)
-    engine.submit("a", prompt(1, 10), max_new_tokens=20)
-    engine.submit("bad", prompt(2, 10), max_new_tokens=20)
-    for _ in range(5):
-        engine.step()
-    fail_on(engine, monkeypatch, "bad")
-    engine.run()
-    assert finish(engine, "bad").status == 500
-    assert engine.tokens("a") == Harness(tiny).generate("x", prompt(1, 10), max_new_tokens=20)
 
 
 def test_a_model_that_computes_nan_is_an_error_not_a_text(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
-    logits = engine.executor._model.logits
-
-    def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
-        result = logits(hidden).clone()
-        result[0, 5] = torch.nan
-        return result
-
-    monkeypatch.setattr(engine.executor._model, "logits", broken)
+    engine.spoil_logits(monkeypatch, slice(1))
     engine.submit("a", prompt(1, 10))
     engine.submit("b", prompt(2, 10))
     engine.step()
-    assert finish(engine, "a").message == "the model computed NaN or infinity"
+    assert engine.finish("a").message == "the model computed NaN or infinity"
     assert engine.last("b").finish is None
     monkeypatch.undo()
     engine.run()
@@ -257,7 +181,7 @@ def test_a_result_that_cannot_be_read_fails_the_batch_and_the_scheduler_goes_on(
     monkeypatch.setattr(Launched, "result", lambda self: (_ for _ in ()).throw(RuntimeError("device lost")))
     engine.submit("a", prompt(1, 10))
     engine.step()
-    assert finish(engine, "a").status == 500
+    assert engine.finish("a").status == 500
     monkeypatch.undo()
     assert engine.generate("b", prompt(1, 10)) == Harness(tiny).generate("x", prompt(1, 10))
 
@@ -275,8 +199,8 @@ def test_a_result_that_cannot_be_taken_fails_its_request(tiny: Path, monkeypatch
     engine.submit("bad", prompt(1, 10))
     engine.submit("good", prompt(2, 10))
     engine.run()
-    assert finish(engine, "bad").status == 500
-    assert finish(engine, "good") == FinishReason("length")
+    assert engine.finish("bad").status == 500
+    assert engine.finish("good") == FinishReason("length")
 
 
 def test_a_message_that_breaks_the_scheduler_is_answered(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +208,7 @@ def test_a_message_that_breaks_the_scheduler_is_answered(tiny: Path, monkeypatch
     monkeypatch.setattr(engine.prefill, "queue", lambda req: 1 / 0)
     engine.inbox += [GenerateReq("a", [1, 2], SamplingParams()), AbortReq("a")]
     engine.run()
-    assert finish(engine, "a").status == 500
+    assert engine.finish("a").status == 500
 
 
 def test_one_message_ends_several_requests_and_who_asks_is_told_what_was_taken(tiny: Path) -> None:
@@ -296,7 +220,7 @@ def test_one_message_ends_several_requests_and_who_asks_is_told_what_was_taken(t
     assert engine.replies == [Reply("after c")]
     engine.inbox.append(AbortReq(["a", "c", "nobody's"]))
     engine.run()
-    assert [finish(engine, rid).type for rid in "abc"] == ["abort", "length", "abort"]
+    assert [engine.finish(rid).type for rid in "abc"] == ["abort", "length", "abort"]
 
 
 def test_the_tree_is_told_as_it_was_published(tiny: Path) -> None:

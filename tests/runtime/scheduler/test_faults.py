@@ -68,8 +68,7 @@ def test_after_eight_overflowing_prompts_forty_of_forty_healthy_requests_answer_
         engine.submit(f"bad{i}", [*healthy(100 + i, 90), POISON, *healthy(200 + i, 30)])
     engine.run()
     for i in range(8):
-        finish = engine.last(f"bad{i}").finish
-        assert finish is not None
+        finish = engine.finish(f"bad{i}")
         assert (finish.status, finish.message) == (500, FAULT)
     assert not_finite(engine) == 0
     for i in range(40):
@@ -86,8 +85,7 @@ def test_a_fault_in_an_early_chunk_ends_the_request_before_its_pages_are_cached_
     ids = [*healthy(1, 20), POISON, *healthy(2, 60)]
     engine.submit("bad", ids)
     engine.run()
-    finish = engine.last("bad").finish
-    assert finish is not None
+    finish = engine.finish("bad")
     assert finish.message == FAULT
     assert engine.steps < 6, "the other chunks are not computed"
     assert not_finite(engine) == 0
@@ -104,8 +102,7 @@ def test_a_request_that_overflows_while_it_decodes_leaves_its_neighbours_alone(
     engine.submit("bad", healthy(2, 10), max_new_tokens=20, logit_bias={POISON: 1e9})
     engine.submit("good", healthy(1, 10), **HEALTHY)
     engine.run()
-    finish = engine.last("bad").finish
-    assert finish is not None
+    finish = engine.finish("bad")
     assert finish.message == FAULT
     assert engine.tokens("good") == expected
     assert not_finite(engine) == 0
@@ -124,8 +121,7 @@ def test_keys_that_overflow_fail_the_request_even_where_its_logits_are_finite(
     monkeypatch.setattr(engine.executor.pool, "store", overflowing)
     engine.submit("bad", healthy(1, 12))
     engine.run()
-    finish = engine.last("bad").finish
-    assert finish is not None
+    finish = engine.finish("bad")
     assert finish.message == FAULT
     assert engine.reporter.blocks() == []
     assert not_finite(engine) == 0
@@ -133,19 +129,10 @@ def test_keys_that_overflow_fail_the_request_even_where_its_logits_are_finite(
 
 def test_a_prompt_whose_logprobs_are_not_numbers_is_an_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
-    logits = engine.executor._model.logits
-
-    def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
-        result = logits(hidden).clone()
-        if len(result) > 1:
-            result[1, 5] = torch.inf
-        return result
-
-    monkeypatch.setattr(engine.executor._model, "logits", broken)
+    engine.spoil_logits(monkeypatch, slice(1, 2), torch.inf)
     engine.submit("a", healthy(1, 10), return_logprob=True, logprob_start_len=0)
     engine.run()
-    finish = engine.last("a").finish
-    assert finish is not None
+    finish = engine.finish("a")
     assert finish.message == FAULT
 
 
@@ -158,8 +145,7 @@ def test_a_request_aborted_while_its_faulty_batch_is_in_flight_leaves_clean_page
     engine.step()
     engine.abort("bad")
     engine.run()
-    finish = engine.last("bad").finish
-    assert finish is not None
+    finish = engine.finish("bad")
     assert finish.type == "abort"
     assert not_finite(engine) == 0
     assert all(POISON not in block["tokens"] for block in engine.reporter.blocks())

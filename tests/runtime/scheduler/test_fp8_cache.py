@@ -45,19 +45,6 @@ def test_an_answer_does_not_depend_on_chunks_nor_on_what_is_cached(tiny: Path) -
     chunked.assert_clean()
 
 
-def test_a_retracted_request_goes_on_as_if_it_had_not_been(tiny: Path) -> None:
-    alone = Harness(tiny, kv_cache_dtype="fp8_e4m3")
-    expected = [alone.generate(str(i), prompt(i, 20), max_new_tokens=40) for i in range(4)]
-    engine = Harness(tiny, kv_cache_dtype="fp8_e4m3", max_total_tokens=160)
-    engine.ratio.value = engine.ratio.initial = 0.05
-    for i in range(4):
-        engine.submit(str(i), prompt(i, 20), max_new_tokens=40)
-    engine.run()
-    assert sum(engine.last(str(i)).retractions for i in range(4)) > 0
-    assert [engine.tokens(str(i)) for i in range(4)] == expected
-    engine.assert_clean()
-
-
 @pytest.fixture
 def calibrated(tmp_path: Path) -> Path:
     """Weights in fp8, and scales for a cache of it."""

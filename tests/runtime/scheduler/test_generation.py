@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -33,39 +32,11 @@ def test_cold_and_warm_cache_agree(tiny: Path, page_size: int, backend: str) -> 
     assert engine.last("warm").completion_tokens == N
 
 
-def test_a_continued_conversation_hits_prompt_and_output(tiny: Path) -> None:
-    engine = Harness(tiny)
-    first = prompt(1, 21)
-    answer = engine.generate("one", first, max_new_tokens=N)
-    follow_up = first + answer + prompt(2, 5)
-    assert engine.generate("two", follow_up, max_new_tokens=N) == alone(tiny, follow_up)
-    assert engine.last("two").cached_tokens == (21 + N - 1) // 4 * 4, "the last sampled token has no keys yet"
-
-
 @pytest.mark.parametrize("chunk", [4, 8, 20])
 def test_chunks_agree(tiny: Path, chunk: int) -> None:
     ids = prompt(3, 71)
     engine = Harness(tiny, chunked_prefill_size=chunk)
     assert engine.generate("a", ids, max_new_tokens=N) == alone(tiny, ids)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, marks=pytest.mark.deep),
-        {"overlap_depth": 1},
-        pytest.param({"chunked_prefill_size": 16, "schedule_policy": "lpm"}, marks=pytest.mark.deep),
-    ],
-)
-def test_alone_and_in_a_batch_of_32_agree(tiny: Path, settings: dict[str, Any]) -> None:
-    shared = prompt(4, 40)
-    prompts = [shared[: random.Random(i).randint(0, 40)] + prompt(100 + i, 3 + i % 9) for i in range(32)]
-    engine = Harness(tiny, **settings)
-    for i, ids in enumerate(prompts):
-        engine.submit(str(i), ids, max_new_tokens=4 + i % 9)
-    engine.run()
-    for i, ids in enumerate(prompts):
-        assert engine.tokens(str(i)) == alone(tiny, ids, max_new_tokens=4 + i % 9), i
 
 
 def test_after_a_retraction_the_output_is_the_same(tiny: Path) -> None:

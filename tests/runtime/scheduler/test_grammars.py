@@ -46,8 +46,7 @@ class Speaking(Harness):
         return self.text(rid)
 
     def refusal(self, rid: str) -> tuple[int | None, str | None]:
-        finish = self.last(rid).finish
-        assert finish is not None
+        finish = self.finish(rid)
         assert finish.type == "error"
         return finish.status, finish.message
 
@@ -156,8 +155,7 @@ def test_who_leaves_while_its_grammar_is_compiled_is_gone(engine: Speaking) -> N
     engine.inbox.append(StopReq("stopped"))
     engine.run()
     for rid, kind in (("aborted", "abort"), ("stopped", "stop")):
-        finish = engine.last(rid).finish
-        assert finish is not None
+        finish = engine.finish(rid)
         assert finish.type == kind
         assert engine.tokens(rid) == []
     jsonschema.validate(json.loads(engine.text("stays")), SCHEMA)
@@ -287,8 +285,7 @@ def test_a_model_without_a_tokenizer_follows_no_grammar(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.generate("bound", [1, 2, 3], grammar=CITY)
     engine.grammars.close()
-    finish = engine.last("bound").finish
-    assert finish is not None
+    finish = engine.finish("bound")
     assert finish.status == 400
     assert finish.message is not None
     assert "cannot follow grammars" in finish.message

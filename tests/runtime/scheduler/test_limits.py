@@ -16,12 +16,6 @@ from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
 from treeline_runtime.scheduler.time_limits import TimeLimits
 
 
-def finish(engine: Harness, rid: str) -> FinishReason:
-    found = engine.last(rid).finish
-    assert found is not None
-    return found
-
-
 class Clock:
     """Seconds that pass when the test says so."""
 
@@ -52,12 +46,10 @@ def test_at_every_bound_a_prompt_is_refused_or_served(
     for rid in engine.outs:
         length, new = map(int, rid.split())
         if length + min(new, 1) > 48:
-            assert finish(engine, rid).status == 400, rid
-            assert f"the prompt has {length} tokens; at most {47 if new else 48} fit" in str(
-                finish(engine, rid).message
-            )
+            assert engine.finish(rid).status == 400, rid
+            assert f"the prompt has {length} tokens; at most {47 if new else 48} fit" in str(engine.finish(rid).message)
         else:
-            assert finish(engine, rid) == FinishReason("length"), rid
+            assert engine.finish(rid) == FinishReason("length"), rid
             assert len(engine.tokens(rid)) == min(new, 48 - length)
 
 
@@ -68,7 +60,7 @@ def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Pa
     for i in range(4):
         engine.submit(str(i), prompt(1, 46), max_new_tokens=2, return_logprob=True, logprob_start_len=0)
     engine.run()
-    assert all(finish(engine, str(i)) == FinishReason("length") for i in range(4))
+    assert all(engine.finish(str(i)) == FinishReason("length") for i in range(4))
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1, "mixed_chunk": True}])
@@ -79,7 +71,7 @@ def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str,
         engine.submit(str(i), prompt(i, 10 * i + 3), max_new_tokens=61 - 10 * i)
         engine.step()
     engine.run()
-    assert all(finish(engine, str(i)) == FinishReason("length") for i in range(6))
+    assert all(engine.finish(str(i)) == FinishReason("length") for i in range(6))
 
 
 # ---- what takes too long --------------------------------------------------------------------------------
@@ -96,11 +88,11 @@ def test_who_waits_too_long_is_told_to_go_elsewhere(tiny: Path) -> None:
     engine.step()
     clock.now += 2.0
     engine.step()
-    assert finish(engine, "first").status == 503
-    assert "waited for 5 s" in str(finish(engine, "first").message)
+    assert engine.finish("first").status == 503
+    assert "waited for 5 s" in str(engine.finish("first").message)
     assert list(engine.prefill.waiting) == ["second"]
     engine.run()
-    assert finish(engine, "running") == finish(engine, "second") == FinishReason("length")
+    assert engine.finish("running") == engine.finish("second") == FinishReason("length")
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -122,9 +114,9 @@ def test_a_request_ends_when_its_time_is_over_wherever_it_is(tiny: Path, depth: 
     clock.now += 1.0
     engine.run()
     for rid in ("decoding", "chunked", "waiting"):
-        assert finish(engine, rid).status == 504, rid
-        assert "longer than 10 s" in str(finish(engine, rid).message)
-    assert finish(engine, "later") == FinishReason("length")
+        assert engine.finish(rid).status == 504, rid
+        assert "longer than 10 s" in str(engine.finish(rid).message)
+    assert engine.finish("later") == FinishReason("length")
     assert 0 < len(engine.tokens("decoding")) < 20
     assert not engine._time_limits._came, "who has ended is forgotten"
 
@@ -141,7 +133,7 @@ def test_a_retracted_request_has_begun(tiny: Path) -> None:
     assert all(req.retractions for req in engine.prefill.waiting.values())
     clock.now += 6.0
     engine.run()
-    assert all(finish(engine, str(i)) == FinishReason("length") for i in range(2))
+    assert all(engine.finish(str(i)) == FinishReason("length") for i in range(2))
 
 
 def test_a_limit_is_above_zero() -> None:
@@ -201,7 +193,7 @@ def test_a_client_that_fills_the_queue_gives_way_to_others_and_not_to_itself(tin
     engine.step()
     assert refused(engine) == ["hostile 5", "hostile 4", "hostile 3", "hostile 2", "other 3"]
     engine.run()
-    ended = [rid for rid in engine.outs if finish(engine, rid).type == "length"]
+    ended = [rid for rid in engine.outs if engine.finish(rid).type == "length"]
     assert sorted(ended) == ["hostile 0", "hostile 1", "other", "other 2", "unnamed"]
 
 
@@ -239,21 +231,6 @@ def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], m
     engine.step()
     assert refused(engine) == gone
     assert sorted(engine.prefill.waiting) == sorted(rid for _, rid in waiting)
-    engine.abort()
-    engine.run()
-
-
-def test_what_waits_for_its_grammar_counts_for_its_client(tiny: Path) -> None:
-    engine = Harness(tiny, max_running_requests=1, max_queued_requests=2)
-    for rid in ("a1", "a2", "a3"):
-        engine.submit(rid, prompt(1, 8), max_new_tokens=99, client="a")
-    engine.step()
-    asking = Req.of(
-        GenerateReq("b", [1], SamplingParams(), client="b"), seed=0, eos_ids=(), max_new_tokens=1, arrival=9
-    )
-    running = engine.decode.running.values()
-    assert engine.prefill.replaced_by(asking, running, 0) is engine.prefill.waiting["a3"]
-    assert engine.prefill.replaced_by(asking, running, 2) is None
     engine.abort()
     engine.run()
 

@@ -132,23 +132,6 @@ def test_eviction_makes_room_and_is_announced(tiny: Path) -> None:
     assert engine.last("again").cached_tokens == 48
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
-def test_every_eviction_policy_serves(tiny: Path, policy: str) -> None:
-    engine = Harness(tiny, max_total_tokens=96, eviction_policy=policy)
-    for i in range(5):
-        engine.generate(str(i), prompt(i % 3, 40), max_new_tokens=4)
-    assert engine.tokens("0") == engine.tokens("3")
-
-
-def test_running_requests_are_limited(tiny: Path) -> None:
-    engine = Harness(tiny, max_running_requests=3)
-    for i in range(7):
-        engine.submit(str(i), prompt(i, 5))
-    while engine.step():
-        assert len(engine.decode.running) <= 3
-    engine.assert_clean()
-
-
 # ---- the pool's size ------------------------------------------------------------------------------------
 
 

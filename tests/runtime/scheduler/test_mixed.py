@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runtime_engine import Harness, prompt
-from treeline_runtime.core import Batch, Phase
+from support.runtime_engine import Harness, Recorder, prompt
+from treeline_runtime.core import Batch
 from treeline_runtime.messages import FinishReason
-from treeline_runtime.scheduler.executor import Launched
 
 pytestmark = pytest.mark.deep
 
@@ -24,23 +23,16 @@ REQUESTS: dict[str, tuple[list[int], dict[str, Any]]] = {
 MIXED: dict[str, Any] = {"mixed_chunk": True, "chunked_prefill_size": 16}
 
 
-class Recorder(Harness):
-    """Remembers what every launch was: prefilled, decoding, tokens; and how many steps decodes had to wait for."""
+class Waiting(Recorder):
+    """Counts how many steps decodes had to wait for."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
-        self.batches: list[tuple[list[str], list[str], int]] = []
-        self.wait = self.longest_wait = 0
-        super().__init__(model, **settings)
+    wait = longest_wait = 0
 
     def _launch(self, batch: Batch) -> None:
-        phases = [batch.phase_of(i) for i in range(len(batch.reqs))]
-        rids: dict[Phase, list[str]] = {Phase.PREFILL: [], Phase.DECODE: []}
-        for req, phase in zip(batch.reqs, phases, strict=True):
-            rids[phase].append(req.rid)
-        self.wait = self.wait + 1 if self.decode.runnable() and not rids[Phase.DECODE] else 0
-        self.longest_wait = max(self.longest_wait, self.wait)
-        self.batches.append((rids[Phase.PREFILL], rids[Phase.DECODE], batch.num_tokens))
+        runnable = self.decode.runnable()
         super()._launch(batch)
+        self.wait = self.wait + 1 if runnable and not self.batches[-1][1] else 0
+        self.longest_wait = max(self.longest_wait, self.wait)
 
 
 def start(tiny: Path, kind: type[Harness] = Harness, **changes: Any) -> Harness:
@@ -94,22 +86,6 @@ def test_answers_and_logprobs_are_those_of_separate_steps(tiny: Path, calm: Harn
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_retraction_among_mixed_batches(tiny: Path, depth: int) -> None:
-    engine = Recorder(tiny, **MIXED, overlap_depth=depth, max_total_tokens=112)
-    engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0
-    plain = Harness(tiny)
-    asked = {str(i): prompt(i, 9 + 11 * i) for i in range(5)}
-    for rid, ids in asked.items():
-        engine.submit(rid, ids, max_new_tokens=40, return_logprob=True)
-        engine.step()
-    engine.run()
-    assert sum(engine.last(rid).retractions for rid in asked) > 0
-    for rid, ids in asked.items():
-        tokens = plain.generate(rid, ids, max_new_tokens=40)
-        assert said(engine, rid) == (tokens, tokens, [])
-
-
-@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("victim", ["scored", "long", "same"])
 def test_an_abort_at_every_point(tiny: Path, calm: Harness, victim: str, depth: int) -> None:
     """The harness asserts after every step that the books balance and that no page in flight is free."""
@@ -144,27 +120,17 @@ def test_many_running_requests_leave_a_page_of_the_budget(tiny: Path) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("bad", ["long", "scored"])
-def test_a_request_that_breaks_a_mixed_batch_fails_alone(
-    tiny: Path, calm: Harness, monkeypatch: pytest.MonkeyPatch, bad: str, depth: int
-) -> None:
+def test_a_request_that_breaks_a_mixed_batch_fails_alone(tiny: Path, calm: Harness, bad: str, depth: int) -> None:
     engine = Harness(tiny, **MIXED, overlap_depth=depth)
     for rid in ("scored", "penalised"):
         engine.submit(rid, REQUESTS[rid][0], **REQUESTS[rid][1])
     for _ in range(3):
         engine.step()
-    launch = engine._compute
-
-    def broken(batch: Batch) -> Launched:
-        if any(req.rid == bad for req in batch.reqs):
-            raise RuntimeError("bad luck")
-        return launch(batch)
-
-    monkeypatch.setattr(engine, "_compute", broken)
+    engine.fail_launches_of(bad)
     for rid in ("long", "same"):
         engine.submit(rid, REQUESTS[rid][0], **REQUESTS[rid][1])
     engine.run()
-    finish = engine.last(bad).finish
-    assert finish is not None
+    finish = engine.finish(bad)
     assert finish.status == 500
     for rid in {"scored", "penalised", "long", "same"} - {bad}:
         assert said(engine, rid) == said(calm, rid), rid
@@ -174,7 +140,7 @@ def test_a_request_that_breaks_a_mixed_batch_fails_alone(
 @pytest.mark.parametrize("total", [152, 184, 208])
 def test_decodes_wait_no_longer_where_memory_is_short(tiny: Path, settings: dict[str, Any], total: int) -> None:
     """A long prompt takes page after page while five requests need some: a turn that waits for results is not lost."""
-    engine = Recorder(tiny, page_size=1, max_total_tokens=total, chunked_prefill_size=8, **settings)
+    engine = Waiting(tiny, page_size=1, max_total_tokens=total, chunked_prefill_size=8, **settings)
     engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0
     for i in range(5):
         engine.submit(str(i), prompt(i, 8), max_new_tokens=40)

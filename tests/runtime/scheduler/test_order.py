@@ -5,23 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runtime_engine import Harness, prompt
-from treeline_runtime.core import Phase
+from support.runtime_engine import Harness, Recorder, prompt
 from treeline_runtime.kvcache import key_of
-
-
-class Recorder(Harness):
-    """Remembers what every launch was."""
-
-    def _launch(self, batch) -> None:  # type: ignore[no-untyped-def]
-        if not hasattr(self, "batches"):
-            self.batches: list[tuple[Phase, list[str], int]] = []
-        self.batches.append((batch.phase, [req.rid for req in batch.reqs], batch.num_tokens))
-        super()._launch(batch)
-
-    def prefills(self) -> list[list[str]]:
-        return [rids for phase, rids, _ in self.batches if phase is Phase.PREFILL]
-
 
 # ---- policies -------------------------------------------------------------------------------------------
 
@@ -31,7 +16,7 @@ def test_fcfs_keeps_the_order_of_arrival(tiny: Path) -> None:
     for i in range(4):
         engine.submit(str(i), prompt(i, 8), max_new_tokens=2)
     engine.run()
-    assert engine.prefills() == [["0"], ["1"], ["2"], ["3"]]
+    assert engine.prefills == [["0"], ["1"], ["2"], ["3"]]
 
 
 def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
@@ -41,7 +26,7 @@ def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
     engine.submit("warmer", prompt(9, 40)[:20] + prompt(2, 20), max_new_tokens=2)
     engine.submit("warmest", prompt(9, 40) + prompt(3, 8), max_new_tokens=2)
     engine.run()
-    assert engine.prefills()[1:] == [["warmest"], ["warmer"], ["cold"]]
+    assert engine.prefills[1:] == [["warmest"], ["warmer"], ["cold"]]
 
 
 # ---- shared prefixes ------------------------------------------------------------------------------------
@@ -118,8 +103,8 @@ def test_decoding_goes_on_while_prompts_are_computed(tiny: Path, in_a_row: int) 
         engine.submit(str(i), prompt(10 + i, 40), max_new_tokens=2)
     engine.run()
     stalled = longest = 0
-    for phase, _, _ in engine.batches:
-        stalled = stalled + 1 if phase is Phase.PREFILL else 0
+    for prefilled, _, _ in engine.batches:
+        stalled = stalled + 1 if prefilled else 0
         longest = max(longest, stalled)
     assert longest == in_a_row
 
@@ -129,17 +114,9 @@ def test_a_step_never_computes_more_than_the_chunk(tiny: Path) -> None:
     for i in range(5):
         engine.submit(str(i), prompt(i, 7 + 9 * i), max_new_tokens=2)
     engine.run()
-    sizes = [tokens for phase, _, tokens in engine.batches if phase is Phase.PREFILL]
+    sizes = [tokens for prefilled, _, tokens in engine.batches if prefilled]
     assert max(sizes) <= 20
     assert sum(sizes) == sum(7 + 9 * i for i in range(5))
-
-
-def test_short_prompts_share_a_step(tiny: Path) -> None:
-    engine = Recorder(tiny, chunked_prefill_size=64)
-    for i in range(5):
-        engine.submit(str(i), prompt(i, 10), max_new_tokens=2)
-    engine.run()
-    assert engine.prefills() == [["0", "1", "2", "3", "4"]]
 
 
 def test_a_chunk_smaller_than_a_page_is_a_page(tiny: Path) -> None:
@@ -154,5 +131,4 @@ def test_rows_keep_the_order_of_admission(tiny: Path) -> None:
     for i, name in enumerate(names):
         engine.submit(name, prompt(i, 6), max_new_tokens=5)
     engine.run()
-    decodes = [rids for phase, rids, _ in engine.batches if phase is Phase.DECODE]
-    assert decodes == [names] * 4
+    assert [decoding for _, decoding, _ in engine.batches if decoding] == [names] * 4

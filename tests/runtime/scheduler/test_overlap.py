@@ -40,12 +40,6 @@ def calm(tiny: Path) -> dict[str, list[int]]:
     return {rid: engine.tokens(rid) for rid in REQUESTS}
 
 
-def test_overlap_changes_no_output(tiny: Path, calm: dict[str, list[int]]) -> None:
-    engine = start(tiny)
-    engine.run()
-    assert {rid: engine.tokens(rid) for rid in REQUESTS} == calm
-
-
 def test_results_are_really_one_step_behind(tiny: Path) -> None:
     engine = Harness(tiny, overlap_depth=1)
     engine.submit("a", prompt(1, 6), max_new_tokens=4)
@@ -129,29 +123,6 @@ def test_duplicates_found_while_in_flight_are_freed_later(tiny: Path) -> None:
     assert not second.deferred, "and no longer"
     engine.run()
     assert engine.tokens("a") == engine.tokens("b")
-
-
-def test_retraction_under_overlap(tiny: Path) -> None:
-    engine = Harness(tiny, overlap_depth=1, max_total_tokens=96)
-    engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0
-    plain = Harness(tiny)
-    for i in range(5):
-        engine.submit(str(i), prompt(i, 9), max_new_tokens=40)
-    engine.run()
-    assert sum(engine.last(str(i)).retractions for i in range(5)) > 0
-    for i in range(5):
-        assert engine.tokens(str(i)) == plain.generate(str(i), prompt(i, 9), max_new_tokens=40)
-
-
-def test_a_wasted_step_leaves_no_trace(tiny: Path) -> None:
-    """A stop token is known only after the next step was launched; its result is dropped."""
-    ids = prompt(1, 10)
-    free = Harness(tiny).generate("x", ids, max_new_tokens=12)
-    stop = free[5]
-    engine = Harness(tiny, overlap_depth=1)
-    tokens = engine.generate("a", ids, max_new_tokens=12, stop_token_ids=(stop,))
-    assert tokens == free[: free.index(stop) + 1]
-    assert engine.last("a").completion_tokens == len(tokens)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

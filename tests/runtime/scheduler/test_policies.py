@@ -9,13 +9,13 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from support.runtime_engine import Harness, prompt
+from support.runtime_engine import Harness, Recorder, prompt
 from treeline_operator.api.engine import WORDS
 from treeline_runtime.config import ConfigError, SchedulerConfig
-from treeline_runtime.core import Batch, Phase, Req
+from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, RadixCache, key_of
 from treeline_runtime.kvcache.eviction import EVICTION_POLICIES
 from treeline_runtime.messages import GenerateReq, SamplingParams
@@ -24,17 +24,11 @@ from treeline_runtime.scheduler.waiting import MATCH_LIMIT, WaitingOrder
 POLICIES = list(get_args(get_type_hints(SchedulerConfig)["schedule_policy"]))
 
 
-class Recorder(Harness):
-    """Remembers who was prefilled with whom; its clock counts the steps."""
+class Timed(Recorder):
+    """Its clock counts the steps."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
-        self.prefills: list[list[str]] = []
         super().__init__(model, clock=lambda: float(self.steps), **settings)
-
-    def _launch(self, batch: Batch) -> None:
-        if batch.phase is Phase.PREFILL:
-            self.prefills.append([req.rid for i, req in enumerate(batch.reqs) if batch.phase_of(i) is Phase.PREFILL])
-        super()._launch(batch)
 
 
 def request(
@@ -52,10 +46,6 @@ def request(
     return req
 
 
-def names(reqs: list[Req]) -> str:
-    return "".join(req.rid for req in reqs)
-
-
 def tree_of(*cached: list[int]) -> Callable[[Req], Match]:
     """The matches of a cache with pages of one token."""
     tree, page = RadixCache(1), 0
@@ -65,52 +55,30 @@ def tree_of(*cached: list[int]) -> Callable[[Req], Match]:
     return lambda req: tree.match(req.key)
 
 
-def pages(count: int) -> Match:
-    return Match(None, 0, count)
-
-
 def order_of(policy: str, match: Callable[[Req], Match], starvation_bound: float = 1e9) -> WaitingOrder:
     cached = (lambda req: match(req).num_pages) if policy == "lpm" else None
     return WaitingOrder(starvation_bound, by_priority=policy == "priority", cached=cached)
 
 
-def in_order(
-    policy: str,
-    waiting: list[Req],
-    match: Callable[[Req], Match] = lambda _: pages(0),
-    *,
-    now: float = 0.0,
-    starvation_bound: float = 1e9,
-) -> list[Req]:
-    """Of requests that came one after another."""
-    order = order_of(policy, match, starvation_bound)
+def in_order(waiting: list[Req], match: Callable[[Req], Match]) -> list[Req]:
+    """By the longest cached prefix, of requests that came one after another."""
+    order = order_of("lpm", match)
     for req in waiting:
         order.put(req)
-    return list(order.in_order(now))
+    return list(order.in_order(0.0))
 
 
 # ---- each policy ----------------------------------------------------------------------------------------
 
 
-def test_lpm_takes_the_longest_cached_prefix_first() -> None:
-    waiting = [request([1], 0), request([2], 1), request([3], 2)]
-    order = in_order("lpm", waiting, lambda req: pages([0, 5, 2][req.arrival]))
-    assert names(order) == "120"
-
-
 def test_a_long_queue_is_first_come_first_served() -> None:
     waiting = [request([i], i) for i in range(MATCH_LIMIT + 1)]
     match = tree_of(*([i] for i in range(MATCH_LIMIT, MATCH_LIMIT // 2, -1)))
-    assert in_order("lpm", waiting, match) == waiting
-    assert in_order("lpm", waiting[1:], match) != waiting[1:]
+    assert in_order(waiting, match) == waiting
+    assert in_order(waiting[1:], match) != waiting[1:]
 
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=6)
-
-
-def test_priority_takes_the_highest_and_of_equals_the_first() -> None:
-    waiting = [request([1], i, priority=p) for i, p in enumerate([0, 5, -3, 5, 0])]
-    assert names(in_order("priority", waiting)) == "13042"
 
 
 def test_an_unknown_policy_is_refused(tiny: Path) -> None:
@@ -125,21 +93,6 @@ def test_pools_may_name_the_policies_that_there_are() -> None:
 
 
 # ---- all of them ----------------------------------------------------------------------------------------
-
-WAITING = st.lists(st.tuples(TOKENS, st.integers(-2, 2), st.floats(0, 50), st.floats(0, 50)), max_size=20)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@given(cached=st.lists(TOKENS, max_size=6), asked=WAITING)
-@settings(max_examples=40, deadline=None)
-def test_every_order_is_a_permutation_that_begins_with_who_waited_too_long(
-    policy: str, cached: list[list[int]], asked: list[tuple[list[int], int, float, float]]
-) -> None:
-    waiting = [request(ids, i, priority=p, since=s, waited=w) for i, (ids, p, s, w) in enumerate(asked)]
-    order = in_order(policy, waiting, tree_of(*cached), now=50.0, starvation_bound=40.0)
-    assert sorted(order, key=lambda req: req.arrival) == waiting, "nobody is lost"
-    overdue = [req for req in waiting if 50.0 - (req.waiting_since - req.waited_s) >= 40.0]
-    assert order[: len(overdue)] == overdue, "in the order of their arrival"
 
 
 def by_definition(
@@ -235,7 +188,7 @@ def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: Path, policy: str) -> None:
     """Also when all of its requests have waited longer than the bound."""
-    engine = Recorder(tiny, schedule_policy=policy, starvation_bound=1.0, max_running_requests=1, overlap_depth=0)
+    engine = Timed(tiny, schedule_policy=policy, starvation_bound=1.0, max_running_requests=1, overlap_depth=0)
     for i in range(20):
         hostile(engine, policy, i, client="ada")
     for _ in range(5):
@@ -252,7 +205,7 @@ def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: 
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "pages"])
 def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) -> None:
     """They take all rows, or all pages, but what is kept for clients of which nothing runs."""
-    engine = Recorder(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)
+    engine = Timed(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)
     for i in range(40):
         engine.submit(f"long-{i}", prompt(i, 30), max_new_tokens=400, ignore_eos=True, client="ada")
     for _ in range(20):
@@ -273,7 +226,7 @@ def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) ->
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_large_prompt_beside_its_clients_long_answer_is_not_passed_for_ever(tiny: Path, fits: bool) -> None:
     """Of another client small ones come without end. One that would not fit without them either holds up nobody."""
-    engine = Recorder(tiny, max_total_tokens=512, starvation_bound=5.0, max_running_requests=16)
+    engine = Timed(tiny, max_total_tokens=512, starvation_bound=5.0, max_running_requests=16)
     engine.submit("long", prompt(1, 30), max_new_tokens=150, ignore_eos=True, client="ada")
     small = 0
     for step in range(60):
@@ -295,11 +248,11 @@ def test_a_large_prompt_beside_its_clients_long_answer_is_not_passed_for_ever(ti
     engine.run()
 
 
-def ended(engine: Recorder, rid: str) -> bool:
+def ended(engine: Timed, rid: str) -> bool:
     return bool(engine.outs.get(rid)) and engine.last(rid).finish is not None
 
 
-def hostile(engine: Recorder, policy: str, i: int, **options: Any) -> None:
+def hostile(engine: Timed, policy: str, i: int, **options: Any) -> None:
     """A request that `policy` prefers to one without priority and without anything cached."""
     priority = 5 if policy == "priority" else 0
     engine.submit(str(i), [*prompt(9, 40), i % 90], max_new_tokens=2, priority=priority, **options)
@@ -307,7 +260,7 @@ def hostile(engine: Recorder, policy: str, i: int, **options: Any) -> None:
 
 def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, limit: int = 250) -> int | None:
     """An unlucky request meets a stream that never lets the queue run empty of preferred ones."""
-    engine = Recorder(tiny, schedule_policy=policy, starvation_bound=bound, max_running_requests=1, overlap_depth=depth)
+    engine = Timed(tiny, schedule_policy=policy, starvation_bound=bound, max_running_requests=1, overlap_depth=depth)
     for i in range(4):
         hostile(engine, policy, i)
     for _ in range(4):
@@ -340,7 +293,7 @@ def test_without_the_bound_that_stream_would_starve_it(tiny: Path, policy: str) 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_computes_a_shared_prefix_and_the_others_hit(tiny: Path, policy: str) -> None:
-    engine = Recorder(tiny, schedule_policy=policy)
+    engine = Timed(tiny, schedule_policy=policy)
     shared = prompt(1, 64)
     for i in range(6):
         engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3, priority=i if policy == "priority" else 0)

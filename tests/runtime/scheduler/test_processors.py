@@ -170,8 +170,7 @@ def test_what_fails_ends_one_request_with_the_reason(
     for name, (_, reason) in FAULTS.items():
         for rid in (f"{name} True", f"{name} False"):
             assert reason in engine.fault(rid)
-            finish = engine.last(rid).finish
-            assert finish is not None
+            finish = engine.finish(rid)
             assert finish.status == 500
             assert len(engine.tokens(rid)) == after
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
@@ -187,12 +186,7 @@ def test_what_nothing_is_left_of_afterwards_says_so(tiny: Path) -> None:
 
 def test_the_models_own_nan_is_not_the_processors_fault(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engines(tiny)
-    logits = engine.executor._model.logits
-
-    def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
-        return logits(hidden).clone().index_fill_(1, torch.tensor([5]), torch.nan)
-
-    monkeypatch.setattr(engine.executor._model, "logits", broken)
+    engine.spoil_logits(monkeypatch, slice(None))
     engine.submit("a", prompt(1, 5), **wants("favours", token=7))
     engine.run()
     assert engine.fault("a") == NOT_FINITE
@@ -235,8 +229,7 @@ def test_who_is_refused_takes_no_place_in_the_queue(tiny: Path) -> None:
     engine.submit("waits", prompt(2, 5))
     engine.submit("wrong", prompt(3, 5), priority=9, **wants("favours", token=-1))
     engine.run()
-    finish = engine.last("wrong").finish
-    assert finish is not None
+    finish = engine.finish("wrong")
     assert finish.status == 400
     assert len(engine.tokens("waits")) == 8
 

@@ -41,35 +41,6 @@ def filled(count: int) -> tuple[Ranked, list[Req]]:
     return queue, sorted(reqs, key=lambda req: ranks[req.arrival])
 
 
-def test_of_equal_ranks_the_first_to_come_is_first() -> None:
-    queue, reqs = Ranked(), [request(i) for i in range(50)]
-    for req in reqs:
-        queue.put(req, (-(req.arrival % 2),))
-    assert list(queue) == reqs[1::2] + reqs[::2]
-    assert queue.first() == ((-1,), reqs[1])
-
-
-def test_who_leaves_while_others_are_given_is_not_given() -> None:
-    queue, order = filled(100)
-    given = []
-    for req in queue:
-        given.append(req)
-        queue.leave(req)
-        queue.leave(order[(order.index(req) + 1) % 100])
-    assert given == order[::2]
-    assert len(queue) == 0
-    assert queue.first() is None
-    assert list(queue) == []
-
-
-def test_who_left_may_come_again_with_another_rank() -> None:
-    queue, order = filled(10)
-    first = order[0]
-    queue.leave(first)
-    queue.put(first, (99.0, 0))
-    assert list(queue) == [*order[1:], first]
-
-
 def test_the_first_of_many_cost_no_more_than_of_a_few() -> None:
     queue, order = filled(20_000)
     Counted.compared = 0

@@ -45,6 +45,8 @@ def read(reader: Reader, kind: Kind, body: Any) -> Any:
 ASK: dict[str, Any] = {"input": "hi"}
 SAY: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+CLAUDES = {"name": "weather", "input_schema": {"type": "object"}}
 KEPT = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
@@ -137,6 +139,17 @@ def item(**members: Any) -> dict[str, Any]:
             said({"type": "tool_use", "id": "c", "name": "f", "input": [1]}, role="assistant"),
             "messages[0].content[0].input",
         ),
+        ("responses", {"tools": [WEATHER | {"name": "a b"}]}, "tools[0].name"),
+        ("responses", {"tools": [WEATHER | {"parameters": []}]}, "tools[0].parameters"),
+        ("responses", {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
+        ("responses", {"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ("responses", {"reasoning": {"effort": "lots"}}, "reasoning.effort"),
+        ("responses", {"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
+        ("messages", {"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ("messages", {"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema.type"),
+        ("messages", {"tools": [CLAUDES], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
+        ("messages", {"output_config": {"effort": "lots"}}, "output_config.effort"),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
         ("count_tokens", {"messages": []}, "messages"),
         ("count_tokens", said({"type": "document"}), "messages[0].content[0].type"),
     ],

@@ -7,10 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import httpx2
 import msgspec
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +17,6 @@ from treeline_runtime.server.apis.answering import EventMaker
 from treeline_runtime.server.apis.anthropic_events import MessageEvents
 from treeline_runtime.server.apis.responses_events import ResponseEvents
 from treeline_runtime.server.errors import ApiError
-from treeline_runtime.server.http import named_event
 from treeline_runtime.server.jobs import ChatTask
 from treeline_runtime.server.pacing import encode_json
 
@@ -91,18 +87,6 @@ def answer(events: EventMaker) -> dict[str, Any]:
     return made
 
 
-def stream_of(frames: bytes) -> httpx2.Client:
-    """Of a server that answers with this."""
-    headers = {"content-type": "text/event-stream"}
-    return httpx2.Client(
-        transport=httpx2.MockTransport(lambda _: httpx2.Response(200, headers=headers, content=frames))
-    )
-
-
-def frames(events: list[Event]) -> bytes:
-    return b"".join(named_event(event["type"], event) for event in events)
-
-
 # ---- /v1/responses --------------------------------------------------------------------------------------------------
 
 
@@ -145,17 +129,6 @@ def test_a_whole_response_is_what_its_stream_adds_up_to() -> None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 17,
     }
-
-
-def test_the_openai_client_puts_a_stream_together() -> None:
-    events = told(responses(), WORK)
-    client = openai.OpenAI(api_key="x", base_url="http://x/v1", http_client=stream_of(frames(events)))
-    with client.responses.stream(model="m", input="x") as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_response()
-    assert len(kinds) == len(events)
-    assert final.output_text == "\n\nI look", "and the blanks between the calls are no text"
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
 
 
 def test_a_response_that_is_cut_off_says_so_and_of_which_item() -> None:
@@ -210,21 +183,6 @@ def test_the_events_of_a_message_come_in_anthropics_order() -> None:
     kinds = [event["delta"]["type"] for event in events if event["type"] == delta]
     assert kinds == ["thinking_delta"] * 2 + ["text_delta"] * 2 + ["input_json_delta"] * 3
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
-
-
-def test_the_anthropic_client_puts_a_stream_together() -> None:
-    events = messages()
-    made = told(events, WORK)
-    client = anthropic.Anthropic(api_key="x", base_url="http://x", http_client=stream_of(frames(made)))
-    with client.messages.stream(model="m", max_tokens=9, messages=[{"role": "user", "content": "x"}]) as stream:
-        final = stream.get_final_message()
-    whole = answer(events)
-    content = [block.to_dict() for block in final.content]
-    assert content == whole["content"]
-    assert content[2] == {"type": "tool_use", "id": "call_0", "name": "get_weather", "input": {"city": "Paris"}}
-    assert final.stop_reason == whole["stop_reason"] == "tool_use"
-    assert final.usage.input_tokens == 7, "what was cached is counted beside it"
-    assert (final.usage.cache_read_input_tokens, final.usage.output_tokens) == (3, 7)
 
 
 @pytest.mark.parametrize(

@@ -139,33 +139,3 @@ def test_thinking_is_turned_on_and_off(claude: anthropic.Anthropic, client: open
     assert kinds("Here", {"type": "disabled"}) == ["text"]
     made = client.responses.create(model="speaks", input="Where?</think>Here", reasoning={"effort": "high"})
     assert [item.type for item in made.output] == ["reasoning", "message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/responses", {"tools": [TOOLS[0] | {"name": "a b"}]}, "tools[0].name"),
-        ("/v1/responses", {"tools": [TOOLS[0] | {"parameters": []}]}, "tools[0].parameters"),
-        ("/v1/responses", {"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-        ("/v1/responses", {"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ("/v1/responses", {"reasoning": {"effort": "lots"}}, "reasoning.effort"),
-        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ("/v1/messages", {"tools": [CLAUDES[0] | {"name": "a b"}]}, "tools[0].name"),
-        (
-            "/v1/messages",
-            {"tools": [CLAUDES[0] | {"input_schema": {"type": "string"}}]},
-            "tools[0].input_schema.type",
-        ),
-        ("/v1/messages", {"tools": CLAUDES, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
-        ("/v1/messages", {"output_config": {"effort": "lots"}}, "output_config.effort"),
-        ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-    ],
-)
-def test_what_is_wrong_is_told_in_the_apis_own_names(http: httpx.Client, path: str, body: Any, param: str) -> None:
-    asked = {"input": "x"} if path == "/v1/responses" else {"messages": says("x"), "max_tokens": 9}
-    answer = http.post(path, json=asked | body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert repr(param) in error["message"]
-    if path == "/v1/responses":
-        assert error["param"] == param

@@ -60,12 +60,6 @@ def processes(server: ServerProcess) -> dict[int, str]:
     return {one.pid: " ".join(one.cmdline()) for one in found if one.status() != psutil.STATUS_ZOMBIE}
 
 
-def idle(server: ServerProcess) -> bool:
-    with server.client() as http:
-        load = http.get("/v1/loads").json()["loads"][0]
-    return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
-
-
 async def free_ones(http: httpx.AsyncClient, others: asyncio.Future[Any]) -> int:
     """How many were answered until the others were."""
     count = 0
@@ -99,7 +93,7 @@ async def test_who_is_free_is_served_beside_two_hundred_grammars_hostile_ones_an
             assert answer.status_code == 200, answer.text
             assert re.fullmatch(number(i)["regex"], answer.json()["text"])
         assert {answer.status_code for answer in await hostile} <= {200, 400}
-    eventually(lambda: idle(server), 60, "nothing is left")
+    eventually(server.idle, 60, "nothing is left")
 
 
 UNIQUE = {"type": "array", "uniqueItems": True}

@@ -124,30 +124,6 @@ def test_what_comes_at_once_is_few_deltas() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("shown", "changed"),
-    [
-        (Shown(reasoning=False), {"reasoning": None, "reasoning_content": None}),
-        (Shown(several_calls=False), {"tool_calls": WHOLE["tool_calls"][:1]}),
-        (Shown(reasoning_at_once=True), {}),
-    ],
-)
-def test_what_is_not_shown(shown: Shown, changed: dict[str, Any]) -> None:
-    assert plain(whole(choice(shown), list(OUTPUT), reasons=True)) == WHOLE | changed
-    if shown.reasoning_at_once:
-        assert [delta for delta in told(choice(shown), list(OUTPUT)) if "reasoning" in delta] == [
-            {"reasoning_content": WHOLE["reasoning"], "reasoning": WHOLE["reasoning"]}
-        ]
-
-
-def test_reasoning_that_is_not_parsed_is_said() -> None:
-    assert whole(choice(reasoning=None, tools=None), [OUTPUT]) == {
-        "role": "assistant",
-        "content": OUTPUT.replace("<|im_start|>", "").replace("<|im_end|>", ""),
-        "refusal": None,
-    }
-
-
 def test_content_is_null_where_there_are_calls_alone() -> None:
     found = whole(choice(reasoning=None), [CALLS])
     assert found["content"] is None

@@ -205,22 +205,6 @@ def test_what_is_no_integer_is_refused(http: httpx.Client, value: str) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_would_change_the_answer_is_refused(http: httpx.Client) -> None:
-    for field, value in {
-        "lora_path": "adapter",
-        "guided_whitespace_pattern": " ?",
-        "best_of": 2,
-        "use_beam_search": True,
-    }.items():
-        assert http.post(TEXT, json={"prompt": "a", "max_tokens": 1, field: value}).status_code == 400, field
-    for field, value in {
-        "return_hidden_states": True,
-        "custom_logit_processor": '{"callable": "80049540"}',
-        "session_params": {"id": 1},
-    }.items():
-        assert http.post(NATIVE, json={"text": "a", field: value}).status_code == 400, field
-
-
 def test_server_info_says_what_kits_read(http: httpx.Client) -> None:
     info = http.get("/server_info").json()
     assert info["disable_radix_cache"] is False

@@ -71,13 +71,6 @@ def test_an_abort_releases_what_was_held_back() -> None:
     assert texts(made.take([tokens("a", "", FinishReason("abort"))]))[0].text == "E"
 
 
-def test_replies_do_not_overtake_texts() -> None:
-    made = core()
-    made.take([DetokenizeInit("a")])
-    turn = made.take([tokens("a", "x"), Reply("q"), tokens("a", "y")])
-    assert [type(message) for message in turn.to_http] == [BatchTextOut, Reply, BatchTextOut]
-
-
 def test_texts_of_a_turn_leave_as_one_message() -> None:
     made = core()
     made.take([DetokenizeInit("a"), DetokenizeInit("b")])

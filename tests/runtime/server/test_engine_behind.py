@@ -42,11 +42,6 @@ def server(model: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def idle(http: httpx.Client) -> bool:
-    load = http.get("/v1/loads").json()["loads"][0]
-    return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
-
-
 def complete(http: httpx.Client, **fields: object) -> dict[str, object]:
     answer = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0} | fields)
     assert answer.status_code == 200, answer.text
@@ -220,7 +215,7 @@ def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, 
         for thread in threads:
             thread.join(30)
     assert ended == [1, -1]
-    eventually(lambda: idle(http), 60, "everything is released")
+    eventually(server.idle, 60, "everything is released")
 
 
 def test_scoring_a_prompt(http: httpx.Client) -> None:
@@ -258,17 +253,17 @@ def test_a_full_queue_is_503_and_then_works_again(http: httpx.Client, server: Se
         thread.join()
     assert set(statuses) == {200, 503}
     assert statuses.count(200) >= 4
-    eventually(lambda: idle(http), 60, "everything is released")
+    eventually(server.idle, 60, "everything is released")
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_a_client_that_leaves_frees_its_pages(http: httpx.Client, server: ServerProcess, stream: str) -> None:
+def test_a_client_that_leaves_frees_its_pages(server: ServerProcess, stream: str) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     body = b'{"prompt": "hello", "max_tokens": 1000, "ignore_eos": true, "stream": %s}' % stream.encode()
     with socket.create_connection((host, int(port))) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        eventually(lambda: not idle(http), 60, "it runs")
-    eventually(lambda: idle(http), 60, "it is gone")
+        eventually(lambda: not server.idle(), 60, "it runs")
+    eventually(server.idle, 60, "it is gone")
 
 
 def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
@@ -303,7 +298,7 @@ def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
     for thread in threads:
         thread.join(60)
     assert [answers[i] for i in range(4)] == alone
-    eventually(lambda: idle(http), 60, "everything is released")
+    eventually(server.idle, 60, "everything is released")
     load = http.get("/v1/loads").json()["loads"][0]
     assert load["pages_cached"] == len(admin.get("/debug/radix").json()["blocks"]), "the rest is free"
 
@@ -337,10 +332,6 @@ def test_events_add_up_to_the_cache(http: httpx.Client, admin: httpx.Client) -> 
     for block, (parent, tokens) in consumer.pages.items():
         assert announced[block]["tokens"] == list(tokens)
         assert announced[block]["parent"] == (None if parent is None else str(parent))
-
-
-def test_health_generate_proves_the_whole_path(http: httpx.Client) -> None:
-    assert http.get("/health_generate").status_code == 200
 
 
 # ---- whose cache a request uses, by the headers of the edge, and what its answer tells of it ------------------------
@@ -447,9 +438,9 @@ def test_the_server_says_that_it_separates_clients(fresh: httpx.Client) -> None:
     assert fresh.get("/server_info").json()["isolates_clients"] is True
 
 
-def test_an_idle_server_takes_no_cpu(server: ServerProcess, http: httpx.Client) -> None:
+def test_an_idle_server_takes_no_cpu(server: ServerProcess) -> None:
     """Heartbeats and load reports are all that is left: a few milliseconds of CPU time a second and process."""
-    eventually(lambda: idle(http), 60, "nothing runs")
+    eventually(server.idle, 60, "nothing runs")
     parent = psutil.Process(server.process.pid)
     processes = [parent, *parent.children(recursive=True)]
     assert len(processes) >= 4

@@ -95,22 +95,8 @@ def test_a_template_reads_what_it_names_not_what_it_says(tokenizer: str, templat
     assert prompts(tokenizer, template).template_reads("name") is reads
 
 
-async def test_documents_are_ignored_where_the_template_does_not_read_them(tokenizer: str) -> None:
-    documents = [{"text": "d"}]
-    made = prompts(tokenizer, "no documents: {{ messages[0].content }}")
-    assert await text_of(made, documents=documents) == "no documents: hi"
-    for nothing in ([], None):
-        assert await text_of(made, documents=nothing) == "no documents: hi"
-    assert await text_of(prompts(tokenizer, "{{ documents[0].text }}"), documents=documents) == "d"
-
-
 RECURSIVE = "{% for m in messages recursive %}{{ m.content }}{% endfor %}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
-async def test_a_template_that_needs_a_worker_has_one(tokenizer: str) -> None:
-    with contextlib.closing(prompts(tokenizer, RECURSIVE)) as made:
-        assert await text_of(made) == "hi"
 
 
 async def test_without_a_worker_the_client_may_try_again(tokenizer: str) -> None:
@@ -135,14 +121,3 @@ async def test_the_event_loop_runs_while_hostile_templates_are_rendered(tokenize
     assert turns > 100
     # all four have their first few milliseconds in one turn of the loop
     assert longest_s < 60 * reference_s()
-
-
-@pytest.mark.parametrize("depth", [20, 900])
-async def test_nested_template_arguments_are_the_clients_fault(tokenizer: str, depth: int) -> None:
-    nested: Any = {}
-    for _ in range(depth):
-        nested = {"a": nested}
-    with pytest.raises(ApiError) as caught:
-        await text_of(prompts(tokenizer, "{{ a }}"), chat_template_kwargs=nested)
-    assert caught.value.status == 400
-    assert caught.value.body["error"]["param"] == "chat_template_kwargs"

@@ -226,16 +226,6 @@ def test_a_client_that_leaves_ends_its_request_also_with_another_one_sent_behind
     eventually(lambda: load(http) == 0, 60, "it is gone")
 
 
-def test_many_clients_that_leave_at_once(http: httpx.Client, fake: ServerProcess) -> None:
-    body: dict[str, object] = {"prompt": "hello", "max_tokens": 4000, "stream": True}
-    clients = [connected(fake, "/v1/completions", body) for _ in range(24)]
-    eventually(lambda: load(http) == 24, 60, "all run")
-    for client in clients:
-        client.close()
-    eventually(lambda: load(http) == 0, 60, "all are gone")
-    assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2}).status_code == 200
-
-
 def test_abort_request_ends_a_request_with_what_it_has(
     http: httpx.Client, admin: httpx.Client, fake: ServerProcess
 ) -> None:

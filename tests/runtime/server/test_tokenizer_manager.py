@@ -166,13 +166,6 @@ async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_nam
         inflight.close()
 
 
-async def test_a_name_given_twice_is_the_one_that_is_told() -> None:
-    world = World()
-    with pytest.raises(DuplicateRid, match=r"^d$"):
-        world.manager.open(world.requests("d", "d"), name="generated")
-    world.manager.open(world.requests("d"), name="generated").close()
-
-
 async def test_the_end_of_a_closed_request_is_not_that_of_its_namesake() -> None:
     world = World()
     world.manager.open(world.requests("a"), name="a").close()
@@ -191,25 +184,6 @@ MANY = 2 * WINDOW_BYTES // GENERATION_BYTES
 
 def generations(world: World, client: str, count: int = MANY) -> list[GenerateReq]:
     return [GenerateReq(f"{client}{i}", [1], SamplingParams(), client=client) for i in range(count)]
-
-
-async def test_a_client_that_sends_thousands_delays_another_by_what_is_on_its_way() -> None:
-    world = World()
-    hostile = world.manager.open(generations(world, "hostile", 8 * MANY), name="hostile")
-    before = len(world.scheduler)
-    assert before < MANY
-    assert len(world.detokenizer) == len([m for m in world.scheduler if isinstance(m, GenerateReq)])
-    other = world.manager.open(generations(world, "other", 1))
-    assert world.sent("other0") == []
-    world.answer()
-    places = [m.client for m in world.scheduler if isinstance(m, GenerateReq)]
-    assert places.index("other") <= before + 1
-    while world.answer():
-        pass
-    sent = [m.rid for m in world.scheduler if isinstance(m, GenerateReq)]
-    assert len(sent) == len(set(sent)) == 8 * MANY + 1
-    for inflight in (hostile, other):
-        inflight.close()
 
 
 @pytest.mark.parametrize("how", ["closed", "aborted", "all aborted", "failed"])

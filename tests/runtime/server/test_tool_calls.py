@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from pydantic import BaseModel
 from support.openapi import Judge
 from support.runtime_server import ServerProcess, running, sse
 from support.speaking import CALL, NOW, says
@@ -93,15 +92,6 @@ def test_a_stream_that_calls_adds_up_to_the_answer(client: openai.OpenAI) -> Non
     assert sorted(event.name for event in done) == ["now", "now", "weather", "weather"]
 
 
-def test_a_large_body_with_tools_is_read_in_another_process(client: openai.OpenAI) -> None:
-    messages = [*says("x" * 20_000), *says(THOUGHT + CALL)]
-    (choice,) = client.chat.completions.create(model="speaks", messages=messages, tools=TOOLS).choices
-    assert (choice.finish_reason, [call.function.name for call in called(choice.message)]) == (
-        "tool_calls",
-        ["weather"],
-    )
-
-
 def test_the_first_chunk_has_the_role_and_the_last_why_it_ended(http: httpx.Client) -> None:
     body = {"messages": says(CALL), "tools": TOOLS, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     with http.stream("POST", CHAT, json=body) as response:
@@ -176,15 +166,6 @@ def test_what_looks_like_a_call_is_said_where_none_may_be_made(client: openai.Op
     assert [call.function.name for call in called(one.choices[0].message)] == ["weather"]
 
 
-def test_a_call_that_was_cut_off(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model="speaks", messages=says(CALL), tools=TOOLS, max_tokens=40)
-    (choice,) = answer.choices
-    assert choice.finish_reason == "length"
-    (call,) = called(choice.message)
-    assert call.function.name == "weather"
-    assert '{"city": "Köln"}'.startswith(call.function.arguments)
-
-
 def test_the_conversation_goes_on_with_the_results(client: openai.OpenAI) -> None:
     asked = says(CALL)
     message = client.chat.completions.create(model="speaks", messages=asked, tools=TOOLS).choices[0].message
@@ -245,31 +226,3 @@ def test_the_tiny_model_is_given_the_prompt_that_a_picker_expects() -> None:
         deltas = [event["choices"][0]["delta"] for event in events]
         message = whole["choices"][0]["message"]
         assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
-
-
-def test_structured_output_by_the_clients_own_helper(client: openai.OpenAI) -> None:
-    said = says('{"city": "Kiel", "degrees": 9}')
-    parsed = client.chat.completions.parse(model="speaks", messages=said, response_format=Weather)
-    found = parsed.choices[0].message.parsed
-    assert found is not None
-    assert (found.city, found.degrees) == ("Kiel", 9)
-    with client.chat.completions.stream(model="speaks", messages=said, response_format=Weather) as stream:
-        assert stream.get_final_completion().choices[0].message.parsed == Weather(city="Kiel", degrees=9)
-
-
-def test_strict_tools_by_the_clients_own_helper(client: openai.OpenAI) -> None:
-    said = says('<tool_call>\n{"name": "Weather", "arguments": {"city": "Kiel", "degrees": 9}}\n</tool_call>')
-    tools = [openai.pydantic_function_tool(Weather)]
-    parsed = client.chat.completions.parse(model="speaks", messages=said, tools=tools, tool_choice="required")
-    (call,) = called(parsed.choices[0].message)
-    assert call.function.parsed_arguments == Weather(city="Kiel", degrees=9)
-
-
-def test_functions_are_refused_by_name(http: httpx.Client) -> None:
-    refused = http.post(CHAT, json={"messages": says("x"), "functions": [{"name": "f"}], "function_call": "auto"})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "functions")

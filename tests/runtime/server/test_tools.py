@@ -52,13 +52,6 @@ def test_what_may_be_called(body: dict[str, Any], expected: Calls | None) -> Non
     assert read_calls(body) == expected
 
 
-def test_only_what_the_model_cannot_be_left_to_is_constrained() -> None:
-    assert not Calls([NOW]).constrained
-    assert Calls([NOW], required=True).constrained
-    assert Calls([NOW], narrowed=True).constrained
-    assert Calls([NOW, WEATHER]).constrained
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -356,6 +356,8 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(http: httpx.Clien
         ({"text": "a", "sampling_params": {"regex": 1}}, "sampling_params.regex"),
         ({"text": "a", "sampling_params": {"guided_regex": "x"}}, "sampling_params.guided_regex"),
         ({"text": "a", "regex": "x"}, "regex"),
+        ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "a", "session_params": {"id": 1}}, "session_params"),
         ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
