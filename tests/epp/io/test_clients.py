@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from support.epp_io import data_plane, engines, until
+from support.epp_io import data_plane, engines, equal, until
 from treeline_epp.extproc.clients import BODIES, LOST_S, Clients, Present, TooMuch, client_of
 from treeline_epp.options import options_of
 
@@ -134,11 +134,9 @@ async def test_a_client_with_its_share_of_half_sent_requests_is_429_at_once_and_
         for writer in writers:
             writer.write(head)
         ada, bob = ({"x-api-key": f"sk-{name}"} for name in ("ada", "bob"))
-
-        async def at_the_picker() -> bool:
-            return (await plane.picker.metrics())["treeline_epp_extproc_streams"] == 3
-
-        await until(at_the_picker, "the picker has heard of all three")
+        await until(
+            lambda: equal(plane.picker.metric("treeline_epp_extproc_streams"), 3), "the picker has heard of all three"
+        )
         # Its name counts, and nothing that it says of itself.
         lies = {**ada, "x-treeline-client": "eve", "x-forwarded-for": "6.6.6.6"}
         for headers in (ada, lies):
@@ -148,11 +146,7 @@ async def test_a_client_with_its_share_of_half_sent_requests_is_429_at_once_and_
         assert (await plane.complete(headers=bob)).status_code == 200
         for writer in writers:
             writer.close()
-
-        async def served() -> bool:
-            return (await plane.complete(headers=ada)).status_code == 200
-
-        await until(served, "the client may ask again")
+        await until(lambda: equal(plane.status(headers=ada), 200), "the client may ask again")
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_refusals_total{code="too_many_requests"}'] >= 2
 
@@ -176,16 +170,9 @@ async def test_a_request_of_a_key_counts_until_its_answer_has_ended(tmp_path: Pa
         await until(lambda: len(fakes[0].served) == 4, "another key is served")
         fakes[0].hold_body.set()
         assert {(await answer).status_code for answer in running} == {200}
+        await until(lambda: equal(plane.status(headers=ada), 200), "the client may ask again")
 
-        async def served() -> bool:
-            return (await plane.complete(headers=ada)).status_code == 200
-
-        await until(served, "the client may ask again")
-
-        async def gone() -> bool:
-            return (await plane.picker.metrics())["treeline_epp_extproc_streams"] == 0
-
-        await until(gone, "no stream is left")
+        await until(lambda: equal(plane.picker.metric("treeline_epp_extproc_streams"), 0), "no stream is left")
 
 
 @pytest.mark.integration

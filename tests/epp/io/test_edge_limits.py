@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from support.envoy import self_signed
-from support.epp_io import Plane, data_plane, engines, until
+from support.epp_io import Plane, data_plane, engines, equal, until
 from support.http import client
 from support.ports import free_ports
 from support.raw_http import http1, http2
@@ -147,11 +147,7 @@ async def test_near_the_heap_limit_bodies_are_ended_and_the_memory_stays_below_i
             assert (await plane.complete()).status_code in (200, 503)
             for task in remaining:
                 task.cancel()
-
-        async def served() -> bool:
-            return (await plane.complete()).status_code == 200
-
-        await until(served, "requests are served again")
+        await until(lambda: equal(plane.status(), 200), "requests are served again")
         overload = await plane.envoy.stats("overload.envoy.load_shed_points.http1_server_abort_dispatch")
         assert max(overload.values()) >= 12
 
@@ -220,11 +216,7 @@ async def test_near_the_heap_limit_the_largest_streams_of_http2_are_reset(tmp_pa
             assert done, "80 MB do not fit into 64"
             assert all(task.result().reset for task in done)
             assert await allocated(plane) < 1.25 * limits.heap_bytes
-
-            async def served() -> bool:
-                return (await plane.complete()).status_code == 200
-
-            await until(served, "requests are served beside the streams that are left")
+            await until(lambda: equal(plane.status(), 200), "requests are served beside the streams that are left")
         finally:
             for task in tasks:
                 task.cancel()

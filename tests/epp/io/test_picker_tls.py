@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
+from support.epp_io import FakeEngine, Plane, data_plane, engines, equal, running_picker, until
 from support.http import client
 from treeline_epp.main import main
 from treeline_operator.envoy import PickerTls, picker_tls_files
@@ -214,11 +214,7 @@ async def test_new_certificates_of_a_new_authority_are_used_without_a_restart_of
         words = ["--grpc-port", str(old.grpc_port), "--grpc-health-port", str(old.grpc_health_port)]
         words += ["--endpoint", f"{fakes[0].name}={fakes[0].address}", "--secure-serving", "--cert-path"]
         async with running_picker(*words, str(secret), "--require-client-certificates"):
-
-            async def served() -> bool:
-                return (await plane.complete()).status_code == 200
-
-            await until(served, "both use the new certificates")
+            await until(lambda: equal(plane.status(), 200), "both use the new certificates")
 
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt"])

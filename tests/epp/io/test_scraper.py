@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.epp_io import Plane, RunningPicker, data_plane, engines, running_picker, until
+from support.epp_io import Plane, RunningPicker, data_plane, engines, equal, running_picker, until
 from treeline_epp.endpoints import scraper as module
 from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
@@ -283,11 +283,7 @@ async def test_of_two_engines_that_push_nothing_the_one_with_less_to_do_is_chose
 async def test_an_engine_whose_metrics_fail_is_as_ready_as_before() -> None:
     async with engines(1) as (engine,), running_picker("--endpoint", f"e0={engine.address}") as picker:
         reason = 'treeline_epp_scraped_endpoints_failing{reason="no_metrics"}'
-
-        async def failing() -> bool:
-            return (await picker.metrics())[reason] == 1
-
-        await until(failing, "it has no metrics")
+        await until(lambda: equal(picker.metric(reason), 1), "it has no metrics")
         (found,) = (await picker.get("/debug/endpoints")).json()["endpoints"]
         assert (found["state"], found["selectable"], found["silent"]) == ("ready", True, False)
         assert (found["load"], found["load_failing"]) == ("scraped", "no_metrics")
@@ -301,11 +297,7 @@ async def test_an_engine_that_comes_back_is_looked_at_again() -> None:
         await until(lambda: state_is(picker, "down"), "it is known to be down")
         assert (await picker.metrics())["treeline_epp_scraped_endpoints"] == 0
         await engine.start()
-
-        async def told() -> bool:
-            return await in_flight(picker) == [1]
-
-        await until(told, "it is read")
+        await until(lambda: equal(in_flight(picker), [1]), "it is read")
 
 
 async def state_is(picker: RunningPicker, state: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.envoy import self_signed
-from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
+from support.epp_io import FakeEngine, Plane, data_plane, engines, equal, running_picker, until
 from support.http import client
 from treeline_wire import headers as names
 
@@ -176,11 +176,10 @@ async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_pat
             question = {"model": "tiny", "messages": [{"role": "user", "content": "long"}]}
             async with user.stream("POST", "/v1/chat/completions", json=question) as answer:
                 assert answer.status_code == 200
-
-                async def has_said_all() -> bool:
-                    return (await plane.picker.metrics())["treeline_epp_extproc_streams"] == 0
-
-                await until(has_said_all, "the picker to have said all it had to say")
+                await until(
+                    lambda: equal(plane.picker.metric("treeline_epp_extproc_streams"), 0),
+                    "the picker to have said all it had to say",
+                )
                 await plane.picker.stop()
                 fakes[0].hold_body.set()
                 assert b"/v1/chat/completions" in await answer.aread()
@@ -217,11 +216,10 @@ async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> No
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_served_by_other_total{by="fallback"}'] >= 1
         # That was a hint; the picker has asked, and does not name the dead one any more.
-
-        async def noticed() -> bool:
-            return (await plane.picker.metrics())['treeline_epp_endpoints{state="down"}'] == 1
-
-        await until(noticed, "the picker knows that one is down")
+        await until(
+            lambda: equal(plane.picker.metric('treeline_epp_endpoints{state="down"}'), 1),
+            "the picker knows that one is down",
+        )
         answer = await plane.complete()
         assert answer.json()["headers"][names.DESTINATION] == alive.address
 
