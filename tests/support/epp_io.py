@@ -52,6 +52,11 @@ async def until(
         await asyncio.sleep(0.01)
 
 
+async def so(value: Awaitable[Any], is_so: Callable[[Any], bool]) -> bool:
+    """For `until`."""
+    return is_so(await value)
+
+
 async def equal(value: Awaitable[object], expected: object) -> bool:
     """For `until`."""
     return await value == expected

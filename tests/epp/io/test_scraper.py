@@ -108,15 +108,6 @@ async def test_an_engine_is_looked_at_again_and_again_on_one_connection() -> Non
         assert it.scraping.scrapes >= 5
 
 
-async def test_a_page_in_chunks_is_read() -> None:
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (PAGE[:30], PAGE[30:]))
-    said = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
-    async with looking(lambda _: said) as it:
-        await until(lambda: len(it.loads) >= 2, "two looks")
-        assert it.loads[0][0] == LOAD
-        assert it.engine.connections == 1
-
-
 async def test_an_engine_that_stalls_is_not_asked_twice_at_a_time() -> None:
     async with looking(lambda _: None) as it:
         await until(lambda: it.scraping.failures[Failure.TIMEOUT] >= 2, "two looks are given up")
@@ -151,15 +142,6 @@ async def test_an_answer_that_is_no_load_is_counted_by_its_reason_and_nothing_el
         await until(lambda: it.scraper.failing is not None, "it has failed")
         assert it.scraper.failing is reason
         assert it.loads == []
-
-
-async def test_an_answer_without_end_is_left_after_a_few_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 10.0)
-    said = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    said += 8 * (b"100000\r\n" + b"#" * (1 << 20) + b"\r\n")
-    async with looking(lambda _: said) as it:
-        await until(lambda: it.scraper.failing is not None, "it has failed")
-        assert it.scraper.failing is Failure.BAD_ANSWER
 
 
 async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
