@@ -117,16 +117,3 @@ def test_a_language_client_finds_what_the_template_puts_around_each_role(stack: 
     assert rendered("system", "user", "assistant", "user", prompted=True) == turns + "<|im_start|>assistant\n"
     tokens = ask("/tokenize", prompt="The capital of France is")["tokens"]
     assert ask("/detokenize", tokens=tokens)["text"] == "The capital of France is"
-
-
-def test_what_tells_of_one_runtime_or_changes_it_is_not_behind_the_gateway(stack: Stack) -> None:
-    for path in ("/get_model_info", "/model_info", "/get_server_info", "/server_info"):
-        assert stack.http.get(stack.url + path).status_code == 404
-        for name in stack.runtimes:
-            told = stack.http.get(f"http://{stack.address(name)}{path}").raise_for_status().json()
-            assert told["served_model_name"] == "tiny"
-    assert stack.http.post(f"{stack.url}/flush_cache").status_code == 404
-    for name in stack.runtimes:
-        assert stack.http.post(f"http://{stack.address(name)}/flush_cache").status_code == 404
-        host, port = stack.processes[name].spec.ports["admin-port"]
-        assert stack.http.post(f"http://{host}:{port}/flush_cache?timeout=20").text == "Cache flushed.\n"

@@ -7,7 +7,6 @@ prompt is done.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from treeline_epp.picking.request import Request
 from treeline_wire.load import TreelineLoad
 
 from support.epp_core import KEYS, WIDTH, Prompt
+from support.peers import Clock
 
 REPORT_S = 0.1
 _MEASURES = 8
@@ -77,30 +77,21 @@ class Fleet:
     def __init__(self, engines: Iterable[Engine], policy: str = "predicted_ttft") -> None:
         self.picker = Picker(PickerConfig(policy, seed=5))
         self.engines = {engine.name: engine for engine in engines}
-        self.now = 0.0
+        self.clock = Clock(0.0)
         self.answered: list[Answered] = []
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._number = 0
         for number, name in enumerate(self.engines):
             self.picker.add_endpoint(EndpointSpec(name, f"10.0.0.{number}:8000", models=("m",)))
-            self._report(name)
+            self.clock.every(REPORT_S, lambda name=name: self._report(name))  # type: ignore[misc]
 
     def run(self, asked: Iterable[Asked], until: float) -> list[Answered]:
         for one in asked:
-            self._at(one.at, lambda one=one: self._arrive(one))  # type: ignore[misc]
-        while self._events and self._events[0][0] <= until:
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
+            self.clock.at(one.at, lambda one=one: self._arrive(one))  # type: ignore[misc]
+        self.clock.run(until)
         return sorted(self.answered, key=lambda one: one.asked.at)
 
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (time, self._number, happen))
-
     def _report(self, name: str) -> None:
-        self.picker.on_load(name, self.engines[name].report(), self.now)
-        self.picker.on_tick(self.now)
-        self._at(self.now + REPORT_S, lambda: self._report(name))
+        self.picker.on_load(name, self.engines[name].report(), self.clock.now)
+        self.picker.on_tick(self.clock.now)
 
     def take(self, prompt: Prompt, now: float) -> Lease:
         """Where the picker sends a prompt; nothing computes it yet."""
@@ -114,7 +105,7 @@ class Fleet:
         return self.picker.reserve(self.picker.pick(request, now), now)
 
     def _arrive(self, asked: Asked) -> None:
-        lease = self.take(asked.prompt, self.now)
+        lease = self.take(asked.prompt, self.clock.now)
         engine = self.engines[lease.endpoint.spec.name]
         engine.queue.append((asked, lease))
         if not engine.busy:
@@ -124,17 +115,17 @@ class Fleet:
         asked, lease = engine.queue.popleft()
         engine.busy = True
         tokens = engine.uncached(asked.prompt)
-        took = tokens / engine.rate(self.now)
-        self._at(self.now + took, lambda: self._end(engine, asked, lease, tokens, took))
+        took = tokens / engine.rate(self.clock.now)
+        self.clock.after(took, lambda: self._end(engine, asked, lease, tokens, took))
 
     def _end(self, engine: Engine, asked: Asked, lease: Lease, computed: int, took: float) -> None:
         engine.busy = False
         engine.measured.append((computed, took))
         engine.held.update(asked.prompt.hashes)
         self.picker.index.apply(lease.endpoint.pod, asked.prompt.stored(), KEYS)
-        ttft, prompt = self.now - asked.at, len(asked.prompt.tokens)
+        ttft, prompt = self.clock.now - asked.at, len(asked.prompt.tokens)
         self.picker.close(
-            lease, self.now, Outcome.HEADERS, ttft_s=ttft, cached_tokens=prompt - computed, prompt_tokens=prompt
+            lease, self.clock.now, Outcome.HEADERS, ttft_s=ttft, cached_tokens=prompt - computed, prompt_tokens=prompt
         )
         self.answered.append(Answered(asked, engine.name, ttft, computed))
         if engine.queue:

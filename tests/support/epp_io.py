@@ -8,7 +8,7 @@ import functools
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -50,6 +50,16 @@ async def until(
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}; state: {state()}")
         await asyncio.sleep(0.01)
+
+
+async def so(value: Awaitable[Any], is_so: Callable[[Any], bool]) -> bool:
+    """For `until`."""
+    return is_so(await value)
+
+
+async def equal(value: Awaitable[object], expected: object) -> bool:
+    """For `until`."""
+    return await value == expected
 
 
 @dataclass
@@ -223,6 +233,9 @@ class RunningPicker:
         pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
+    async def metric(self, name: str) -> float | None:
+        return (await self.metrics()).get(name)
+
     async def stop(self) -> None:
         """SIGTERM's way out."""
         self.stopping.set()
@@ -272,6 +285,10 @@ class Plane:
         headers = request.pop("headers", {})
         body = {"model": "tiny", "prompt": prompt, **request}
         return await self.http.post("/v1/completions", json=body, headers=headers)
+
+    async def status(self, **request: Any) -> int:
+        """That of one completion."""
+        return (await self.complete(**request)).status_code
 
 
 @contextlib.asynccontextmanager

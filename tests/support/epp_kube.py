@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_epp.extproc.session import SERVICE
 from treeline_wire import headers as names
@@ -19,6 +16,7 @@ from treeline_wire import headers as names
 from support.control_plane import ControlPlane
 from support.epp_io import RunningPicker, until
 from support.kube_api import MODELS, PODS, POOLS, own_model, own_pool
+from support.proxy import begun, head, whole
 
 RBAC = "/apis/rbac.authorization.k8s.io/v1"
 APPLY = "application/merge-patch+json"
@@ -133,13 +131,6 @@ async def asked(
     Then the client goes away, unless the response is to begin (`answered`). `secure` is the certificate to trust, for a
     picker that serves TLS.
     """
-    mode = processing_mode_pb2.ProcessingMode.BUFFERED
-    head = pb.ProcessingRequest()
-    head.protocol_config.request_body_mode = mode
-    for key, value in ((":path", "/v1/completions"), (":method", "POST"), ("x-request-id", request_id)):
-        head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    data = json.dumps({"model": model, "prompt": prompt}).encode()
-    body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
     address = f"127.0.0.1:{picker.options.grpc_port}"
     if secure is None:
         channel = grpc.aio.insecure_channel(address)
@@ -152,14 +143,12 @@ async def asked(
             request_serializer=pb.ProcessingRequest.SerializeToString,
             response_deserializer=pb.ProcessingResponse.FromString,
         )()
-        await call.write(head)
+        await call.write(head({":path": "/v1/completions", ":method": "POST", "x-request-id": request_id}))
         reply = await call.read()
-        await call.write(body)
+        await call.write(whole(json.dumps({"model": model, "prompt": prompt}).encode()))
         reply = await call.read()
         if answered:
-            begun = pb.ProcessingRequest()
-            begun.response_headers.headers.headers.add(key=":status", raw_value=b"200")
-            await call.write(begun)
+            await call.write(begun())
             await call.read()
         call.cancel()
     if reply.WhichOneof("response") == "immediate_response":
@@ -167,41 +156,3 @@ async def asked(
     (option,) = reply.request_body.response.header_mutation.set_headers
     assert option.header.key == names.DESTINATION
     return str(option.header.raw_value.decode().split(",")[0])
-
-
-async def burst_of_models(
-    cluster: Cluster, picker: RunningPicker, pool: str, *, count: int, changes: int, threads: int = 8
-) -> tuple[float, float]:
-    """Change `count` InferenceModels `changes` times in all, as fast as the server takes it.
-
-    Returns `(changes per second, seconds from the last answer until the picker knows them all)`. The models are
-    made first, and every change gives one another name.
-    """
-    with ThreadPoolExecutor(threads) as pool_of_threads:
-        loop = asyncio.get_running_loop()
-        path = MODELS.format(cluster.namespace)
-
-        def create(i: int) -> None:
-            obj = own_model(f"m{i}", pool, model=f"m{i}-0")
-            del obj["metadata"]["creationTimestamp"]
-            cluster.plane.request("POST", path, obj)
-
-        def rename(step: int) -> None:
-            i, version = step % count, step // count + 1
-            patch = {"spec": {"modelName": f"m{i}-{version}"}}
-            cluster.plane.request("PATCH", f"{path}/m{i}", patch, content_type=APPLY)
-
-        await asyncio.gather(*(loop.run_in_executor(pool_of_threads, create, i) for i in range(count)))
-        began = time.perf_counter()
-        for first in range(0, changes, count):  # one model's changes keep their order
-            steps = range(first, min(changes, first + count))
-            await asyncio.gather(*(loop.run_in_executor(pool_of_threads, rename, step) for step in steps))
-        rate = changes / (time.perf_counter() - began)
-    expected = {f"m{i}-{(changes - 1 - i) // count + 1}" for i in range(count)}
-    ended = time.perf_counter()
-
-    async def consistent() -> bool:
-        return expected <= await models(picker, pool)
-
-    await until(consistent, "all models are known", 30.0)
-    return rate, time.perf_counter() - ended

@@ -28,8 +28,8 @@ TICK_S = 0.05
 class Clock:
     """Simulated time: what is due is called in its order."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
 

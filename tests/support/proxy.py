@@ -5,20 +5,65 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.metrics import Metrics
+from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.exchange import Observer, Observers
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
+from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.router import Router
 from treeline_wire import headers as names
-
-from support.picker_cost import new_router
+from treeline_wire.tokenizer import TokenizerBundle
 
 _MODE = processing_mode_pb2.ProcessingMode
 NONE, DUPLEX = _MODE.NONE, _MODE.FULL_DUPLEX_STREAMED
+
+
+def new_router(endpoints: int = 2) -> Router:
+    """A router over so many endpoints of the tiny model."""
+    registry, picker = ModelRegistry(), Picker()
+    fingerprint = registry.add_keyer(TokenizerBundle.from_dir(Path("models/tiny"))).fingerprint
+    for index in range(endpoints):
+        registry.set_endpoint(f"e{index}", "default", ("tiny",), fingerprint)
+        picker.add_endpoint(EndpointSpec(f"e{index}", f"10.0.0.{index + 1}:8000", models=("tiny",)))
+    return Router(picker, registry, Metrics())
+
+
+def head(fields: Mapping[str, str], mode: int = _MODE.BUFFERED, *, end: bool = False) -> pb.ProcessingRequest:
+    """A request's headers, and how its body will be sent."""
+    message = pb.ProcessingRequest()
+    message.protocol_config.request_body_mode = mode
+    for key, value in fields.items():
+        message.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+    message.request_headers.end_of_stream = end
+    return message
+
+
+def whole(body: bytes) -> pb.ProcessingRequest:
+    """A request's body, and its end."""
+    return pb.ProcessingRequest(request_body=pb.HttpBody(body=body, end_of_stream=True))
+
+
+def begun(status: str = "200", *, end: bool = False, **fields: str) -> pb.ProcessingRequest:
+    """A response's headers; underscores in names stand for dashes."""
+    message = pb.ProcessingRequest()
+    for key, value in {":status": status, **fields}.items():
+        message.response_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
+    message.response_headers.end_of_stream = end
+    return message
+
+
+def replies(stream: ExtProcSession, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+    """What a stream says at once."""
+    said = stream.answers(message.SerializeToString())
+    return [pb.ProcessingResponse.FromString(data) for data in said if isinstance(data, bytes)]
 
 
 @dataclass
@@ -51,23 +96,15 @@ class Proxy:
         """A request up to its decision; the stream stays open, as `last`. `metadata`: of the call."""
         self.count += 1
         self.last = ExtProcSession(self.router, SessionLimits(1 << 20), metadata)
-        head = pb.ProcessingRequest(observability_mode=observed)
-        head.protocol_config.request_body_mode = _MODE.BUFFERED
-        head.protocol_config.response_body_mode = response
-        sent = {":method": "POST", ":path": path, names.REQUEST_ID: f"r{self.count}", **headers}
-        for key, value in sent.items():
-            head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+        asks = head({":method": "POST", ":path": path, names.REQUEST_ID: f"r{self.count}", **headers})
+        asks.observability_mode = observed
+        asks.protocol_config.response_body_mode = response
         body = {"model": model, "messages": [{"role": "user", "content": "What is the capital of France? " * 20}]}
-        whole = pb.HttpBody(body=json.dumps(body).encode(), end_of_stream=True)
-        return [*self._send(head), *self._send(pb.ProcessingRequest(request_body=whole))]
+        return [*self._send(asks), *self._send(whole(json.dumps(body).encode()))]
 
     def answer(self, status: int = 200, *, ends: bool = False, **headers: str) -> None:
         """The response's headers; underscores in names stand for dashes."""
-        message = pb.ProcessingRequest()
-        for key, value in {":status": str(status), "content-type": "application/json", **headers}.items():
-            message.response_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
-        message.response_headers.end_of_stream = ends
-        self._send(message)
+        self._send(begun(str(status), end=ends, **{"content-type": "application/json", **headers}))
 
     def chunk(self, data: bytes, *, ends: bool = False) -> None:
         """A piece of its body."""
@@ -93,5 +130,4 @@ class Proxy:
 
     def _send(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         assert self.last is not None
-        data = message.SerializeToString()
-        return [pb.ProcessingResponse.FromString(reply) for reply in self.last.answers(data) if reply is not None]
+        return replies(self.last, message)

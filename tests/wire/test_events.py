@@ -50,36 +50,32 @@ def rejection(event: Any) -> str:
     return reason
 
 
-def test_vllm_maps() -> None:
-    batch = golden("map")
-    assert (batch.ts, batch.dp_rank, batch.rejected) == (1.0, 0, {})
-    assert batch.events == [
-        BlockStored([1], None, [1, 2], 2, None, "GPU", group_idx=0),
-        BlockRemoved([1], "GPU", 0),
-        AllBlocksCleared(),
-    ]
-
-
-def test_vllm_arrays() -> None:
-    batch = golden("positional")
-    assert (batch.ts, batch.dp_rank) == (1.0, 0)
-    assert batch.events == [
-        BlockStored([1], None, [1, 2], 2, None, "GPU"),
-        BlockRemoved([1], "GPU"),
-        AllBlocksCleared(),
-    ]
-
-
-def test_sglang_maps_with_signed_hashes() -> None:
-    batch = golden("sglang")
-    assert batch.events == [BlockStored([U64], None, [1, 2], 2, None, "GPU")]
-    assert batch.dp_rank == 0
-
-
 def test_our_form_is_sglangs_with_the_adapters_name_to_the_byte() -> None:
     event = BlockStored([U64], None, [1, 2], 2, None, "GPU")
     assert encode_batch(1.0, [event]).hex() == GOLDEN["ours"]
     assert golden("ours") == golden("sglang")
+
+
+@pytest.mark.parametrize(
+    ("form", "events"),
+    [
+        (
+            "map",
+            [
+                BlockStored([1], None, [1, 2], 2, None, "GPU", group_idx=0),
+                BlockRemoved([1], "GPU", 0),
+                AllBlocksCleared(),
+            ],
+        ),
+        (
+            "positional",
+            [BlockStored([1], None, [1, 2], 2, None, "GPU"), BlockRemoved([1], "GPU"), AllBlocksCleared()],
+        ),
+        ("sglang", [BlockStored([U64], None, [1, 2], 2, None, "GPU")]),
+    ],
+)
+def test_vllms_maps_and_arrays_and_sglangs_signed_hashes_are_read(form: str, events: list[Any]) -> None:
+    assert golden(form) == EventBatch(1.0, events, 0)
 
 
 class _VllmEvent(msgspec.Struct, tag=True, omit_defaults=True):
@@ -152,18 +148,6 @@ def test_every_field_survives_our_form() -> None:
     removed = BlockRemoved([3, U64], "GPU", 0, "REMOTE", "tier", [1, 0])
     events = [stored, removed, AllBlocksCleared()]
     assert decode_batch(encode_batch(9.5, events, 4)) == EventBatch(9.5, events, 4)
-
-
-def test_a_captured_vllm_event() -> None:
-    event = {
-        "type": "BlockStored", "block_hashes": [U64 - 1], "parent_block_hash": 7, "token_ids": list(range(16)),
-        "block_size": 16, "lora_id": None, "medium": "GPU", "lora_name": None, "extra_keys": [None], "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-    }  # fmt: skip
-    stored = only(event)
-    assert stored.block_hashes == [U64 - 1]
-    assert stored.kv_cache_spec_kind == "full_attention"
-    assert stored.extra_keys == [None]
 
 
 @pytest.mark.parametrize("length", range(2, 13))

@@ -62,11 +62,6 @@ def test_servers_drop_other_requests(message: list[bytes]) -> None:
     assert frames.parse_request(message) is None
 
 
-def test_peers_drop_our_requests_and_never_take_one_for_a_seq() -> None:
-    for request in (frames.hello_request(), frames.snapshot_request()):
-        assert len(request) == 4, "their servers take two frames"
-
-
 @pytest.mark.parametrize(
     ("message", "reply"),
     [

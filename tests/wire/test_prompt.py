@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from treeline_runtime.templates.pool import TemplatePool
 from treeline_wire.chat import ChatTemplate, TemplateError
-from treeline_wire.namespaces import event_namespace, join_namespace, join_salt
+from treeline_wire.namespaces import event_namespace
 from treeline_wire.prompt import (
     Prompt,
     PromptError,
@@ -221,12 +221,6 @@ def test_namespace_members_are_texts(name: str) -> None:
     assert caught.value.param == name
 
 
-def test_a_salt_cannot_name_an_adapters_namespace() -> None:
-    adapter = namespace_of({"lora_path": "l"})
-    assert adapter is not None
-    assert namespace_of({"cache_salt": adapter}) != adapter
-
-
 def test_events_and_requests_name_the_same_namespace() -> None:
     assert event_namespace(None, "s") == namespace_of({"cache_salt": "s"}), "as SGLang publishes it"
     assert event_namespace("l", "s") == namespace_of({"lora_path": "l", "cache_salt": "s"}), "as vLLM does"
@@ -237,12 +231,6 @@ def test_events_and_requests_name_the_same_namespace() -> None:
         {"extra_key": "e", "cache_salt": "s"},
     ):
         assert event_namespace(None, namespace_of(body)) == namespace_of(body), "as our runtime does"
-
-
-def test_joining() -> None:
-    assert join_namespace(None, "s") == "s"
-    assert join_salt("s", None) == "s"
-    assert join_salt(None, "s") != "s"
 
 
 @pytest.mark.parametrize("member", ["tools", "documents", "chat_template_kwargs", "reasoning_effort", "messages"])

@@ -49,21 +49,6 @@ def test_the_exporter_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("OTEL_TRACES_EXPORTER", "zipkin", "there are otlp, console and none"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "there is grpc alone"),
-    ],
-)
-def test_an_unknown_exporter_is_refused_with_the_known_ones(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(TracingError, match=told):
-        exporter()
-
-
-@pytest.mark.parametrize(
     ("sampler", "argument", "share"),
     [
         ("", "", 0.1),

@@ -1,5 +1,6 @@
 """The audit: one error caps a hit, errors on unrelated prefixes rebuild the index, and not too often."""
 
+import pytest
 from treeline_epp.picking.endpoint import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, AuditResult
 
 SLACK = TOLERANCE_BLOCKS * 16
@@ -9,22 +10,20 @@ def over(audit: Audit, prefix: int, now: float) -> AuditResult:
     return audit.observe(1000, 1000, 0, 16, prefix, now)
 
 
-def test_agreement_within_two_blocks() -> None:
+@pytest.mark.parametrize(
+    ("confirmed", "found", "result"),
+    [
+        (1000, 1000 - SLACK, AuditResult.AGREED),
+        (1000, 1000 + SLACK, AuditResult.AGREED),
+        (1000, 1000 - SLACK - 1, AuditResult.CAP_HIT),
+        (100, 96, AuditResult.AGREED),
+    ],
+    ids=["two blocks less", "two blocks more", "less than was confirmed", "a prediction is not held against events"],
+)
+def test_one_answer_is_judged_by_what_events_confirmed(confirmed: int, found: int, result: AuditResult) -> None:
     audit = Audit()
-    assert audit.observe(1000, 1000, 1000 - SLACK, 16, 1, 0.0) is AuditResult.AGREED
-    assert audit.observe(1000, 1000, 1000 + SLACK, 16, 1, 0.0) is AuditResult.AGREED
-    assert (audit.checked, audit.over, audit.under) == (2, 0, 0)
-
-
-def test_a_hit_that_is_smaller_than_confirmed_is_a_doubt() -> None:
-    audit = Audit()
-    assert audit.observe(1000, 1000, 1000 - SLACK - 1, 16, 1, 0.0) is AuditResult.CAP_HIT
-    assert audit.over == 1
-
-
-def test_predictions_are_not_held_against_events() -> None:
-    audit = Audit()
-    assert audit.observe(100, 1000, 96, 16, 1, 0.0) is AuditResult.AGREED
+    assert audit.observe(confirmed, 1000, found, 16, 1, 0.0) is result
+    assert (audit.checked, audit.over, audit.under) == (1, result is AuditResult.CAP_HIT, 0)
 
 
 def test_errors_on_one_prefix_never_rebuild() -> None:

@@ -58,18 +58,6 @@ def test_an_answer_between_errors_says_that_requests_are_at_fault() -> None:
         breaker.on_answer()
 
 
-def test_one_request_tries_it_and_the_others_wait_for_the_answer() -> None:
-    picker = make(2)
-    fail(picker, "e0", 0.0)
-    trial = send(picker, 1.5)
-    while trial.endpoint.spec.name != "e0":
-        picker.close(trial, 1.5, Outcome.HEADERS)
-        trial = send(picker, 1.5)
-    assert names(picker, 1.5) == {"e1"}
-    picker.close(trial, 1.6, Outcome.HEADERS, served=trial.endpoint.spec.address)
-    assert names(picker, 1.6) == {"e0", "e1"}
-
-
 def test_it_is_tried_ever_more_seldom_until_it_answers() -> None:
     breaker, now, pauses = Breaker(), 0.0, []
     for _ in range(ERRORS):

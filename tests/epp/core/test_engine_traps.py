@@ -15,19 +15,6 @@ from treeline_wire.namespaces import join_namespace
 # in test_picker.
 
 
-def test_trap_2_a_hash_stored_twice_survives_the_first_removal() -> None:
-    index, (pod,) = make_index(1)
-    prompt = Prompt.random(1, 9)
-    index.apply(pod, prompt.stored(), KEYS)
-    index.apply(pod, prompt.stored(), KEYS)
-    index.apply(pod, BlockRemoved(prompt.hashes), KEYS)
-    assert blocks(index, pod, prompt) >= 7
-    index.apply(pod, BlockRemoved(prompt.hashes), KEYS)
-    assert blocks(index, pod, prompt) == 0
-    assert index.blocks_of(pod) == set()
-    assert pod.blocks == 0
-
-
 def test_trap_2_remaining_copy_counts_are_trusted() -> None:
     index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 3)
@@ -255,24 +242,6 @@ def test_trap_12_pods_with_hash_seeds_of_their_own_still_match() -> None:
         found = blocks(index, pod, base.extended(9, 1))
         assert base.end(40 - number) - 20 < base.end(found) <= base.end(40 - number) - 8, "other chains prove nothing"
     index.check()
-
-
-def test_multimodal_blocks_are_not_taken_for_their_text() -> None:
-    index, (pod,) = make_index(1)
-    prompt = Prompt.random(1, 4)
-    index.apply(pod, prompt.stored(extra_keys=[None, [("image", 3)], None, None]), KEYS)
-    assert index.blocks_of(pod) == set()
-    assert pod.skipped[Skip.EXTRA_KEYS] == 4
-    index.apply(pod, prompt.stored(4, extra_keys=[]), KEYS)
-
-
-def test_vllms_salt_is_the_first_extra_key() -> None:
-    index, (pod,) = make_index(1)
-    salted = Prompt.random(1, 9, namespace="salt")
-    index.apply(pod, salted.stored(0, 4, cache_salt=None, extra_keys=[["salt"], None, None, None]), KEYS)
-    index.apply(pod, salted.stored(4, 9, cache_salt=None), KEYS)
-    assert blocks(index, pod, salted) >= 7
-    assert blocks(index, pod, Prompt(salted.tokens)) == 0
 
 
 @pytest.mark.parametrize(

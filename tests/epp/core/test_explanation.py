@@ -35,13 +35,6 @@ def why(picker: Picker, request: Request, now: float = 0.0) -> dict[str, str]:
     return {one.endpoint: one.why for one in picker.explain(request, now).endpoints}
 
 
-def test_everybody_has_a_place_and_a_cost() -> None:
-    told = a_picker().explain(ask(), 0.0)
-    assert (told.policy, told.refusal) == ("predicted_ttft", "")
-    assert [(one.endpoint, one.rank) for one in told.endpoints] == [("e0", 1), ("e1", 2), ("e2", 3)]
-    assert [one.terms["queue_s"] for one in told.endpoints] == [0.0, 0.01, 0.02]
-
-
 def test_without_endpoints_there_is_a_refusal_alone() -> None:
     told = Picker().explain(ask(subset=frozenset({"10.0.0.1"})), 0.0)
     assert (told.refusal, told.endpoints) == ("no endpoint is ready", ())

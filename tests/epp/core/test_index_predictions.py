@@ -101,17 +101,6 @@ def test_a_prediction_outlives_the_confirmation_of_another_that_begins_in_the_sa
     index.check()
 
 
-def test_what_is_confirmed_is_predicted_no_more() -> None:
-    index, (pod,) = make_index(1)
-    system = Prompt.random(1, 9)
-    one, other = (Prompt([*system.tokens[:-1], *Prompt.random(seed, 9).tokens]) for seed in (2, 3))
-    for prompt in (one, other):
-        index.predict(pod, None, prompt.key, Hit(), now=0.0)
-        index.apply(pod, prompt.stored(), KEYS)
-    left = index._scopes[pod.scope].predictions.size(pod.bit)
-    assert left < len(system.key) - system.end(8) + len(one.key) - one.end(17) + len(other.key) - other.end(17)
-
-
 def test_predictions_keep_to_their_budget_oldest_first() -> None:
     index, (pod,) = make_index(1, eventless_bytes=1000)
     prompts = [Prompt.random(seed, 40) for seed in range(6)]

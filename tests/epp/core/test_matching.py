@@ -114,28 +114,6 @@ def replicas(encode: Encode, tokens: Sequence[str], pods: int, width: int, max_e
     return Replicas(encode, keys, width, index, [index.add_pod(f"pod-{n}", SCOPE) for n in range(pods)])
 
 
-def test_another_pods_text_is_no_proof_of_a_cut() -> None:
-    tokens = ["your", "yours", " fairness", " x"]
-    world = replicas(longest_first([*tokens, *"yours fairness x"]), [*tokens, *"yours fairness x"], 2, width=1)
-    world.compute(0, "your")
-    world.compute(1, "yours fairness x")
-    assert world.answers("yours fairness x") == [0, 1]
-    world.compute(0, "your fairness x")
-    assert world.answers("your fairness x") == [1, 0], "its own chain goes on after it"
-    world.predict(1, "your fairness")
-    assert world.answers("yours fairness x") == [0, 1]
-
-
-def test_another_pods_blocks_of_the_same_chain_prove_a_cut() -> None:
-    letters = list("abcdefghijklmnop")
-    world = replicas(longest_first(letters), letters, 3, width=2)
-    world.compute(0, "abcd")
-    world.compute(1, "abcdefghijklmnop")
-    assert world.answers("abcdefghijklmnop") == [4, 8, 0]
-    world.evict(1, "abcdefghijklmnop", keep=0)
-    assert world.answers("abcdefghijklmnop") == [0, 0, 0]
-
-
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[str], int, int, int, list[tuple[int, int, str, int]]]:
     """Tokens of at most eight bytes, blocks' width, longest edge, pods, and what happens to them."""

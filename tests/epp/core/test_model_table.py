@@ -123,10 +123,6 @@ def test_an_unknown_model_is_not_found(pools: dict[str, list[str]]) -> None:
         assert caught.value.name == name
 
 
-def test_no_model_is_needed_where_there_is_only_one() -> None:
-    assert ModelTable({"p": ["a"], "q": []}).resolve(None) == ModelTarget("p", "a")
-
-
 def test_no_claim_newer_than_a_pool_gets_the_requests_for_its_name() -> None:
     """An InferenceModel for another pool, targets that lead to one, and an engine that says it has the name."""
     pools = {"taker": PoolClaim("g", ("other",), created="1"), "theirs": PoolClaim("g", ("llama",), created="2")}

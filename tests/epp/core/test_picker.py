@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
-from treeline_epp.endpoints.spec import EndpointSpec, split_address
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.picking.decision import Decision, NoEndpoints, Outcome, Saturated
@@ -104,22 +104,6 @@ def test_subsets(subset: set[str], expected: set[str]) -> None:
     else:
         with pytest.raises(NoEndpoints):
             picker.pick(request, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("10.0.0.1:80", ("10.0.0.1", "80")),
-        ("10.0.0.1", ("10.0.0.1", "")),
-        ("[::1]:80", ("::1", "80")),
-        ("0:0:0:0:0:0:0:1", ("::1", "")),
-        ("localhost:80", ("localhost", "80")),
-        ("localhost", ("localhost", "")),
-        ("", ("", "")),
-    ],
-)
-def test_addresses(text: str, parts: tuple[str, str]) -> None:
-    assert split_address(text) == parts
 
 
 def test_the_fallback_is_another_address() -> None:
@@ -228,32 +212,13 @@ def test_slow_steps_move_a_long_answer_from_its_prefix_and_not_a_short_one() -> 
     assert name_of(picker.pick(ask(prompt, max_output_tokens=1), 0.0)) == "e1"
 
 
-def test_a_burst_of_one_new_prefix_goes_to_one_endpoint_until_it_is_full() -> None:
-    picker = make()
-    prompt = Prompt.random(1, 100)
-    chosen = []
-    for number in range(12):
-        decision = picker.pick(ask(prompt.extended(number, 4)), now=0.1)
-        picker.reserve(decision, now=0.1)
-        chosen.append(name_of(decision))
-    assert len(set(chosen[:5])) == 1, "predicted at once, before any event"
-
-
-def test_unrelated_prompts_spread() -> None:
+@pytest.mark.parametrize("keyed", [True, False])
+def test_unrelated_prompts_and_those_without_a_key_spread(keyed: bool) -> None:
     picker = make()
     chosen: Counter[str] = Counter()
     for number in range(30):
-        decision = picker.pick(ask(Prompt.random(number, 50)), now=0.1)
-        picker.reserve(decision, now=0.1)
-        chosen[name_of(decision)] += 1
-    assert max(chosen.values()) == min(chosen.values()) == 10
-
-
-def test_without_a_key_only_load_counts() -> None:
-    picker = make()
-    chosen: Counter[str] = Counter()
-    for _ in range(30):
-        decision = picker.pick(ask(prompt_tokens_estimate=100), now=0.1)
+        request = ask(Prompt.random(number, 50)) if keyed else ask(prompt_tokens_estimate=100)
+        decision = picker.pick(request, now=0.1)
         picker.reserve(decision, now=0.1)
         chosen[name_of(decision)] += 1
     assert max(chosen.values()) == min(chosen.values()) == 10
@@ -413,13 +378,6 @@ def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
     pod.rebuild_wanted = False
     picker.on_load("e0", TreelineLoad(epoch=7, pages_total=40, page_size=WIDTH), now=1.1)
     assert not pod.rebuild_wanted, "not at every report"
-
-
-def test_a_load_report_of_another_epoch_forgets_the_prefixes_at_once() -> None:
-    prompt = Prompt.random(1, 50)
-    picker, subscription = live_picker([prompt])
-    assert subscription.on_heartbeat(8, None, now=1.0) == [HelloRequest()]
-    assert picker.pick(ask(prompt), 1.0).best.candidate.cached_tokens == 0
 
 
 # Quality

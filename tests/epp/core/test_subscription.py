@@ -2,9 +2,8 @@
 
 from itertools import pairwise
 
-import pytest
 from msgspec.msgpack import encode
-from support.epp_core import Bench, Lab, batch, item
+from support.epp_core import Bench, Lab, item
 from treeline_epp.kvevents.batches import WaitingBatches
 from treeline_epp.kvevents.states import Peer
 from treeline_epp.kvevents.states import SubscriptionState as State
@@ -21,81 +20,6 @@ from treeline_wire.frames import (
 )
 
 # Our publishers
-
-
-def test_a_fresh_publisher_is_live_after_its_hello() -> None:
-    bench = Bench()
-    assert bench.subscription.state is State.DISCONNECTED
-    assert bench.subscription.on_connected(0.0) == [HelloRequest()]
-    assert bench.subscription.state is State.HELLO
-    assert bench.subscription.on_reply(Hello(1), 0.0) == []
-    assert bench.subscription.state is State.LIVE
-    assert bench.subscription.on_live(0, bench.batch(0), 0.0) == []
-    assert bench.holds(0)
-
-
-def test_a_late_join_takes_a_snapshot_and_then_what_came_meanwhile() -> None:
-    bench = Bench()
-    bench.subscription.on_connected(0.0)
-    bench.subscription.on_live(4, bench.batch(4), 0.0)
-    assert bench.subscription.on_reply(Hello(1, 2, 4), 0.0) == [SnapshotRequest()]
-    bench.subscription.on_live(5, bench.batch(5), 0.0)
-    bench.subscription.on_live(6, bench.batch(6), 0.0)
-    bench.snapshot(1, 5, [1, 5], 0.0)
-    assert bench.subscription.state is State.LIVE
-    assert bench.holds(1, 5, 6)
-    assert bench.subscription.next_seq == 7
-
-
-def test_a_gap_is_replayed_and_order_is_kept() -> None:
-    bench = Bench()
-    bench.ours(newest=0)
-    gone = batch(105.0, BlockRemoved(bench.prompts[1].hashes))
-    assert bench.subscription.on_live(3, bench.batch(1), 0.0) == [ReplayRequest(1)]
-    assert bench.subscription.state is State.REPLAY
-    assert bench.subscription.on_live(4, bench.batch(4), 0.0) == []
-    bench.subscription.on_reply(item(1, bench.batch(1)), 0.0)
-    bench.subscription.on_reply(item(2, gone), 0.0)
-    bench.subscription.on_reply(item(3, bench.batch(1)), 0.0)
-    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == []
-    assert bench.subscription.state is State.LIVE
-    assert bench.holds(0, 1, 4)
-    assert bench.subscription.next_seq == 5
-
-
-def test_a_gap_that_the_replay_does_not_cover_takes_a_snapshot() -> None:
-    bench = Bench()
-    bench.ours(newest=0)
-    assert bench.subscription.on_live(9, bench.batch(9), 0.0) == [ReplayRequest(1)]
-    bench.subscription.on_reply(item(5, bench.batch(5)), 0.0)
-    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [SnapshotRequest()]
-    assert bench.holds(0), "the old state answers until the snapshot is complete"
-    bench.snapshot(1, 9, [7, 9], 0.0)
-    assert bench.holds(7, 9)
-    assert not bench.subscription.applied.partial
-
-
-def test_of_our_publishers_no_gap_is_accepted() -> None:
-    bench = Bench()
-    bench.ours(newest=0)
-    assert bench.subscription.on_live(9, bench.batch(9), 0.0) == [ReplayRequest(1)]
-    assert bench.subscription.on_reply(ReplayEnd(), 0.0) == [ReplayRequest(1)]
-    assert bench.holds(0)
-    assert not bench.pod.aged
-
-
-def test_every_reconnect_is_suspect_and_asks_what_was_missed() -> None:
-    bench = Bench()
-    bench.ours(newest=0)
-    bench.subscription.on_disconnected(1.0)
-    assert bench.subscription.state is State.DISCONNECTED
-    assert bench.holds(0)
-    assert bench.subscription.on_tick(5.0) == []
-    assert bench.subscription.on_connected(6.0) == [HelloRequest()]
-    assert bench.subscription.on_reply(Hello(1, 0, 1), 6.0) == [ReplayRequest(1)]
-    bench.subscription.on_reply(item(1, bench.batch(1)), 6.0)
-    bench.subscription.on_reply(ReplayEnd(), 6.0)
-    assert bench.holds(0, 1)
 
 
 def test_another_epoch_forgets_everything_at_once() -> None:
@@ -116,19 +40,6 @@ def test_a_heartbeat_of_another_epoch_does_so_too() -> None:
     assert bench.subscription.on_heartbeat(1, None, 1.0) == []
     assert bench.subscription.on_heartbeat(2, None, 1.0) == [HelloRequest()]
     assert bench.holds()
-
-
-def test_a_lost_last_batch_is_found_by_the_next_check() -> None:
-    bench = Bench()
-    bench.ours(newest=0)
-    assert bench.subscription.on_tick(0.9) == []
-    assert bench.subscription.on_tick(1.0) == [HelloRequest()]
-    assert bench.subscription.state is State.CHECKING
-    assert bench.subscription.live, "a check does not hold anything up"
-    assert bench.subscription.on_reply(Hello(1, 0, 1), 1.0) == []
-    assert bench.subscription.on_tick(1.1) == [], "it may still be on its way"
-    assert bench.subscription.on_tick(1.2) == [HelloRequest()]
-    assert bench.subscription.on_reply(Hello(1, 0, 1), 1.2) == [ReplayRequest(1)]
 
 
 def test_a_lost_last_batch_is_found_by_a_heartbeat_that_names_it() -> None:
@@ -210,17 +121,6 @@ def test_a_restart_in_the_middle_of_what_was_buffered() -> None:
     assert bench.subscription.next_seq == 1
 
 
-def test_a_batch_that_comes_twice_is_applied_once() -> None:
-    bench = Bench()
-    bench.ours()
-    for _ in range(2):
-        assert bench.subscription.on_live(0, bench.batch(0), 0.0) == []
-        assert bench.subscription.on_live(1, bench.batch(1), 0.0) == []
-    assert bench.holds(0, 1)
-    assert not bench.pod.copies
-    assert bench.subscription.counts["duplicates"] == 2
-
-
 def test_answers_that_nobody_asked_for_are_ignored() -> None:
     bench = Bench()
     bench.ours(newest=0)
@@ -280,16 +180,6 @@ def test_batches_that_wait_are_bounded_by_what_is_in_them_and_not_by_their_numbe
 # Foreign publishers
 
 
-def test_a_foreign_publisher_is_replayed_from_its_beginning() -> None:
-    bench = Bench()
-    bench.foreign(replayed=3)
-    assert bench.holds(0, 1, 2)
-    assert not bench.subscription.applied.partial
-    bench.subscription.on_live(3, bench.batch(3), 2.0)
-    assert bench.holds(0, 1, 2, 3)
-    assert bench.subscription.on_tick(5.0) == [], "no checks: it does not know hello"
-
-
 def test_a_replay_that_begins_late_is_kept_and_known_to_be_partial() -> None:
     bench = Bench()
     bench.subscription.on_connected(0.0)
@@ -328,34 +218,6 @@ def test_a_foreign_gap_that_cannot_be_covered_ages_what_is_known() -> None:
     assert bench.holds(0, 8, 9)
     bench.index.tick(1000.0)
     assert bench.holds(8, 9)
-
-
-def test_after_a_reconnect_a_foreign_publisher_must_still_know_its_last_batch() -> None:
-    bench = Bench()
-    bench.foreign(replayed=3)
-    bench.subscription.on_disconnected(2.0)
-    assert bench.subscription.on_connected(3.0) == [ReplayRequest(2)]
-    bench.subscription.on_reply(item(2, bench.batch(2)), 3.0)
-    bench.subscription.on_reply(item(3, bench.batch(3)), 3.0)
-    bench.subscription.on_reply(ReplayEnd(), 3.0)
-    assert bench.holds(0, 1, 2, 3)
-
-
-@pytest.mark.parametrize("other", [[], [(2, 9), (3, 10)]], ids=["it has nothing", "it has another one"])
-def test_a_foreign_publisher_that_restarted_while_away_begins_anew(other: list[tuple[int, int]]) -> None:
-    bench = Bench()
-    bench.foreign(replayed=3)
-    bench.subscription.on_disconnected(2.0)
-    assert bench.subscription.on_connected(3.0) == [ReplayRequest(2)]
-    for seq, number in other:
-        bench.subscription.on_reply(item(seq, bench.batch(number)), 3.0)
-    assert bench.subscription.on_reply(ReplayEnd(), 3.0) == [ReplayRequest(0)]
-    assert bench.holds()
-    for seq, number in [(0, 7), (1, 8), *other]:
-        bench.subscription.on_reply(item(seq, bench.batch(number)), 3.0)
-    bench.subscription.on_reply(ReplayEnd(), 3.0)
-    assert bench.holds(7, 8, *(number for _, number in other))
-    assert bench.subscription.next_seq == 2 + len(other)
 
 
 def test_silence_while_requests_run_is_suspicious() -> None:

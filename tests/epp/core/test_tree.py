@@ -163,33 +163,6 @@ def test_stress_against_the_naive_model(seed: int, max_edge: int) -> None:
     assert world.tree.text_bytes == 0
 
 
-class _LongWay(RadixTree):
-    """A tree that walks always, also where a leaf only grows."""
-
-    def _extend(self, *_: object) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("max_edge", [17, 64, 8192])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_short_way_into_a_leaf_makes_the_same_tree(seed: int, max_edge: int) -> None:
-    worlds = [World(seed, max_edge, pods=3), World(seed, max_edge, pods=3)]
-    worlds[1].tree = _LongWay(max_edge)
-    for world in worlds:
-        for _ in range(120):
-            world.rng.choices([world.store, world.remove], [6, 2])[0]()
-    short, long = [
-        [
-            (node.text, [(run.base, run.width, run.chain, run.ends, run.sets) for run in node.runs])
-            for node in world.tree.nodes
-        ]
-        for world in worlds
-    ]
-    assert short == long
-    assert worlds[0].tree.blocks.keys() == worlds[1].tree.blocks.keys()
-    assert worlds[0].tree.text_bytes == worlds[1].tree.text_bytes
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_contradicting_publishers_cannot_break_the_tree(seed: int) -> None:
     """Hashes that mean different things to different pods: the first one wins, and every invariant holds."""

@@ -42,16 +42,6 @@ def test_crumbs_are_put_together() -> None:
     assert reader.feed(sent[-2:] if len(sent) % 2 == 0 else sent[-1:]) == [message]
 
 
-def test_a_part_of_a_message_is_kept() -> None:
-    reader = MessageReader(MOST)
-    assert reader.feed(b"") == []
-    assert reader.feed(grpc.prefix(10)[:3]) == []
-    assert reader.partial_bytes == 3
-    assert reader.feed(grpc.prefix(10)[3:] + b"01234") == []
-    assert reader.feed(b"") == []
-    assert reader.feed(b"56789" + grpc.prefix(0)) == [b"0123456789", b""]
-
-
 def test_what_cannot_be_read_ends_the_call() -> None:
     with pytest.raises(CallError) as error:
         MessageReader(MOST).feed(b"\x01\x00\x00\x00\x01x")

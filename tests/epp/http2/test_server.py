@@ -7,14 +7,14 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import ClassVar
 
 import grpc
 import pytest
+from support.http2_frames import HELLO, data, headers
 from treeline_epp.extproc import http2_server
 from treeline_epp.extproc.http2_server import Http2Server
-from treeline_epp.extproc.tls import Certificate, self_signed
+from treeline_epp.extproc.tls import Certificate
 from treeline_epp.http2 import frames
 from treeline_epp.http2.events import Limits
 from treeline_epp.http2.fields import Fields
@@ -22,6 +22,7 @@ from treeline_epp.http2.fields import Fields
 MOST = 4 << 20
 METHOD = "/test.Echo/Process"
 FIELDS = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", METHOD.encode()), (b":authority", b"x")]
+GREETING = HELLO + frames.SETTINGS_ACK
 BLOCK = frames.header_block([*FIELDS, (b"content-type", b"application/grpc"), (b"te", b"trailers")])
 
 
@@ -79,8 +80,8 @@ async def channel(server: Http2Server) -> AsyncIterator[grpc.aio.Channel]:
         yield made
 
 
-def opened(stream: int, block: bytes = BLOCK) -> bytes:
-    return frames.head(frames.HEADERS, frames.END_HEADERS, stream, len(block)) + block
+def opened(stream: int) -> bytes:
+    return headers(stream, BLOCK)
 
 
 async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
@@ -91,6 +92,14 @@ async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
         assert more, came[-300:]
         came += more
     return came
+
+
+async def answered(client: grpc.aio.Channel, message: bytes = b"x") -> grpc.aio.StreamStreamCall:
+    """A call whose first message has come back."""
+    call = client.stream_stream(METHOD)()
+    await call.write(message)
+    assert await call.read() == message
+    return call
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -114,22 +123,9 @@ async def test_messages_come_back_in_order_on_many_streams_at_once() -> None:
         await asyncio.gather(*map(one, range(60)))
 
 
-async def test_forty_megabytes_go_both_ways() -> None:
-    async with serving() as server, channel(server) as client:
-        call = client.stream_stream(METHOD)()
-        message = bytes(range(256)) * (MOST // 512)
-        for _ in range(20):
-            await call.write(message)
-            assert await call.read() == message
-        await call.done_writing()
-        assert await call.code() == grpc.StatusCode.OK
-
-
 async def test_a_call_may_end_before_its_client_does() -> None:
     async with serving() as server, channel(server) as client:
-        call = client.stream_stream(METHOD)()
-        await call.write(b"end")
-        assert await call.read() == b"end"
+        call = await answered(client, b"end")
         assert await call.read() is grpc.aio.EOF
         assert await call.code() == grpc.StatusCode.OK
 
@@ -141,10 +137,7 @@ async def test_what_cannot_be_taken_ends_the_call_and_not_the_connection() -> No
         assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
         other = client.stream_stream("/test.Echo/Nothing")()
         assert await other.code() == grpc.StatusCode.UNIMPLEMENTED
-        again = client.stream_stream(METHOD)()
-        await again.write(b"x")
-        assert await again.read() == b"x"
-        again.cancel()
+        (await answered(client)).cancel()
         assert len(server.peers) == 1
 
 
@@ -159,9 +152,7 @@ async def test_a_deadline_ends_the_call_here_too() -> None:
 
 async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
     async with serving() as server, channel(server) as client:
-        call = client.stream_stream(METHOD)()
-        await call.write(b"before")
-        assert await call.read() == b"before"
+        call = await answered(client)
         stopping = asyncio.create_task(server.stop(20))
         await asyncio.sleep(0)
         await call.write(b"after")
@@ -172,51 +163,13 @@ async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
         assert not server.peers
 
 
-async def test_a_new_certificate_is_for_those_who_come_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_server, "_CERTIFICATE_S", 0.01)
-
-    def write() -> bytes:
-        key, chain = self_signed()
-        (tmp_path / "tls.key").write_bytes(key)
-        (tmp_path / "tls.crt").write_bytes(chain)
-        return chain
-
-    async def asks(chain: bytes) -> grpc.aio.Channel:
-        options = [("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
-        made = grpc.aio.secure_channel(f"127.0.0.1:{server.port}", grpc.ssl_channel_credentials(chain), options=options)
-        call = made.stream_stream(METHOD)()
-        await call.write(b"x")
-        assert await call.read() == b"x"
-        return made
-
-    first = write()
-    async with serving(Certificate(tmp_path)) as server:
-        before = await asks(first)
-        (tmp_path / "tls.crt").write_text("half a file")
-        await asyncio.sleep(0.1)
-        await (await asks(first)).close()
-        second = write()
-        for _ in range(3000):
-            await asyncio.sleep(0.02)
-            try:
-                after = await asks(second)
-                break
-            except grpc.aio.AioRpcError:
-                continue
-        call = before.stream_stream(METHOD)()
-        await call.write(b"y")
-        assert await call.read() == b"y", "who was there goes on"
-        await before.close()
-        await after.close()
-
-
 @pytest.mark.parametrize("greets", [False, True])
 async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch, greets: bool) -> None:
     monkeypatch.setattr(http2_server, "KEEPALIVE_S", 0.05)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         if greets:
-            writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK)
+            writer.write(GREETING)
         while True:  # it is pinged, and then its connection is reset
             try:
                 if not await asyncio.wait_for(reader.read(1000), 60):
@@ -230,17 +183,13 @@ async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch,
 async def test_a_peer_that_never_reads_makes_us_keep_no_more_than_a_little() -> None:
     async with serving() as server, channel(server) as client:
         sock = socket.create_connection(("127.0.0.1", server.port))
-        sock.sendall(frames.PREFACE + frames.settings({}))
-        sock.sendall(frames.head(frames.HEADERS, frames.END_HEADERS, 1, len(BLOCK)) + BLOCK)
+        sock.sendall(HELLO + opened(1))
         loop = asyncio.get_running_loop()
         sock.setblocking(False)
-        body = (b"\x00" + (8000).to_bytes(4, "big") + b"x" * 8000) * 2
-        frame = frames.head(frames.DATA, 0, 1, len(body)) + body
+        frame = data(1, (b"\x00" + (8000).to_bytes(4, "big") + b"x" * 8000) * 2)
         for _ in range(60):  # less than its stream has room for
             await loop.sock_sendall(sock, frame)
-        call = client.stream_stream(METHOD)()
-        await call.write(b"x")
-        assert await call.read() == b"x", "others are served"
+        call = await answered(client)  # others are served
 
         def waiting() -> int:
             return max(peer._connection.waiting(1) for peer in server.peers)
@@ -256,15 +205,12 @@ async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: py
     monkeypatch.setattr(http2_server, "_FRAMES", 10)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        sent = frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK
-        for stream in range(1, 201, 2):
-            sent += frames.head(frames.HEADERS, frames.END_HEADERS, stream, len(BLOCK)) + BLOCK
-            message = b"\x00\x00\x00\x00\x04" + stream.to_bytes(4, "big")
-            sent += frames.head(frames.DATA, frames.END_STREAM, stream, len(message)) + message
-        writer.write(sent)
-        seen, turns = b"", 0
-        while not all(b"\x00\x00\x00\x00\x04" + stream.to_bytes(4, "big") in seen for stream in range(1, 201, 2)):
-            seen += await asyncio.wait_for(reader.read(65536), 60)
+        messages = {stream: b"\x00\x00\x00\x00\x04" + stream.to_bytes(4, "big") for stream in range(1, 201, 2)}
+        asked = (opened(stream) + data(stream, message, end=True) for stream, message in messages.items())
+        writer.write(GREETING + b"".join(asked))
+        came, turns = b"", 0
+        while not all(message in came for message in messages.values()):
+            came += await asyncio.wait_for(reader.read(65536), 60)
             turns += 1
         assert turns > 1, "what was answered is written before the rest is dealt with"
         writer.close()
@@ -275,10 +221,9 @@ async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: py
 async def test_calls_that_one_client_aborts_at_once_do_not_end_the_connection_of_all(asks: bytes) -> None:
     async with serving(limits=Limits(idle_frames=10)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK + opened(1))
+        writer.write(GREETING + opened(1))
         for stream in range(3, 2003, 2):
-            message = frames.head(frames.DATA, 0, stream, len(asks)) + asks if asks else b""
-            writer.write(opened(stream) + message + frames.rst_stream(stream, 8))
+            writer.write(opened(stream) + (data(stream, asks) if asks else b"") + frames.rst_stream(stream, 8))
         writer.write(frames.ping(b"are done", ack=False))
         await seen(reader, b"are done")
         await until(lambda: len(Echo.lost) == 1000)
@@ -291,17 +236,12 @@ async def test_calls_that_one_client_aborts_at_once_do_not_end_the_connection_of
 
 async def test_a_message_that_is_too_large_is_the_last_of_its_call() -> None:
     async with serving() as server, channel(server) as client:
-        call = client.stream_stream(METHOD)()
-        await call.write(b"x")
-        assert await call.read() == b"x"
+        call = await answered(client)
         await call.write(b"x" * (MOST + 1))
         assert await call.read() == b"too large"
         assert await call.code() == grpc.StatusCode.OK
         assert server.held_bytes == 0
-        watch = client.stream_stream(METHOD)()
-        await watch.write(b"x")
-        assert await watch.read() == b"x", "the connection goes on"
-        watch.cancel()
+        (await answered(client)).cancel()  # the connection goes on
 
 
 async def test_a_peer_that_reads_nothing_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +254,7 @@ async def test_a_peer_that_reads_nothing_is_read_no_more(monkeypatch: pytest.Mon
         block = frames.header_block(
             [*FIELDS[:2], (b":path", b"/" + b"x" * 180), (b"content-type", b"application/grpc")]
         )
-        sent = frames.PREFACE + frames.settings({}) + b"".join(opened(stream, block) for stream in range(1, 200_001, 2))
+        sent = HELLO + b"".join(headers(stream, block) for stream in range(1, 200_001, 2))
         writing = asyncio.create_task(asyncio.get_running_loop().sock_sendall(sock, sent))
         await until(lambda: any(not peer._reading for peer in server.peers))
         (peer,) = server.peers
@@ -346,9 +286,9 @@ async def test_fields_that_are_bombs_cost_their_peer_more_than_us(name: str, cap
     bomb, ends = HPACK[name]
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK + opened(1, b"\x20" + BLOCK))
+        writer.write(GREETING + headers(1, b"\x20" + BLOCK))
         parts = [bomb[at : at + 16_384] for at in range(0, len(bomb), 16_384)]
-        writer.write(frames.head(frames.HEADERS, 0, 3, len(parts[0])) + parts[0])
+        writer.write(headers(3, parts[0], 0))
         for part in parts[1:]:
             writer.write(frames.head(frames.CONTINUATION, 0, 3, len(part)) + part)
         writer.write(frames.head(frames.CONTINUATION, frames.END_HEADERS, 3, 0) + frames.ping(b"are done", ack=False))
@@ -368,21 +308,15 @@ async def test_fields_that_are_bombs_cost_their_peer_more_than_us(name: str, cap
 async def test_messages_that_are_never_whole_are_bounded_together() -> None:
     async with serving(held=100_000) as server, channel(server) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(frames.PREFACE + frames.settings({}) + frames.SETTINGS_ACK)
         part = b"\x00" + (20_000).to_bytes(4, "big") + b"x" * 10_000
-        for stream in range(1, 41, 2):
-            writer.write(frames.head(frames.HEADERS, frames.END_HEADERS, stream, len(BLOCK)) + BLOCK)
-            writer.write(frames.head(frames.DATA, 0, stream, len(part)) + part)
-        seen = b""
-        while seen.count(b"too%20many") + seen.count(b"too many") < 11:
-            seen += await asyncio.wait_for(reader.read(65536), 60)
+        writer.write(GREETING + b"".join(opened(stream) + data(stream, part) for stream in range(1, 41, 2)))
+        came = b""
+        while came.count(b"too%20many") + came.count(b"too many") < 11:
+            came += await asyncio.wait_for(reader.read(65536), 60)
         assert 90_000 < server.held_bytes <= 100_000
         writer.close()
         await until(lambda: len(server.peers) <= 1 and server.held_bytes == 0)
-        call = client.stream_stream(METHOD)()
-        await call.write(b"x")
-        assert await call.read() == b"x"
-        call.cancel()
+        (await answered(client)).cancel()
 
 
 async def test_open_streams_are_bounded_over_all_connections_together() -> None:
@@ -390,17 +324,12 @@ async def test_open_streams_are_bounded_over_all_connections_together() -> None:
     await server.start("127.0.0.1", 0)
     writers: list[asyncio.StreamWriter] = []
 
-    async def connect() -> asyncio.StreamReader:
+    async def connect() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        opened = b"".join(
-            frames.head(frames.HEADERS, frames.END_HEADERS, 1 + 2 * at, len(BLOCK)) + BLOCK for at in range(8)
-        )
-        writer.write(frames.PREFACE + frames.settings({}) + opened + frames.ping(b"are done", ack=False))
+        asked = b"".join(opened(1 + 2 * at) for at in range(8))
+        writer.write(HELLO + asked + frames.ping(b"are done", ack=False))
         writers.append(writer)
-        seen = b""
-        while b"are done" not in seen:
-            seen += await asyncio.wait_for(reader.read(65536), 60)
-        return reader
+        await seen(reader, b"are done")
 
     try:
         for _ in range(5):

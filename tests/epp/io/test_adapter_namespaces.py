@@ -10,7 +10,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.epp_io import FakePublisher, engines, running_picker, small_bundle, stored, until
+from support.epp_io import FakePublisher, engines, running_picker, small_bundle, so, stored, until
+from support.epp_kube import models
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.watcher import EngineClient
 from treeline_epp.picking.request import Request
@@ -191,13 +192,8 @@ async def test_an_adapter_that_is_loaded_while_the_engine_runs_is_known_with_its
             await publisher.store(stored(range(32)))
             engine.documents["/v1/models"] = LISTED
             await publisher.store(msgspec.structs.replace(stored(range(32, 64)), lora_name="sql"))
-
-            async def listed() -> bool:
-                models = (await picker.get("/endpoints")).json()["pools"]["default"]["models"]
-                return "sql" in models
-
             # It pushes its load, and so is asked every five seconds, or a little earlier.
-            await until(listed, "the adapter to be listed")
+            await until(lambda: so(models(picker, "default"), lambda now: "sql" in now), "the adapter to be listed")
     publisher.stop()
 
 

@@ -6,13 +6,11 @@ import asyncio
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.epp_io import FakeEngine
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, KvSource, LoadReports
-from treeline_epp.endpoints.adapters.openai import Model
 from treeline_epp.endpoints.adapters.registry import ADAPTERS, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
 from treeline_epp.endpoints.http_client import HttpClient
@@ -419,11 +417,3 @@ async def test_a_list_of_models_is_not_built_however_many_values_it_has(
         adapter = await recognise(client)
         assert adapter.name == "openai"
         assert (await adapter.info(client, None)).models == ("tiny",)
-
-
-def test_of_a_model_only_names_are_built() -> None:
-    """A decoder that builds what nobody reads takes two seconds for four megabytes."""
-    entry = msgspec.json.decode(b'{"id": "a", "owned_by": [[], []], "parent": {"b": []}}', type=Model)
-    assert isinstance(entry.owned_by, msgspec.Raw)
-    assert (entry.owner, entry.base) == ("", "")
-    assert msgspec.json.decode(b'{"id": "a", "owned_by": "vllm", "parent": "b"}', type=Model).base == "b"

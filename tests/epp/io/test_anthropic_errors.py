@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.epp_io import data_plane, engines, until
+from support.epp_io import data_plane, engines, equal, until
 from treeline_epp.extproc.state import BodyMode, ExtProcState, Kind, Message
 from treeline_epp.picking.decision import NoEndpoints, Saturated
 from treeline_epp.requests import refusals
@@ -114,11 +114,7 @@ async def test_anthropics_client_reads_what_the_picker_says(tmp_path: Path) -> N
         assert refused == {"type": "authentication_error", "message": "Missing or unknown API key."}
         engine.ready = False
         ada = {"x-api-key": "sk-ada"}
-
-        async def nowhere() -> bool:
-            return (await plane.complete(headers=ada)).status_code == 503
-
-        await until(nowhere, "the picker knows of it")
+        await until(lambda: equal(plane.status(headers=ada), 503), "the picker knows of it")
         assert (await told(anthropic.ServiceUnavailableError))["type"] == "overloaded_error"
         await plane.picker.stop()
         refused = await told(anthropic.ServiceUnavailableError)

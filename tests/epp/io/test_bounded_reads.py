@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
@@ -20,6 +21,8 @@ INTERIM = b"HTTP/1.1 103 Early Hints\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 PAGE = b'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
+MB = 1 << 20
+PACKED = gzip.compress(b" " * 5_000_000)
 LATE_S = 60.0
 """Beyond any test: what ends before was ended by a bound."""
 
@@ -34,6 +37,11 @@ ENDLESS: dict[str, Callable[[], Iterable[bytes]]] = {
     "a head byte by byte": lambda: itertools.chain(each_byte(OK), itertools.cycle([b"x", b":", b"y", b"\r\n"])),
     "a body byte by byte": lambda: itertools.chain([OK + b"content-length: 60000\r\n\r\n"], itertools.repeat(b" ")),
     "chunks byte by byte": lambda: itertools.chain([CHUNKED], itertools.cycle(each_byte(b"1\r\n \r\n"))),
+    "chunks of a megabyte": lambda: itertools.chain([CHUNKED], itertools.repeat(b"100000\r\n" + b" " * MB + b"\r\n")),
+    "many chunks of a byte": lambda: itertools.chain([CHUNKED], itertools.repeat(b"1\r\n \r\n" * 10_000)),
+    "a packed body": lambda: [
+        OK + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(PACKED) + PACKED,
+    ],
     "a chunk's extension byte by byte": lambda: itertools.chain([CHUNKED + b"1;"], itertools.repeat(b"x")),
 }
 

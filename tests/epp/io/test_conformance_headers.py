@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from support.proxy import NONE, head, replies
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
@@ -25,22 +25,18 @@ def stream(*, flag: bool) -> ExtProcSession:
 
 
 def ask(session: ExtProcSession, selection: str, allowed: str = A) -> pb.ProcessingResponse:
-    request = pb.ProcessingRequest()
-    request.protocol_config.response_body_mode = processing_mode_pb2.ProcessingMode.NONE
-    for key, value in {":path": "/", ":method": "GET", names.SELECTION: selection}.items():
-        request.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    request.request_headers.end_of_stream = True
+    request = head({":path": "/", ":method": "GET", names.SELECTION: selection}, NONE, end=True)
     request.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].string_value = allowed
-    (data,) = session.answers(request.SerializeToString())
-    return pb.ProcessingResponse.FromString(data or b"")
+    (reply,) = replies(session, request)
+    return reply
 
 
 def respond(session: ExtProcSession, served: str | None) -> tuple[dict[str, bytes], set[str]]:
     request = pb.ProcessingRequest(response_headers=pb.HttpHeaders())
     if served is not None:
         request.metadata_context.filter_metadata[names.LB].fields[names.SERVED].string_value = served
-    (data,) = session.answers(request.SerializeToString())
-    mutation = pb.ProcessingResponse.FromString(data or b"").response_headers.response.header_mutation
+    (reply,) = replies(session, request)
+    mutation = reply.response_headers.response.header_mutation
     return {o.header.key: o.header.raw_value for o in mutation.set_headers}, set(mutation.remove_headers)
 
 

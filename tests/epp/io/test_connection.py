@@ -212,17 +212,6 @@ async def test_a_publisher_that_dies_is_noticed_at_once_and_its_successor_is_gre
             await until(lambda: script.seqs == [0], "and heard")
 
 
-async def test_an_engine_without_a_replay_socket_is_still_heard() -> None:
-    async with publisher() as fake:
-        source = KvSource("127.0.0.1", fake.events_port)
-        async with subscribed(source) as script:
-            await fake.subscribed()
-            await until(lambda: script.connected, "a session without replay")
-            await fake.store(stored(range(16)))
-            await until(lambda: script.seqs == [0], "the batch")
-            assert fake.asked == []
-
-
 async def test_a_missing_socket_delays_a_session_by_a_second_only() -> None:
     async with publisher() as fake:
         gone = FakePublisher()
@@ -239,15 +228,6 @@ async def test_with_keys_only_holders_of_the_pair_are_heard(tmp_path: Path) -> N
         async with subscribed(fake.source, others) as stranger, subscribed(fake.source, keys) as script:
             await until(lambda: script.replies, "answered")
             assert stranger.connected == 0
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-async def test_nothing_there_is_no_reason_to_fail(address: str) -> None:
-    gone = FakePublisher()
-    gone.stop()
-    async with subscribed(KvSource(address, *gone.ports)) as script:
-        await asyncio.sleep(0.3)
-        assert (script.connected, script.disconnected) == (0, 0)
 
 
 async def test_a_replay_leaves_time_for_everything_else_after_every_few_batches() -> None:

@@ -17,7 +17,6 @@ from support.http import client
 from support.ports import free_ports
 from treeline_epp.admin import Page, PageServer
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.options import options_of
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.decision_log import KEPT, PROMPT_BYTES, DecisionLog
@@ -149,18 +148,6 @@ async def test_only_the_pages_own_script_and_clients_on_this_machine_are_answere
         async with client(timeout=60) as http:  # whose script could read the token
             url = f"http://127.0.0.1:{running.options.admin_port}/debug/console"
             assert (await http.get(url, headers=own | {"x-treeline-console": ""})).status_code == 403
-
-
-async def test_nothing_is_served_or_kept_unless_it_was_asked_for() -> None:
-    async with engines(1) as (fake,), running_picker("--endpoint", f"a={fake.address}", debug=False) as running:
-        assert (await running.get("/debug/console")).status_code == 404
-        assert (await running.get("/debug/console.json")).status_code == 404
-
-
-def test_prompts_are_not_shown_by_a_page_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options_of(["--endpoint", "a=127.0.0.1:1", "--show-prompts"])
-    assert "--show-prompts needs --enable-debug-endpoints" in capsys.readouterr().err
 
 
 async def test_the_page_may_load_nothing_and_be_in_no_frame() -> None:

@@ -277,10 +277,3 @@ def test_chunks_have_the_bytes_that_protobuf_writes_around_them(kind: Kind) -> N
             for end in (False, True):
                 reply = Reply(kind, chunk=chunk, end_of_stream=end)
                 assert to_response(reply) == built(reply)
-
-
-def test_headers_for_the_picker_alone_are_taken_out_where_that_is_asked() -> None:
-    data = to_response(Reply(Kind.RESPONSE_HEADERS), strip_response_headers=True)
-    mutation = pb.ProcessingResponse.FromString(data).response_headers.response.header_mutation
-    assert list(mutation.remove_headers) == [names.CACHED_TOKENS, names.PROMPT_TOKENS]
-    assert to_response(Reply(Kind.REQUEST_HEADERS), strip_response_headers=True) == b"\x0a\x00"

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from support.envoy import self_signed
-from support.epp_io import Plane, data_plane, engines, until
+from support.epp_io import Plane, data_plane, engines, equal, so, until
 from support.http import client
 from support.ports import free_ports
 from support.raw_http import http1, http2
@@ -78,11 +78,9 @@ async def test_bodies_that_stop_half_way_end_after_the_body_timeout_and_others_a
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits) as plane:
         before = await allocated(plane)
         async with many(10, plane.envoy.config.listen_port) as tasks:
-
-            async def pinned() -> bool:
-                return await allocated(plane) > before + 10 * SIZE * 0.9
-
-            await until(pinned, "Envoy holds all of them")
+            await until(
+                lambda: so(allocated(plane), lambda now: now > before + 10 * SIZE * 0.9), "Envoy holds all of them"
+            )
             assert (await plane.complete()).status_code == 200
             assert not any(task.done() for task in tasks)
             answers = await asyncio.wait_for(asyncio.gather(*tasks), 60)
@@ -90,11 +88,7 @@ async def test_bodies_that_stop_half_way_end_after_the_body_timeout_and_others_a
             assert answer.startswith(b"HTTP/1.1 408 ")
             error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
-
-        async def fallen() -> bool:
-            return await allocated(plane) < before + SIZE
-
-        await until(fallen, "the memory is free again")
+        await until(lambda: so(allocated(plane), lambda now: now < before + SIZE), "the memory is free again")
         assert (await plane.complete()).status_code == 200
         assert [seen.path for seen in fakes[0].served] == ["/v1/completions"] * 2
 
@@ -147,11 +141,7 @@ async def test_near_the_heap_limit_bodies_are_ended_and_the_memory_stays_below_i
             assert (await plane.complete()).status_code in (200, 503)
             for task in remaining:
                 task.cancel()
-
-        async def served() -> bool:
-            return (await plane.complete()).status_code == 200
-
-        await until(served, "requests are served again")
+        await until(lambda: equal(plane.status(), 200), "requests are served again")
         overload = await plane.envoy.stats("overload.envoy.load_shed_points.http1_server_abort_dispatch")
         assert max(overload.values()) >= 12
 
@@ -220,11 +210,7 @@ async def test_near_the_heap_limit_the_largest_streams_of_http2_are_reset(tmp_pa
             assert done, "80 MB do not fit into 64"
             assert all(task.result().reset for task in done)
             assert await allocated(plane) < 1.25 * limits.heap_bytes
-
-            async def served() -> bool:
-                return (await plane.complete()).status_code == 200
-
-            await until(served, "requests are served beside the streams that are left")
+            await until(lambda: equal(plane.status(), 200), "requests are served beside the streams that are left")
         finally:
             for task in tasks:
                 task.cancel()
@@ -276,17 +262,15 @@ async def test_connections_beyond_the_limit_are_refused_and_health_is_told_on(tm
             assert (await http1(port, head(2) + b"{}")).status == 0
             async with client() as http:
                 assert (await http.get(f"http://127.0.0.1:{health}/ready")).status_code == 200
-
-        async def served() -> bool:
-            return (await http1(port, head(2) + b"{}")).status == 200
-
-        await until(served, "a place is free again")
+        await until(
+            lambda: so(http1(port, head(2) + b"{}"), lambda answer: answer.status == 200), "a place is free again"
+        )
 
 
 async def test_connections_without_a_request_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
     settings = {"limits": Limits(connections=20, idle_timeout_s=600), "api_keys": {"ada": "sk-ada-1"}}
     async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
-        port = plane.envoy.config.listen_port
+        port, ours = plane.envoy.config.listen_port, head(2, key="sk-ada-1") + b"{}"
         opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(25)]
         asked = (  # nothing, half a preface, and all that HTTP/2 needs: then silence
             b"",
@@ -296,11 +280,7 @@ async def test_connections_without_a_request_end_soon_where_they_would_keep_othe
         )
         for number, (_, writer) in enumerate(opened):
             writer.write(asked[number % len(asked)])
-
-        async def served() -> bool:
-            return (await http1(port, head(2, key="sk-ada-1") + b"{}")).status == 200
-
-        await until(served, "somebody with a key has a place", 60)
+        await until(lambda: so(http1(port, ours), lambda answer: answer.status == 200), "a key has a place", 60)
         for _, writer in opened:
             writer.close()
 
@@ -310,13 +290,10 @@ async def test_whoever_takes_all_connections_ends_no_answer_that_is_awaited_for_
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=Limits(connections=20)) as plane:
         fakes[0].hold = asyncio.Event()
         port, action = plane.envoy.config.listen_port, "overload.envoy.overload_actions.reduce_timeouts"
+        scale = f"{action}.scale_percent"
         asked = [asyncio.create_task(http1(port, head(2) + b"{}", timeout_s=60)) for _ in range(20)]
         try:
-
-            async def shortened() -> bool:
-                return (await plane.envoy.stats(action))[f"{action}.scale_percent"] > 90
-
-            await until(shortened, "timers are shortened", 60)
+            await until(lambda: so(plane.envoy.stats(action), lambda now: now[scale] > 90), "timers are shortened", 60)
             assert (await http1(port, head(2) + b"{}")).status == 0, "no connection is left"
             assert (await plane.envoy.stats(action))[f"{action}.active"] == 0
         finally:

@@ -51,15 +51,19 @@ def connected(state: EdsState) -> int:
     return stream
 
 
+def due(state: EdsState, stream: int) -> discovery_pb2.DiscoveryResponse:
+    response = state.due(stream)
+    assert response is not None
+    return response
+
+
 def test_nobody_is_answered_before_discovery_has_synced() -> None:
     state = EdsState()
     stream = connected(state)
     state.announce({A: False}, 0.0)
     assert state.due(stream) is None
     state.synced = True
-    response = state.due(stream)
-    assert response is not None
-    assert listed(response) == {A: "HEALTHY"}
+    assert listed(due(state, stream)) == {A: "HEALTHY"}
     assert state.due(stream) is None
 
 
@@ -67,9 +71,7 @@ def test_an_empty_list_is_an_answer_too() -> None:
     state = EdsState()
     state.synced = True
     stream = connected(state)
-    response = state.due(stream)
-    assert response is not None
-    assert listed(response) == {}
+    assert listed(due(state, stream)) == {}
     assert state.due(stream) is None
 
 
@@ -79,9 +81,7 @@ def test_an_endpoint_is_selectable_when_every_envoy_has_acknowledged_it() -> Non
     one, two = connected(state), connected(state)
     state.connect()  # has not subscribed: nobody waits for it
     state.announce({A: False, B: True}, 10.0)
-    first, second = state.due(one), state.due(two)
-    assert first is not None
-    assert second is not None
+    first, second = due(state, one), due(state, two)
     assert listed(first) == {A: "HEALTHY", "::1:8001": "DRAINING"}
     state.on_request(one, ack(first))
     assert not state.selectable(A, 10.5)
@@ -98,9 +98,7 @@ def test_an_envoy_that_is_silent_or_refuses_is_waited_for_a_second_only() -> Non
     state.synced = True
     stream = connected(state)
     state.announce({A: False}, 10.0)
-    response = state.due(stream)
-    assert response is not None
-    state.on_request(stream, nack(response))
+    state.on_request(stream, nack(due(state, stream)))
     assert state.rejections == 1
     assert not state.selectable(A, 10.9)
     assert state.selectable(A, 11.0)
@@ -131,8 +129,7 @@ def test_an_endpoint_that_returns_must_be_acknowledged_anew() -> None:
     state.synced = True
     stream = connected(state)
     state.announce({A: False}, 10.0)
-    response = state.due(stream)
-    assert response is not None
+    response = due(state, stream)
     state.on_request(stream, ack(response))
     assert state.announce({A: True}, 20.0)
     assert not state.announce({A: True}, 21.0)

@@ -11,6 +11,7 @@ from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.proxy import head, replies
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.extproc.state import BodyMode, ExtProcState, Kind, Message, Output, Reply
@@ -43,11 +44,7 @@ class Stream:
         self.session = ExtProcSession(Router(picker, registry, self.metrics), SessionLimits(10_000))
 
     def ask(self, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-        return [
-            pb.ProcessingResponse.FromString(data)
-            for data in self.session.answers(request.SerializeToString())
-            if data is not None
-        ]
+        return replies(self.session, request)
 
     def outcomes(self, outcome: str) -> float | None:
         return self.metrics.registry.get_sample_value("treeline_epp_outcomes_total", {"outcome": outcome})
@@ -242,12 +239,7 @@ def test_a_body_that_says_nothing_goes_by_load(data: bytes) -> None:
 def test_only_a_post_needs_a_body(method: str, path: str, mode: BodyMode) -> None:
     for end in (True, False):  # nothing follows, or trailers alone do
         stream = Stream()
-        request = pb.ProcessingRequest()
-        request.protocol_config.request_body_mode = mode.value
-        for key, value in {":path": path, ":method": method}.items():
-            request.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-        request.request_headers.end_of_stream = end
-        answers = stream.ask(request)
+        answers = stream.ask(head({":path": path, ":method": method}, mode.value, end=end))
         if not end:
             answers += stream.ask(on_the_wire(mode, Message(Kind.REQUEST_TRAILERS)))
         assert not any(answer.HasField("immediate_response") for answer in answers)
@@ -256,10 +248,6 @@ def test_only_a_post_needs_a_body(method: str, path: str, mode: BodyMode) -> Non
 
 def test_what_a_get_carries_is_not_read_as_a_prompt() -> None:
     stream = Stream()
-    request = pb.ProcessingRequest()
-    request.protocol_config.request_body_mode = BodyMode.BUFFERED.value
-    for key, value in {":path": "/v1/completions", ":method": "GET"}.items():
-        request.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    stream.ask(request)
+    stream.ask(head({":path": "/v1/completions", ":method": "GET"}))
     (reply,) = stream.ask(on_the_wire(BodyMode.BUFFERED, Message(Kind.REQUEST_BODY, True, data=b"no json")))
     assert reply.dynamic_metadata[names.LB][names.DESTINATION]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from support.epp_io import RunningPicker, running_picker, stored, until
+from support.epp_io import RunningPicker, running_picker, so, stored, until
 from support.foreign_engine import foreign_engine, tokenizer_flags
 from support.ports import free_base
 from treeline_wire.events import BlockStored
@@ -170,28 +170,13 @@ async def test_an_engine_that_publishes_nothing_says_so_and_delays_nothing(owner
             assert "--kv-events-config" in found["no_events"]
 
 
-async def test_one_that_names_ports_where_nobody_listens_is_routed_all_the_same() -> None:
-    async with foreign_engine("vllm") as vllm:
-        vllm.says_as_vllm()
-        for rank in vllm.ranks:
-            rank.stop()
-        async with running_picker(*vllm.flags) as picker:
-            found = await described(picker, "vllm")
-            assert found["selectable"]
-            assert [one["state"] for one in found["publishers"]] == ["disconnected"] * 2
-
-
 async def test_another_engine_may_come_back_at_an_address() -> None:
     async with foreign_engine("vllm", 1) as engine:
         engine.says_as_vllm()
         async with running_picker(*engine.flags) as picker:
             await live(picker, "vllm", 1)
             await engine.http.stop()
-
-            async def down() -> bool:
-                return (await described(picker, "vllm"))["state"] == "down"
-
-            await until(down, "it to be down")
+            await until(lambda: so(described(picker, "vllm"), lambda it: it["state"] == "down"), "it to be down")
             now = engine.http
             now.missing.add("/kv_event_sources")
             now.documents["/v1/models"] = {"data": [{"id": "tiny", "owned_by": "sglang"}]}

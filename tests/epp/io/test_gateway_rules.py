@@ -40,11 +40,15 @@ def rewrite(
     return ModelRewrite(name, pool, tuple(made), created)
 
 
-def ask(given: GatewayRules, model: str = "base", **headers: str) -> Any:
+def ask(
+    given: GatewayRules, model: str = "base", served: ModelRegistry | None = None, /, **headers: str
+) -> Request | Refusal:
     get = headers.get(":method") == "GET"
     data = b"" if get else json.dumps({"model": model, "prompt": "x"}).encode()
     fields = {":path": "/v1/completions", ":method": "POST", **headers}
-    return parse(RouteRequest(fields, data, None), registry(), rules=given)
+    found = parse(RouteRequest(fields, data, None), served or registry(), rules=given)
+    assert isinstance(found, Request | Refusal)
+    return found
 
 
 def pick(*args: Any, **more: Any) -> Request:
@@ -75,9 +79,9 @@ def test_headers_count_only_where_they_are_trusted() -> None:
 
 def test_a_rule_goes_before_the_header_and_the_header_before_the_body() -> None:
     header = {names.MODEL_REWRITE: "base-v2"}
-    parsed = ask(rules(), **header)
+    parsed = pick(rules(), **header)
     assert (parsed.model, parsed.rewrite) == ("base-v2", "base-v2")
-    ruled = ask(rules(rewrite("r", ("alias", "base"))), "alias", **header)
+    ruled = pick(rules(rewrite("r", ("alias", "base"))), "alias", **header)
     assert (ruled.model, ruled.rewrite) == ("base", "base")
     both = {names.MODEL_REWRITE: "base", names.MODEL_REWRITE_LLMD: "base-v2"}
     assert pick(rules(), **both).model == "base-v2"
@@ -116,13 +120,9 @@ def test_a_rule_of_one_pool_leaves_the_models_of_others_alone() -> None:
     served.set_endpoint("e", "p", ("base", "base-v2"), None)
     served.set_endpoint("f", "q", ("other",), None)
     given = rules(rewrite("r", (None, "base-v2")))
-    found = {}
-    for model in ("base", "other"):
-        body = json.dumps({"model": model, "prompt": "x"}).encode()
-        parsed = parse(RouteRequest({":path": "/v1/completions", ":method": "POST"}, body, None), served, rules=given)
-        assert isinstance(parsed, Request)
-        found[model] = parsed.pool, parsed.model
-    assert found == {"base": ("p", "base-v2"), "other": ("q", "other")}
+    for model, pool, target in (("base", "p", "base-v2"), ("other", "q", "other")):
+        found = pick(given, model, served)
+        assert (found.pool, found.model) == (pool, target)
 
 
 def obj(spec: dict[str, Any], **meta: Any) -> msgspec.Raw:
@@ -135,11 +135,7 @@ def test_a_rewrite_takes_no_name_that_another_pool_serves() -> None:
     both = registry()
     both.set_endpoint("f", "q", ("other",), None)
     for model, pool in (("base", "p"), ("free", "q")):
-        data = json.dumps({"model": model, "prompt": "x"}).encode()
-        fields = {":path": "/v1/completions", ":method": "POST"}
-        parsed = parse(RouteRequest(fields, data, None), both, rules=given)
-        assert isinstance(parsed, Request)
-        assert parsed.pool == pool
+        assert pick(given, model, both).pool == pool
 
 
 def test_objects_are_read_as_their_crds_have_them() -> None:

@@ -116,11 +116,6 @@ def test_texts_and_ids_are_their_own_keys(path: str, body: dict[str, Any], key: 
     assert key_of(body, served(), path).key == key
 
 
-def test_the_namespace_is_that_of_the_request() -> None:
-    request = key_of({"messages": [{"role": "user", "content": "x"}], "cache_salt": "s"}, served())
-    assert request.namespace == "s"
-
-
 def test_the_key_of_a_long_conversation_begins_with_the_key_of_its_beginning() -> None:
     """A body that is too large to be read is keyed by its first messages."""
     registry = served()

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.cpu import reference_s
+from support.proxy import head
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
@@ -53,11 +54,7 @@ def new_router() -> Router:
 
 def messages_of(path: str, body: bytes, mode: int, piece: int = 48_000) -> Iterator[bytes]:
     """What a proxy sends."""
-    head = pb.ProcessingRequest()
-    head.protocol_config.request_body_mode = mode
-    for key, value in ((":path", path), (":method", "POST")):
-        head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    yield head.SerializeToString()
+    yield head({":path": path, ":method": "POST"}, mode).SerializeToString()
     size = len(body) if mode == BUFFERED else piece
     for start in range(0, len(body), size):
         part = pb.HttpBody(body=body[start : start + size], end_of_stream=start + size >= len(body))

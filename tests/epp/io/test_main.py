@@ -15,7 +15,6 @@ from support.epp_io import running_picker
 from support.http import client
 from support.ports import free_ports
 from treeline_epp.main import StartError, main
-from treeline_epp.options import options_of
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,25 +24,6 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "--endpoint NAME=HOST:PORT" in text
     assert "Example:" in text
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "no endpoints"),
-        (["--endpoint", "nonsense"], "NAME=HOST:PORT"),
-        (["--endpoint", "a=1.2.3.4:1", "--endpoint", "a=1.2.3.4:2"], "more than once"),
-        (["--endpoint", "a=1.2.3.4:1", "--max-body-bytes", "10"], "at least 1024"),
-        (["--endpoint", "a=1.2.3.4:1", "--policy", "best"], "unknown policy 'best'"),
-    ],
-)
-def test_a_wrong_command_line_is_status_2_and_a_sentence(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        options_of(argv)
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port"])

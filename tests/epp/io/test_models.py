@@ -11,6 +11,7 @@ import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.epp_io import small_bundle
+from support.proxy import head, replies, whole
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
@@ -73,23 +74,18 @@ class Bench:
         stream = ExtProcSession(self.router, SessionLimits(1 << 20))
         fields = {"prompt": "hello", **({} if model is None else {"model": model})}
         data = json.dumps(fields).encode()
-        head = pb.ProcessingRequest()
-        head.protocol_config.request_body_mode = MODES.FULL_DUPLEX_STREAMED if duplex else MODES.BUFFERED
         sent = {":path": "/v1/completions", ":method": "POST", **headers}
         if length:
             sent["content-length"] = str(len(data))
-        for key, value in sent.items():
-            head.request_headers.headers.headers.add(key=key, raw_value=value.encode())
+        asks = head(sent, MODES.FULL_DUPLEX_STREAMED if duplex else MODES.BUFFERED)
         if pool is not None:
-            head.metadata_context.filter_metadata[names.LB].fields[names.POOL_METADATA].string_value = pool
-        replies = [pb.ProcessingResponse.FromString(r) for r in stream.answers(head.SerializeToString()) if r]
-        body = pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
-        replies += [pb.ProcessingResponse.FromString(r) for r in stream.answers(body.SerializeToString()) if r]
+            asks.metadata_context.filter_metadata[names.LB].fields[names.POOL_METADATA].string_value = pool
+        said = [*replies(stream, asks), *replies(stream, whole(data))]
         if ends:
             stream.close()
-        if replies[-1].WhichOneof("response") == "immediate_response":
-            return replies[-1].immediate_response
-        return Routed(replies, data, sent.get("content-length"))
+        if said[-1].WhichOneof("response") == "immediate_response":
+            return said[-1].immediate_response
+        return Routed(said, data, sent.get("content-length"))
 
 
 class Routed:
@@ -148,12 +144,6 @@ def test_weighted_targets_share_as_they_weigh_and_only_the_name_changes(duplex: 
 def test_an_unknown_length_stays_unknown() -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", None),)))
     assert bench.ask("chat", length=False).length is None
-
-
-def test_an_alias_of_a_pool_with_one_model_is_rewritten() -> None:
-    bench = Bench(rule("gpt", "b"))
-    routed = bench.ask("gpt")
-    assert (routed.address, routed.model) == ("10.0.0.2:8000", "b1")
 
 
 def test_who_asks_again_for_a_request_gets_its_own_body_back() -> None:

@@ -57,24 +57,11 @@ def test_a_proxy_that_is_not_ours_gets_one_endpoint_and_gives_clients_all_header
     assert not options_of(["--pool-name", "p", *mutual]).own_proxy
 
 
-def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
-    words = "--pool-name p --pool-namespace ns --zap-encoder json --grpc-port 9002 --grpc-health-port 9003"
-    options = options_of(words.split())
+def test_a_pool_by_name_is_upstreams_and_spoken_to_by_tls() -> None:
+    options = options_of(["--pool-name", "p", "--pool-namespace", "ns"])
     assert scope(options) == ("", "inference.networking.k8s.io", "p", "ns")
     assert options.secure_serving, "gateways speak TLS to such pickers"
-    (told,) = options.ignored
-    assert told.startswith("without effect: --zap-encoder;")
-    words = (
-        "--pool-name=p --pool-group=inference.networking.k8s.io --secure-serving=false --health-checking=true "
-        "--zap-devel --zap-log-level=info --zap-stacktrace-level error --zap-time-encoding iso8601 -v=4 --v 5 "
-        "--tracing=false --enable-pprof=false --metrics-endpoint-auth=false --metrics-port=9090"
-    )
-    options = options_of(words.split())
-    assert options.pool_group == "inference.networking.k8s.io"
-    assert not options.secure_serving
-    assert options.log_level == "debug", "-v=5"
-    (told,) = options.ignored
-    assert "--zap-devel, --zap-stacktrace-level, --zap-time-encoding;" in told
+    assert not options_of(["--pool-name=p", "--secure-serving=false"]).secure_serving
     assert not options_of(["--pool-name", "p", "--pool-group", "treeline.dev"]).secure_serving
     options = options_of(["--endpoint-selector", "app=vllm,env=prod", "--endpoint-target-ports", "3000,3001"])
     assert (options.endpoint_selector, options.endpoint_target_ports) == (
@@ -107,6 +94,11 @@ def test_the_command_line_of_the_reference_picker_works_as_it_is() -> None:
         ("--gateway g --max-ttft-seconds nan", "--max-ttft-seconds: must be above 0, got nan"),
         ("--gateway g --max-body-bytes 1023", "--max-body-bytes: must be at least 1024, got 1023"),
         ("--gateway g --drain-timeout soon", "--drain-timeout: expected seconds, got 'soon'"),
+        ("--endpoint nonsense", "NAME=HOST:PORT"),
+        ("--endpoint a=1.2.3.4:1 --endpoint a=1.2.3.4:2", "more than once"),
+        ("--gateway g --max-client-requests 0", "at least 1"),
+        ("--gateway g --show-prompts", "--show-prompts needs --enable-debug-endpoints"),
+        ("--gateway g --require-client-certificates", "--cert-path"),
         ("--gateway g --grpc-port 65536", "--grpc-port: must be at least 0 and at most 65535, got 65536"),
     ],
 )

@@ -18,9 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
-from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
+from support.epp_io import FakeEngine, Plane, data_plane, engines, equal, running_picker, so, until
 from support.http import client
-from treeline_epp.main import main
 from treeline_operator.envoy import PickerTls, picker_tls_files
 from treeline_wire import headers as names
 
@@ -155,11 +154,10 @@ async def test_a_picker_of_another_authority_or_name_is_not_believed(tmp_path: P
         async with engines(1) as fakes, plane_with(folder, fakes, picker, ours) as plane:
             assert (await plane.complete()).status_code == 503
             assert (await plane.picker.metrics())["treeline_epp_pick_seconds_count"] == 0
-
-            async def refused() -> bool:
-                return sum((await plane.envoy.stats("cluster.eds.ssl.fail_verify")).values()) > 0
-
-            await until(refused, "Envoy has looked at the picker's certificate and refused it")
+            await until(
+                lambda: so(plane.envoy.stats("cluster.eds.ssl.fail_verify"), lambda now: any(now.values())),
+                "Envoy has looked at the picker's certificate and refused it",
+            )
 
     async with asyncio.TaskGroup() as together:
         together.create_task(is_not_believed(folder_in(tmp_path, "1"), pretender))
@@ -214,35 +212,4 @@ async def test_new_certificates_of_a_new_authority_are_used_without_a_restart_of
         words = ["--grpc-port", str(old.grpc_port), "--grpc-health-port", str(old.grpc_health_port)]
         words += ["--endpoint", f"{fakes[0].name}={fakes[0].address}", "--secure-serving", "--cert-path"]
         async with running_picker(*words, str(secret), "--require-client-certificates"):
-
-            async def served() -> bool:
-                return (await plane.complete()).status_code == 200
-
-            await until(served, "both use the new certificates")
-
-
-@pytest.mark.parametrize("missing", ["ca.crt", "tls.crt"])
-def test_a_picker_without_its_files_says_which_one(
-    tmp_path: Path, missing: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    secret = Authority.made().secret(tmp_path / "secret")
-    (secret / missing).unlink()
-    flags = [
-        "--endpoint",
-        "a=127.0.0.1:1",
-        "--grpc-port",
-        "0",
-        "--grpc-health-port",
-        "0",
-        "--metrics-port",
-        "0",
-    ]
-    flags += ["--secure-serving", "--cert-path", str(secret), "--require-client-certificates"]
-    assert main(flags) == 1
-    assert missing in capfd.readouterr().err
-
-
-def test_client_certificates_without_an_authority_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--endpoint", "a=127.0.0.1:1", "--require-client-certificates"])
-    assert "--cert-path" in capsys.readouterr().err
+            await until(lambda: equal(plane.status(), 200), "both use the new certificates")

@@ -18,6 +18,7 @@ from support.epp_io import (
     data_plane,
     running_picker,
     small_bundle,
+    so,
     stored,
     until,
 )
@@ -77,6 +78,13 @@ async def routed_by(picker: RunningPicker, way: str, reason: str = "") -> dict[s
     return last
 
 
+async def unavailable(picker: RunningPicker, why: str) -> None:
+    """First it is being fetched."""
+    await until(lambda: so(routing(picker), lambda it: why in it.get("message", "")), f"that {why}")
+    found = await routing(picker)
+    assert (found["way"], found["reason"]) == ("history", "TokenizerUnavailable")
+
+
 async def blocks(picker: RunningPicker) -> set[str]:
     return set((await picker.get("/debug/tree?pod=e0")).json()["blocks"])
 
@@ -96,11 +104,10 @@ async def test_a_folders_tokenizer_turns_a_vllm_shaped_engines_events_into_hits(
         async with data_plane(tmp_path, [engine, other], *flags) as plane:
             await routed_by(plane.picker, "events")
             await publisher.send(as_vllm_writes_it(tokens))
-
-            async def held() -> bool:
-                return len(await blocks(plane.picker)) == len(tokens) // 16
-
-            await until(held, "every block is in the index")
+            await until(
+                lambda: so(blocks(plane.picker), lambda held: len(held) == len(tokens) // 16),
+                "every block is in the index",
+            )
             assert (await plane.complete(prompt + "more")).status_code == 200
             assert (len(engine.served), len(other.served)) == (1, 0), "it goes where its prefix is"
             metrics = await plane.picker.metrics()
@@ -189,8 +196,7 @@ async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
         foreign() as (engine, publisher),
         running_picker("--endpoint", f"e0={engine.address}", "--tokenizer", f"tiny={folder}") as picker,
     ):
-        found = await routed_by(picker, "history", "TokenizerUnavailable")
-        assert f"there is no directory {folder}" in found["message"]
+        await unavailable(picker, f"there is no directory {folder}")
         await publisher.store(stored(range(40)))
         (tmp_path / "new").mkdir()
         (tmp_path / "new/tokenizer.json").write_text(small_bundle().tokenizer_json)
@@ -225,8 +231,7 @@ async def test_a_hub_that_is_away_holds_nothing_up_and_is_taken_up_when_it_is_ba
             flags = ["--endpoint", f"e0={engine.address}", "--tokenizer-cache", str(cache)]
             flags += ["--tokenizer", "tiny=hf://org/words"]
             async with running_picker(*flags) as picker:
-                found = await routed_by(picker, "history", "TokenizerUnavailable")
-                assert "is gated: accept its terms" in found["message"]
+                await unavailable(picker, "is gated: accept its terms")
                 monkeypatch.setenv("HF_TOKEN", "hf_right")
                 await routed_by(picker, "events")
             hub.status = 503
@@ -234,8 +239,7 @@ async def test_a_hub_that_is_away_holds_nothing_up_and_is_taken_up_when_it_is_ba
                 await routed_by(picker, "events")  # from the cache
             shutil.rmtree(cache)
             async with running_picker(*flags) as picker:
-                found = await routed_by(picker, "history", "TokenizerUnavailable")
-                assert "answers 503" in found["message"]
+                await unavailable(picker, "answers 503")
 
 
 async def test_an_engines_own_tokenizer_goes_first_unless_a_flag_names_a_model_of_its(tmp_path: Path) -> None:

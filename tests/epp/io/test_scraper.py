@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.epp_io import Plane, RunningPicker, data_plane, engines, running_picker, until
+from support.epp_io import Plane, RunningPicker, data_plane, engines, equal, running_picker, until
 from treeline_epp.endpoints import scraper as module
 from treeline_epp.endpoints.model_server_metrics import KNOWN, VLLM, MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
@@ -108,15 +108,6 @@ async def test_an_engine_is_looked_at_again_and_again_on_one_connection() -> Non
         assert it.scraping.scrapes >= 5
 
 
-async def test_a_page_in_chunks_is_read() -> None:
-    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (PAGE[:30], PAGE[30:]))
-    said = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
-    async with looking(lambda _: said) as it:
-        await until(lambda: len(it.loads) >= 2, "two looks")
-        assert it.loads[0][0] == LOAD
-        assert it.engine.connections == 1
-
-
 async def test_an_engine_that_stalls_is_not_asked_twice_at_a_time() -> None:
     async with looking(lambda _: None) as it:
         await until(lambda: it.scraping.failures[Failure.TIMEOUT] >= 2, "two looks are given up")
@@ -151,15 +142,6 @@ async def test_an_answer_that_is_no_load_is_counted_by_its_reason_and_nothing_el
         await until(lambda: it.scraper.failing is not None, "it has failed")
         assert it.scraper.failing is reason
         assert it.loads == []
-
-
-async def test_an_answer_without_end_is_left_after_a_few_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 10.0)
-    said = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    said += 8 * (b"100000\r\n" + b"#" * (1 << 20) + b"\r\n")
-    async with looking(lambda _: said) as it:
-        await until(lambda: it.scraper.failing is not None, "it has failed")
-        assert it.scraper.failing is Failure.BAD_ANSWER
 
 
 async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,11 +265,7 @@ async def test_of_two_engines_that_push_nothing_the_one_with_less_to_do_is_chose
 async def test_an_engine_whose_metrics_fail_is_as_ready_as_before() -> None:
     async with engines(1) as (engine,), running_picker("--endpoint", f"e0={engine.address}") as picker:
         reason = 'treeline_epp_scraped_endpoints_failing{reason="no_metrics"}'
-
-        async def failing() -> bool:
-            return (await picker.metrics())[reason] == 1
-
-        await until(failing, "it has no metrics")
+        await until(lambda: equal(picker.metric(reason), 1), "it has no metrics")
         (found,) = (await picker.get("/debug/endpoints")).json()["endpoints"]
         assert (found["state"], found["selectable"], found["silent"]) == ("ready", True, False)
         assert (found["load"], found["load_failing"]) == ("scraped", "no_metrics")
@@ -301,11 +279,7 @@ async def test_an_engine_that_comes_back_is_looked_at_again() -> None:
         await until(lambda: state_is(picker, "down"), "it is known to be down")
         assert (await picker.metrics())["treeline_epp_scraped_endpoints"] == 0
         await engine.start()
-
-        async def told() -> bool:
-            return await in_flight(picker) == [1]
-
-        await until(told, "it is read")
+        await until(lambda: equal(in_flight(picker), [1]), "it is read")
 
 
 async def state_is(picker: RunningPicker, state: str) -> bool:

@@ -13,6 +13,7 @@ from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from support.proxy import begun, head, replies, whole
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.clients import LOST_S, Clients
 from treeline_epp.extproc.session import BadMessage, ExtProcSession, SessionLimits
@@ -56,12 +57,7 @@ class Bench:
 
 
 def headers(*, end: bool = False, subset: Any = None, mode: int = MODES.BUFFERED, **extra: str) -> pb.ProcessingRequest:
-    request = pb.ProcessingRequest()
-    request.protocol_config.request_body_mode = mode
-    fields = {":path": "/v1/completions", ":method": "POST", "x-request-id": "r1", **extra}
-    for key, value in fields.items():
-        request.request_headers.headers.headers.add(key=key, raw_value=value.encode())
-    request.request_headers.end_of_stream = end
+    request = head({":path": "/v1/completions", ":method": "POST", "x-request-id": "r1", **extra}, mode, end=end)
     if subset is not None:
         hint = request.metadata_context.filter_metadata[names.LB_SUBSET]
         json_format.ParseDict({names.SUBSET: subset}, hint)
@@ -69,24 +65,14 @@ def headers(*, end: bool = False, subset: Any = None, mode: int = MODES.BUFFERED
 
 
 def body(data: bytes = b'{"model": "tiny", "prompt": "hello"}') -> pb.ProcessingRequest:
-    return pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=True))
+    return whole(data)
 
 
 def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
-    request = pb.ProcessingRequest()
-    for key, value in {":status": "200", **fields}.items():
-        request.response_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
+    request = begun(**fields)
     if served is not None:
         request.metadata_context.filter_metadata[names.LB].fields[names.SERVED].string_value = served
     return request
-
-
-def replies(stream: ExtProcSession, request: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-    return [
-        pb.ProcessingResponse.FromString(data)
-        for data in stream.answers(request.SerializeToString())
-        if data is not None
-    ]
 
 
 def destination(reply: pb.ProcessingResponse, part: str = "request_body") -> str:
@@ -283,10 +269,7 @@ def test_a_nonsense_report_is_ignored(text: str) -> None:
     stream = bench.stream()
     replies(stream, headers())
     replies(stream, body())
-    request = response()
-    for name in (names.CACHED_TOKENS, names.PROMPT_TOKENS):
-        request.response_headers.headers.headers.add(key=name, raw_value=text.encode())
-    replies(stream, request)
+    replies(stream, response(**{names.CACHED_TOKENS: text, names.PROMPT_TOKENS: text}))
     assert bench.counted("reported_prompt_tokens_total") == 0
     assert bench.reserved() == 0
 
@@ -302,9 +285,9 @@ def test_errors_and_detours_make_the_fleet_look_and_overload_does_not() -> None:
         replies(stream, request)
         return bench.troubles
 
-    assert len(run(response(**{":status": "503"}))) == 1
-    assert run(response(**{":status": "503", names.OVERLOADED: "1"})) == []
-    assert run(response(**{":status": "404"})) == []
+    assert len(run(response(status="503"))) == 1
+    assert run(response(**{"status": "503", names.OVERLOADED: "1"})) == []
+    assert run(response(status="404")) == []
     assert len(run(response(served="10.9.9.9:1"))) == 1
     assert bench.counted("served_by_other_total", by="other") == 1
 
@@ -335,14 +318,15 @@ def test_a_refusal_is_an_immediate_response_and_ends_the_stream() -> None:
 
 
 def test_breaking_the_protocol_is_a_500_and_counted() -> None:
-    bench = Bench()
-    for request in (headers(), pb.ProcessingRequest()):
+    bench, unknown = Bench(), pb.ProcessingRequest()
+    for *before, request in ([headers(), headers()], [headers(), unknown], [unknown]):
         stream = bench.stream()
-        replies(stream, headers())
+        for one in before:
+            replies(stream, one)
         (reply,) = replies(stream, request)
         assert reply.immediate_response.status.code == 500
         assert stream.ended
-    assert bench.counted("protocol_errors_total") == 2
+    assert bench.counted("protocol_errors_total") == 3
 
 
 def test_an_internal_error_is_a_500_and_not_a_grpc_error(
@@ -462,34 +446,14 @@ def test_what_a_proxy_only_shows_is_decided_but_neither_answered_nor_reserved(mo
     assert bench.troubles == []
 
 
-def test_a_refusal_or_an_unknown_message_is_no_answer_to_what_is_only_shown() -> None:
+def test_what_is_only_shown_is_answered_by_nothing_and_its_stream_ends_whatever_it_is() -> None:
     bench = Bench()
-    stream = bench.stream()
-    replies(stream, shown(headers(mode=MODES.STREAMED)))
-    assert replies(stream, shown(body(b"no json"))) == []
-    assert stream.ended
+    begun_before = [shown(headers(mode=MODES.STREAMED)), shown(body(b"no json"))]
+    for shows in (begun_before, [shown(body())], [shown(pb.ProcessingRequest())], [shown(response())]):
+        stream = bench.stream()
+        assert [replies(stream, one) for one in shows] == [[]] * len(shows)
+        assert stream.ended
     assert bench.counted("refusals_total", code="invalid_json") == 1
-    alone = bench.stream()
-    assert replies(alone, shown(body())) == []
-    assert alone.ended
-    unknown = bench.stream()
-    assert replies(unknown, shown(pb.ProcessingRequest())) == []
-    assert unknown.ended
-    assert bench.counted("protocol_errors_total") == 1
-
-
-def test_a_response_that_is_only_shown_ends_the_stream() -> None:
-    stream = Bench().stream()
-    assert replies(stream, shown(response())) == []
-    assert stream.ended
-
-
-def test_the_first_message_may_be_of_an_unknown_kind() -> None:
-    bench = Bench()
-    stream = bench.stream()
-    (reply,) = replies(stream, pb.ProcessingRequest())
-    assert reply.immediate_response.status.code == 500
-    assert stream.ended
     assert bench.counted("protocol_errors_total") == 1
 
 

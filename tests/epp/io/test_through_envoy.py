@@ -12,9 +12,11 @@ from typing import Any
 import httpx
 import pytest
 from support.envoy import self_signed
-from support.epp_io import FakeEngine, Plane, data_plane, engines, running_picker, until
+from support.epp_io import FakeEngine, Plane, data_plane, engines, equal, running_picker, so, until
 from support.http import client
 from treeline_wire import headers as names
+
+pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 async def enough(plane: Plane, count: int, **request: Any) -> list[httpx.Response]:
@@ -31,8 +33,6 @@ def log_metadata(bootstrap: dict[str, Any]) -> None:
     line["served"] = f"%DYNAMIC_METADATA({names.LB}:{names.SERVED})%"
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> None:
     async with (
         engines() as fakes,
@@ -55,8 +55,6 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
         assert not [name for name in metrics if name.startswith("treeline_epp_served_by_other_total")]
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_the_access_log_has_the_tokens_that_clients_are_not_shown(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].reply_headers |= {names.PROMPT_TOKENS: "300", names.CACHED_TOKENS: "16"}
@@ -69,8 +67,6 @@ async def test_the_access_log_has_the_tokens_that_clients_are_not_shown(tmp_path
         assert silent.status_code == 200
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_path: Path, mode: str) -> None:
     settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
@@ -91,8 +87,6 @@ async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_pa
         assert answer.status_code == 200
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         spoofed = {
@@ -115,8 +109,6 @@ async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
         assert names.DESTINATION not in answer.json()["headers"]
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         await enough(plane, 2)
@@ -126,8 +118,6 @@ async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp
         assert {a.json()["engine"] for a in answers} == {"e0", "e1"}
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_at_another(
     tmp_path: Path,
 ) -> None:
@@ -156,19 +146,6 @@ def refuse_name(engine: FakeEngine) -> None:
     engine.reply_body = b'{"error": {"code": "picker_unavailable"}}'
 
 
-@pytest.mark.integration
-@pytest.mark.deep
-async def test_fail_close_answers_an_error_without_a_picker(tmp_path: Path) -> None:
-    async with engines() as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
-        assert (await plane.complete()).status_code == 200
-        await plane.picker.stop()
-        answer = await plane.complete()
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json()["error"]["code"] == "picker_unavailable"
-
-
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         fakes[0].hold_body = asyncio.Event()
@@ -176,18 +153,15 @@ async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_pat
             question = {"model": "tiny", "messages": [{"role": "user", "content": "long"}]}
             async with user.stream("POST", "/v1/chat/completions", json=question) as answer:
                 assert answer.status_code == 200
-
-                async def has_said_all() -> bool:
-                    return (await plane.picker.metrics())["treeline_epp_extproc_streams"] == 0
-
-                await until(has_said_all, "the picker to have said all it had to say")
+                await until(
+                    lambda: equal(plane.picker.metric("treeline_epp_extproc_streams"), 0),
+                    "the picker to have said all it had to say",
+                )
                 await plane.picker.stop()
                 fakes[0].hold_body.set()
                 assert b"/v1/chat/completions" in await answer.aread()
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_a_picker_that_returns_is_asked_again(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         old = plane.picker.options
@@ -204,8 +178,6 @@ async def test_a_picker_that_returns_is_asked_again(tmp_path: Path) -> None:
             assert set(await plane.envoy.hosts()) == {fake.address for fake in fakes}
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         await enough(plane, 2)
@@ -217,17 +189,14 @@ async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> No
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_served_by_other_total{by="fallback"}'] >= 1
         # That was a hint; the picker has asked, and does not name the dead one any more.
-
-        async def noticed() -> bool:
-            return (await plane.picker.metrics())['treeline_epp_endpoints{state="down"}'] == 1
-
-        await until(noticed, "the picker knows that one is down")
+        await until(
+            lambda: equal(plane.picker.metric('treeline_epp_endpoints{state="down"}'), 1),
+            "the picker knows that one is down",
+        )
         answer = await plane.complete()
         assert answer.json()["headers"][names.DESTINATION] == alive.address
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         full = fakes[0]
@@ -241,8 +210,6 @@ async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_
         assert answer.headers["retry-after"] == "2"
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-le", b"\x00 something else\r\n\r\n"])
 async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(tmp_path: Path, said: bytes) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
@@ -253,8 +220,6 @@ async def test_an_engine_that_ends_before_it_answers_is_503_in_openai_shape(tmp_
         assert len(fakes[0].served) == 2, "what may have been begun is not asked again"
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode: str) -> None:
     flags = ("--max-body-bytes", "100000")
@@ -277,8 +242,6 @@ async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode
         assert len([s for fake in fakes for s in fake.served]) == 1
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None:
     keys = {"ada": "sk-ada", "bob": "sk-bob"}
     async with engines() as fakes, data_plane(tmp_path, fakes, api_keys=keys) as plane:
@@ -294,8 +257,6 @@ async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None
             assert seen["x-treeline-client"] in keys
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) -> None:
     async with engines(2, models=("tiny", "tiny:lora")) as fakes:
         fakes[1].models = ("tiny", "other")
@@ -317,8 +278,6 @@ async def test_models_are_the_union_and_an_unknown_one_is_404(tmp_path: Path) ->
             assert (await plane.http.get("/health")).status_code == 200
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
     async with (
         engines(1, ready=False) as fakes,
@@ -336,8 +295,6 @@ async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
         fakes[0].ready = True
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         hold = asyncio.Event()
@@ -348,19 +305,16 @@ async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(t
         leaving, staying = fakes
         leaving.ready = False
         staying.hold = None
-
-        async def announced() -> bool:
-            return (await plane.envoy.hosts()).get(leaving.address) == "DRAINING"
-
-        await until(announced, "Envoy knows that one drains")
+        await until(
+            lambda: so(plane.envoy.hosts(), lambda hosts: hosts.get(leaving.address) == "DRAINING"),
+            "Envoy knows that one drains",
+        )
         answers = await enough(plane, 4)
         assert {a.json()["engine"] for a in answers} == {staying.name}
         hold.set()
         assert [answer.status_code for answer in await asyncio.gather(*held)] == [200, 200]
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
     file = tmp_path / "endpoints.yaml"
 
@@ -385,8 +339,6 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
             assert "treeline_epp_served_by_other_total" not in str(metrics)
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 @pytest.mark.parametrize("expose", [False, True])
 async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_told(
     tmp_path: Path, expose: bool
@@ -403,8 +355,6 @@ async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_t
         assert metrics["treeline_epp_reported_prompt_tokens_total"] == 48
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].hold = asyncio.Event()
@@ -422,8 +372,6 @@ async def test_a_client_that_leaves_closes_its_reservation(tmp_path: Path) -> No
         fakes[0].hold.set()
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
     tls = self_signed(tmp_path)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, tls=tls) as plane:
@@ -436,8 +384,6 @@ async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
             await plane.complete()
 
 
-@pytest.mark.integration
-@pytest.mark.deep
 async def test_a_drained_envoy_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].hold = asyncio.Event()

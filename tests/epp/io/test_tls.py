@@ -117,7 +117,7 @@ async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for
                     assert (await check(HealthCheckRequest(service=name))).status == HealthCheckResponse.SERVING
 
 
-def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+def test_files_that_cannot_be_used_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TlsError, match=r"cannot read .*tls\.key \(No such file or directory\): name a folder"):
         Certificate(tmp_path).context()
     write(tmp_path, (self_signed()[0], self_signed()[1]), 1)
@@ -126,7 +126,11 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path) -> None:
     write(tmp_path, (b"nonsense", b"nonsense"), 2)
     with pytest.raises(TlsError):
         Certificate(tmp_path).context()
-    assert main(["--endpoint", "a=127.0.0.1:1", "--secure-serving", "--cert-path", str(tmp_path)]) == 1
+    flags = ["--endpoint", "a=127.0.0.1:1", "--secure-serving", "--cert-path", str(tmp_path)]
+    assert main(flags) == 1
+    write(tmp_path, self_signed(), 3)
+    assert main([*flags, "--require-client-certificates"]) == 1
+    assert "ca.crt" in capfd.readouterr().err
 
 
 def test_a_key_that_wants_a_password_is_told_and_the_old_one_stays(

@@ -138,11 +138,3 @@ def test_a_name_of_the_hub_that_lacks_its_scheme_is_told_apart_from_a_wrong_path
         loader(Path("nobody/nothing")).load()
     with pytest.raises(SourceError, match=r"the volume that it is on$"):
         loader(tmp_path / "nothing").load()
-
-
-def test_a_folder_that_is_filled_late_is_found(tmp_path: Path) -> None:
-    found = loader(tmp_path / "m")
-    with pytest.raises(SourceError):
-        found.load()
-    folder_at(tmp_path / "m")
-    assert found.load().chat_template == "one"

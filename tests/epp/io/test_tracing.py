@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from support.epp_io import data_plane, engines, running_picker
-from support.epp_kube import asked
 from support.proxy import NONE, Proxy
 from treeline_epp.main import main
 from treeline_epp.requests.exchange import Exchange, Observers
 from treeline_epp.tracing import CHOICE, REQUEST, SERVICE, Tracing
 from treeline_wire import headers as names
-from treeline_wire import tracing as sdk
 from treeline_wire.tracing import provider
 
 TRACE, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -176,25 +172,7 @@ def test_streams_that_end_early_leave_no_span_open_and_no_text_of_a_prompt_is_in
     assert statuses.count(False) == 1
 
 
-@pytest.mark.integration
-async def test_a_trace_joins_client_envoy_picker_and_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = InMemorySpanExporter()
-    monkeypatch.setattr(sdk, "exporter", lambda: memory)
-    async with engines(1) as fakes, data_plane(tmp_path, fakes, "--tracing") as plane:
-        answer = await plane.complete(headers={names.TRACEPARENT: SAMPLED})
-        assert answer.status_code == 200
-        await plane.picker.stop()
-    request = next(span for span in memory.get_finished_spans() if span.name == REQUEST)
-    assert request.parent is not None
-    assert request.context is not None
-    assert f"{request.parent.span_id:016x}" == CLIENT
-    assert fakes[0].served[0].headers[names.TRACEPARENT] == f"00-{TRACE}-{request.context.span_id:016x}-01"
-    assert request.resource.attributes["service.name"] == "treeline-epp"
-
-
-async def test_without_the_flag_headers_go_on_as_they_came() -> None:
-    async with engines(1) as (engine,), running_picker("--endpoint", f"e0={engine.address}") as picker:
-        assert await asked(picker, "tiny") == engine.address
+def test_without_the_flag_headers_go_on_as_they_came() -> None:
     proxy = Proxy([])
     replies = proxy.open(headers={names.TRACEPARENT: SAMPLED})
     assert [h.header.key for h in replies[-1].request_body.response.header_mutation.set_headers] == [names.DESTINATION]

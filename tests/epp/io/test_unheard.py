@@ -11,7 +11,6 @@ import pytest
 from support.epp_io import RunningPicker, running_picker, stored, until
 from support.foreign_engine import ForeignEngine, foreign_engine, tokenizer_flags
 from treeline_epp import way_judge
-from treeline_epp.endpoints.kv_endpoints import listens
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import Pod
 from treeline_epp.kvevents import hearing
@@ -62,6 +61,8 @@ async def test_where_nobody_listens_the_way_is_history_until_somebody_does(
             assert why in message
             counted = 'treeline_epp_endpoints_routed{pool="default",reason="EventsUnreachable",way="history"}'
             assert (await picker.metrics())[counted] == 1
+            (found,) = (await picker.get("/debug/endpoints")).json()["endpoints"]
+            assert (found["selectable"], found["publishers"][0]["state"]) == (True, "disconnected")
             vllm.restart()
             assert await routed(picker, "events") == ""
 
@@ -125,20 +126,3 @@ async def test_where_events_cannot_be_read_the_way_is_history_until_they_can(
             for at in range(hearing.UNREAD_EVENTS):
                 await vllm.ranks[0].store(stored(range(16 * at, 16 * at + 16)))
             assert await routed(picker, "events") == ""
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "vllm", "sglang"),
-    [
-        ("tcp://*:5557", True, True),
-        ("tcp://[::]:5557", True, True),
-        ("ipc:///tmp/x", False, False),  # to nobody on another machine
-        ("tcp://0.0.0.0:5557", False, True),
-        ("tcp://127.0.0.1:5557", False, False),
-        ("tcp://epp.llm-d:5557", False, False),
-    ],
-)
-def test_what_binds_and_what_connects(endpoint: str, vllm: bool, sglang: bool) -> None:
-    assert (listens(endpoint), listens(endpoint, sglang=True)) == (vllm, sglang)
-    assert listens(endpoint, sglang=True, bind=True)
-    assert not listens(endpoint, sglang=True, bind=False)

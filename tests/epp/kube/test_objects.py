@@ -263,6 +263,7 @@ def test_arguments_that_say_nothing_usable_say_nothing(arguments: tuple[str, ...
         ({"publisher": "zmq", "endpoint": "tcp://0.0.0.0:5557"}, True),
         ({"enable_kv_cache_events": True, "endpoint": "tcp://epp.llm-d:5557"}, False),
         ({"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557"}, False),
+        ({"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}, False),
         ({"publisher": "zmq", "endpoint": "tcp://10.0.0.7:5557", "bind": True}, True),
         ({"publisher": "zmq", "endpoint": "tcp://*:5557", "bind": False}, False),
     ],

@@ -7,29 +7,63 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.envoy import running_envoy
-from support.epp_io import FakeEngine, FakePublisher, RunningPicker, running_picker, until
-from support.epp_kube import asked, models
-from support.fake_cluster import (
-    MODELS_OF,
-    NS,
-    PODS_OF,
-    POOLS_OF,
-    UPSTREAM_OF,
-    cluster,
-    listing,
-    ready_is,
-)
+from support.epp_io import FakeEngine, FakePublisher, RunningPicker, engines, equal, running_picker, so, until
+from support.epp_kube import asked, listed_so, models
 from support.http import client
-from support.kube_api import own_model, own_pool
+from support.kube_api import MODELS, PODS, POOLS, FakeApi, fake_api, own_model, own_pool, pod
 from support.ports import free_ports
 from treeline_operator.envoy import EnvoyConfig
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
+
+NS = "team"
+PODS_OF, POOLS_OF, MODELS_OF = PODS.format(NS), POOLS.format(NS), MODELS.format(NS)
+UPSTREAM_OF = f"/apis/inference.networking.k8s.io/v1/namespaces/{NS}/inferencepools"
+
+
+@dataclass
+class Cluster:
+    """A fake API server and engines that its pods stand for; pool ``p<i>`` has pod ``pod-<i>`` on engine i's port."""
+
+    api: FakeApi
+    engines: list[FakeEngine]
+    folder: Path
+
+    def put(self, path: str, obj: dict[str, Any]) -> None:
+        self.api.change(path, lambda c: c.put(obj))
+
+    def delete(self, path: str, name: str) -> None:
+        self.api.change(path, lambda c: c.delete(name))
+
+    def put_pod(self, i: int, **fields: Any) -> None:
+        labels = {"treeline.dev/pool": f"p{i}", "app": "x", **fields.pop("labels", {})}
+        self.put(PODS_OF, pod(f"pod-{i}", labels=labels, **{"ip": "127.0.0.1", **fields}))
+
+    def flags(self, *more: str) -> tuple[str, ...]:
+        which = more or ("--gateway", "treeline")
+        return ("--kubeconfig", str(self.api.kubeconfig(self.folder)), "--pool-namespace", NS, *which)
+
+
+@contextlib.asynccontextmanager
+async def cluster(folder: Path, count: int = 2) -> AsyncIterator[Cluster]:
+    async with fake_api() as api, engines(count) as fakes:
+        made = Cluster(api, fakes, folder)
+        api.collection(MODELS_OF)
+        for i, fake in enumerate(fakes):
+            fake.models = (f"m{i}",)
+            made.put(POOLS_OF, own_pool(f"p{i}", port=fake.port, model=f"m{i}"))
+            made.put_pod(i)
+        yield made
+
+
+async def listing(picker: RunningPicker) -> dict[str, Any]:
+    return dict((await picker.get("/endpoints")).json())
 
 
 async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_path: Path) -> None:
@@ -37,8 +71,8 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
         it.put(POOLS_OF, own_pool("elsewhere", gateway="other"))
         it.put(MODELS_OF, own_model("chat", "p0"))
         async with running_picker(*it.flags()) as picker:
-            await ready_is(picker, "pod-0", ready=True)
-            await ready_is(picker, "pod-1", ready=True)
+            await listed_so(picker, "pod-0", ready=True)
+            await listed_so(picker, "pod-1", ready=True)
             page = await listing(picker)
             assert page["synced"] is True
             routing = [pool.pop("routing") for pool in page["pools"].values()]
@@ -71,11 +105,8 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
             assert 0 <= metrics['treeline_epp_kube_watch_age_seconds{kind="pods"}'] < 10
 
 
-async def policy_is(picker: RunningPicker, pool: str, policy: str) -> None:
-    async def so() -> bool:
-        return bool((await listing(picker))["pools"][pool]["policy"] == policy)
-
-    await until(so, f"the policy of {pool} is {policy}")
+async def policy(picker: RunningPicker, pool: str) -> str:
+    return str((await listing(picker))["pools"][pool]["policy"])
 
 
 async def test_a_pool_chooses_its_policy_and_changes_it_while_the_picker_runs(tmp_path: Path) -> None:
@@ -84,9 +115,9 @@ async def test_a_pool_chooses_its_policy_and_changes_it_while_the_picker_runs(tm
         chosen["spec"]["endpointPicker"] = {"policy": "cache_aware", "policyParameters": {"cacheThreshold": 0.5}}
         it.put(POOLS_OF, chosen)
         async with running_picker(*it.flags(), "--policy", "least_load") as picker:
-            await policy_is(picker, "p0", "cache_aware:cache_threshold=0.5")
-            await policy_is(picker, "p1", "least_load")
-            for spec, policy in (
+            await until(lambda: equal(policy(picker, "p0"), "cache_aware:cache_threshold=0.5"), "it has chosen")
+            await until(lambda: equal(policy(picker, "p1"), "least_load"), "it has the picker's")
+            for spec, said in (
                 ({"policy": "round_robin", "policyParameters": {}}, "round_robin"),
                 ({"policy": "none such"}, "least_load"),
                 ({"policy": "treeline"}, "predicted_ttft"),
@@ -98,24 +129,24 @@ async def test_a_pool_chooses_its_policy_and_changes_it_while_the_picker_runs(tm
             ):
                 chosen["spec"]["endpointPicker"] = spec
                 it.put(POOLS_OF, chosen)
-                await policy_is(picker, "p0", policy)
+                await until(lambda said=said: equal(policy(picker, "p0"), said), f"its policy is {said}")
 
 
 async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
-        await ready_is(picker, "pod-0", ready=True, draining=False)
+        await listed_so(picker, "pod-0", ready=True, draining=False)
         it.put_pod(0, labels={"treeline.dev/serving": "false"})
-        await ready_is(picker, "pod-0", ready=False, draining=True)
+        await listed_so(picker, "pod-0", ready=False, draining=True)
         it.put_pod(0)
-        await ready_is(picker, "pod-0", ready=True, draining=False)
+        await listed_so(picker, "pod-0", ready=True, draining=False)
         it.put_pod(0, ready=False)
-        await ready_is(picker, "pod-0", ready=False, draining=False)
+        await listed_so(picker, "pod-0", ready=False, draining=False)
         it.put_pod(0)
-        await ready_is(picker, "pod-0", ready=True)
+        await listed_so(picker, "pod-0", ready=True)
         it.put_pod(0, deletionTimestamp="2026-01-01T00:00:00Z")
-        await ready_is(picker, "pod-0", ready=False, draining=True)
+        await listed_so(picker, "pod-0", ready=False, draining=True)
         it.delete(PODS_OF, "pod-0")
-        await ready_is(picker, "pod-0")
+        await listed_so(picker, "pod-0")
         assert (await listing(picker))["pools"]["p0"] == {
             "models": ["m0"],
             "policy": "predicted_ttft",
@@ -123,7 +154,7 @@ async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
             "routing": None,
         }
         it.delete(POOLS_OF, "p1")
-        await ready_is(picker, "pod-1")
+        await listed_so(picker, "pod-1")
 
 
 async def test_a_model_that_is_being_deleted_gives_its_name_to_the_next_oldest(tmp_path: Path) -> None:
@@ -132,41 +163,41 @@ async def test_a_model_that_is_being_deleted_gives_its_name_to_the_next_oldest(t
         gone["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
         it.put(MODELS_OF, gone)
         async with running_picker(*it.flags()) as picker:
-            await ready_is(picker, "pod-0", ready=True)
-            await ready_is(picker, "pod-1", ready=True)
+            await listed_so(picker, "pod-0", ready=True)
+            await listed_so(picker, "pod-1", ready=True)
             assert await models(picker, "p0") == {"m0"}, "also in the first list"
             del gone["metadata"]["deletionTimestamp"]
             it.put(MODELS_OF, gone)
             it.put(MODELS_OF, own_model("other", "p1", model="chat"))
-            await until(lambda: _equal(models(picker, "p0"), {"m0", "chat"}), "the older has the name")
+            await until(lambda: equal(models(picker, "p0"), {"m0", "chat"}), "the older has the name")
             assert await asked(picker, "chat") == it.engines[0].address
             # A finalizer of somebody's keeps the object for as long as it likes.
             gone["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
             it.put(MODELS_OF, gone)
-            await until(lambda: _equal(models(picker, "p1"), {"m1", "chat"}), "the next one has it")
+            await until(lambda: equal(models(picker, "p1"), {"m1", "chat"}), "the next one has it")
             assert await asked(picker, "chat") == it.engines[1].address
             it.delete(MODELS_OF, "older")
             it.put(MODELS_OF, own_model("last", "p0", model="later"))
-            await until(lambda: _equal(models(picker, "p0"), {"m0", "later"}), "changes go on to arrive")
+            await until(lambda: equal(models(picker, "p0"), {"m0", "later"}), "changes go on to arrive")
             assert await asked(picker, "chat") == it.engines[1].address
 
 
 async def test_a_label_does_not_make_a_picker_forget_and_a_restart_does(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as it, running_picker(*it.flags()) as picker:
-        await ready_is(picker, "pod-0", ready=True)
+        await listed_so(picker, "pod-0", ready=True)
         asked = len(it.engines[0].seen)
         it.put_pod(0, ready=False)
-        await ready_is(picker, "pod-0", ready=False)
+        await listed_so(picker, "pod-0", ready=False)
         described = (await picker.get("/debug/endpoints")).json()["endpoints"]
         assert [(e["state"], e["models"]) for e in described] == [("unready", ["m0"])]
         it.put_pod(0, restarts=1)
-        await ready_is(picker, "pod-0", ready=True)
+        await listed_so(picker, "pod-0", ready=True)
         assert len(it.engines[0].seen) > asked
 
 
 async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
-        await ready_is(picker, "pod-0", ready=True)
+        await listed_so(picker, "pod-0", ready=True)
         before = (await listing(picker))["pools"]
         await it.api.stop()
 
@@ -174,7 +205,7 @@ async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None
             return list((await picker.get("/ready")).json()["kubernetes"]["stale"])
 
         kinds = ["inferencemodels.treeline.dev", "inferencepools.treeline.dev", "pods"]
-        await until(lambda: _equal(stale(), kinds), "all kinds are stale")
+        await until(lambda: equal(stale(), kinds), "all kinds are stale")
         answer = await picker.get("/ready")
         assert answer.status_code == 200, "it serves with what it knows"
         told = answer.json()["kubernetes"]["kinds"]["pods"]
@@ -188,13 +219,9 @@ async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None
         for collection in it.api.collections.values():
             collection.compact()
         await it.api.start()
-        await ready_is(picker, "pod-1")
-        await until(lambda: _equal(stale(), []), "all kinds are followed again")
+        await listed_so(picker, "pod-1")
+        await until(lambda: equal(stale(), []), "all kinds are followed again")
         assert (await picker.metrics())['treeline_epp_kube_lists_total{kind="pods"}'] == 2
-
-
-async def _equal(value: Any, expected: object) -> bool:
-    return bool(await value == expected)
 
 
 async def test_a_thousand_changes_in_a_moment_are_taken_together(tmp_path: Path) -> None:
@@ -206,11 +233,7 @@ async def test_a_thousand_changes_in_a_moment_are_taken_together(tmp_path: Path)
                 for i in range(500):
                     it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-{version}"))
             expected = {"m0", *(f"r{i}-2" for i in range(500))}
-
-            async def known() -> bool:
-                return set((await listing(picker))["pools"]["p0"]["models"]) == expected
-
-            await until(known, "all models are known")
+            await until(lambda: equal(models(picker, "p0"), expected), "all models are known")
             metrics = await picker.metrics()
             assert metrics["treeline_epp_kube_passes_total"] < 50, "bursts are taken together"
 
@@ -220,7 +243,7 @@ async def test_without_inferencemodels_it_serves_what_engines_serve(tmp_path: Pa
     async with cluster(tmp_path, 1) as it:
         it.api.refuse[MODELS_OF] = status
         async with running_picker(*it.flags()) as picker:
-            await ready_is(picker, "pod-0", ready=True)
+            await listed_so(picker, "pod-0", ready=True)
             detail = (await picker.get("/ready")).json()["kubernetes"]
             assert detail["stale"] == ["inferencemodels.treeline.dev"]
             reason = {403: "forbidden", 404: "not_found"}[status]
@@ -242,8 +265,8 @@ async def test_without_pods_it_is_not_ready_until_they_may_be_read(tmp_path: Pat
             assert answer.status_code == 503
             assert (await listing(picker))["synced"] is False
             it.api.refuse.clear()
-            await ready_is(picker, "pod-0", ready=True)
-            await until(lambda: _status(picker), "it is ready")
+            await listed_so(picker, "pod-0", ready=True)
+            await until(lambda: so(picker.get("/ready"), lambda answer: answer.status_code == 200), "it is ready")
 
 
 async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
@@ -287,10 +310,6 @@ async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
             assert lines("is that the API server's address (--kubeconfig, --context)")
 
 
-async def _status(picker: RunningPicker) -> bool:
-    return (await picker.get("/ready")).status_code == 200
-
-
 def upstream(port: int, **labels: str) -> dict[str, Any]:
     return {
         "metadata": {"name": "up"},
@@ -306,25 +325,24 @@ async def test_an_upstream_pool_is_followed_through_changes_of_selector_and_port
         first.missing = {"/ready", "/health", "/v1/models"}
         it.put_pod(1, ip="127.0.0.9")
         async with running_picker(*it.flags("--pool-name", "up", "--secure-serving=false"), ready=False) as picker:
-
-            async def waiting() -> bool:
-                kinds = (await picker.get("/ready")).json()["kubernetes"]["kinds"]
-                return "waiting for InferencePool up" in (kinds["pods"]["error"] or "")
-
-            await until(waiting, "it says that it waits for its pool")
+            waits = "waiting for InferencePool up"
+            await until(
+                lambda: so(picker.get("/ready"), lambda answer: waits in answer.text),
+                "it says that it waits for its pool",
+            )
             it.put(UPSTREAM_OF, upstream(first.port))
-            await ready_is(picker, "pod-0-rank-0", ready=True, address=first.address)
-            await ready_is(picker, "pod-1-rank-0", ready=False)
+            await listed_so(picker, "pod-0-rank-0", ready=True, address=first.address)
+            await listed_so(picker, "pod-1-rank-0", ready=False)
             it.put(UPSTREAM_OF, upstream(second.port, **{"treeline.dev/pool": "p1"}))
-            await ready_is(picker, "pod-0-rank-0")
+            await listed_so(picker, "pod-0-rank-0")
             it.put_pod(1)
-            await ready_is(picker, "pod-1-rank-0", ready=True, address=second.address)
+            await listed_so(picker, "pod-1-rank-0", ready=True, address=second.address)
             it.put_pod(1, annotations={"inference.networking.k8s.io/active-ports": "1"})
-            await ready_is(picker, "pod-1-rank-0")
+            await listed_so(picker, "pod-1-rank-0")
             it.put_pod(1)
-            await ready_is(picker, "pod-1-rank-0", ready=True)
+            await listed_so(picker, "pod-1-rank-0", ready=True)
             it.delete(UPSTREAM_OF, "up")
-            await ready_is(picker, "pod-1-rank-0")
+            await listed_so(picker, "pod-1-rank-0")
             assert (await picker.get("/ready")).status_code == 200
 
 
@@ -332,7 +350,7 @@ async def test_pods_of_a_selector_need_no_pool(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as it:
         flags = ("--endpoint-selector", "app=x", "--endpoint-target-ports", str(it.engines[0].port))
         async with running_picker(*it.flags(*flags)) as picker:
-            await ready_is(picker, "pod-0-rank-0", ready=True)
+            await listed_so(picker, "pod-0-rank-0", ready=True)
             assert set(it.api.lists) == {PODS_OF}
 
 
@@ -384,8 +402,8 @@ async def test_through_envoy_a_sheddable_request_is_429_where_all_it_may_use_is_
             it.put(MODELS_OF, own_model(name.lower(), "p0", criticality=name))
         it.put(MODELS_OF, own_model("idle", "p1", criticality="Sheddable"))
         async with running_picker(*it.flags(), "--max-ttft-seconds", "10") as picker:
-            await ready_is(picker, "pod-0", ready=True)
-            await ready_is(picker, "pod-1", ready=True)
+            await listed_so(picker, "pod-0", ready=True)
+            await listed_so(picker, "pod-1", ready=True)
             async with behind_envoy(picker, tmp_path) as http:
 
                 async def ask(model: str) -> httpx.Response:
@@ -422,8 +440,8 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
         targets = [{"name": "m0", "weight": 3}, {"name": "m0-new", "weight": 1}]
         it.put(MODELS_OF, own_model("chat", "p0", targetModels=targets, fallbackPools=[{"name": "p1"}]))
         async with running_picker(*it.flags()) as picker:
-            await ready_is(picker, "pod-0", ready=True)
-            await ready_is(picker, "pod-1", ready=True)
+            await listed_so(picker, "pod-0", ready=True)
+            await listed_so(picker, "pod-1", ready=True)
             async with behind_envoy(picker, tmp_path) as http:
                 for i in range(64):
                     body = {"prompt": f"p{i}", "n": 1.0, "model": "chat"}
@@ -440,7 +458,7 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 answer = await http.post("/v1/completions", json={"prompt": "x", "model": "chat"})
                 assert answer.content == first.reply_body, "it says which target answered; nothing is put back"
                 it.delete(PODS_OF, "pod-0")
-                await ready_is(picker, "pod-0")
+                await listed_so(picker, "pod-0")
                 answer = await http.post("/v1/completions", json={"model": "chat", "prompt": "x"})
                 assert answer.status_code == 200, answer.text
                 assert json.loads(second.served[-1].body) == {"model": "m1", "prompt": "x"}
@@ -456,8 +474,8 @@ async def test_behind_a_shared_edge_no_engine_is_asked_what_only_another_engine_
         other["spec"]["engine"]["type"] = "sglang"
         it.put(POOLS_OF, other)
         async with running_picker(*it.flags()) as picker:
-            await ready_is(picker, "pod-0", ready=True)
-            await ready_is(picker, "pod-1", ready=True)
+            await listed_so(picker, "pod-0", ready=True)
+            await listed_so(picker, "pod-1", ready=True)
             async with behind_envoy(picker, tmp_path, engines=("sglang", "treeline")) as http:
                 for path, expected in (("/v1/completions", [200, 200]), ("/encode", [404, 200])):
                     for model, status in zip(("m0", "m1"), expected, strict=True):

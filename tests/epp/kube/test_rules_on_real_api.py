@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.control_plane import ControlPlane
-from support.epp_io import RunningPicker, engines, running_picker, until
+from support.epp_io import RunningPicker, engines, equal, running_picker, until
 from support.epp_kube import Cluster, asked, listed_so
 from support.kube_api import crd
 from treeline_epp.kube.source import KubernetesSource, Scope
@@ -65,10 +65,7 @@ def rules(plane: ControlPlane, namespace: str) -> Rules:
 
 
 async def answers(picker: RunningPicker, model: str, expected: object) -> None:
-    async def so() -> bool:
-        return await asked(picker, model) == expected
-
-    await until(so, f"a request for {model} goes to {expected}")
+    await until(lambda: equal(asked(picker, model), expected), f"a request for {model} goes to {expected}")
 
 
 @pytest.mark.parametrize("group", RULES_GROUPS)

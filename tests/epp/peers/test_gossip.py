@@ -139,18 +139,6 @@ def test_a_request_is_known_to_the_others_at_once_and_its_end_soon() -> None:
     world.assert_agreed()
 
 
-def test_one_that_joins_is_told_what_was_in_flight_before_it() -> None:
-    world = World(2)
-    world.run(1)
-    for _ in range(100):
-        world.send(world.nodes[0], key=world.rng.randbytes(4000))
-    world.run(0.1)
-    world.nodes.append(world.start(2))
-    world.run(2 * BEAT_S)
-    world.assert_agreed()
-    assert len(world.nodes[2].gossip.landmarks) > 100
-
-
 def test_the_dead_are_forgotten_with_their_requests() -> None:
     world = World(3)
     world.run(1)
@@ -163,24 +151,18 @@ def test_the_dead_are_forgotten_with_their_requests() -> None:
     world.assert_agreed()
 
 
-def test_who_begins_in_the_place_of_another_ends_it_at_once() -> None:
+@pytest.mark.parametrize(("leaves", "seconds"), [(True, 0.01), (False, 0.2)], ids=["it leaves", "one is in its place"])
+def test_whose_end_is_heard_of_is_forgotten_at_once(leaves: bool, seconds: float) -> None:
     world = World(2)
     world.run(1)
     world.send(world.nodes[0])
     world.run(0.1)
-    world.die(0)
-    world.nodes[0] = world.start(0)
-    world.run(0.2)
-    world.assert_agreed()
-
-
-def test_who_leaves_is_forgotten_at_once() -> None:
-    world = World(2)
-    world.run(1)
-    world.send(world.nodes[0])
-    world.run(0.1)
-    world.nodes[0].leave()
-    world.run(0.01)
+    if leaves:
+        world.nodes[0].leave()
+    else:
+        world.die(0)
+        world.nodes[0] = world.start(0)
+    world.run(seconds)
     world.assert_agreed()
 
 

@@ -77,19 +77,6 @@ def test_power_of_two_takes_the_lighter_of_two_and_never_the_heaviest() -> None:
     assert 2 not in seen
 
 
-def test_two_choices_are_much_more_even_than_one() -> None:
-    def most(name: str) -> float:
-        policy, loads = create_policy(name, random.Random(9)), [0.0] * 100
-        names = [f"e{n}" for n in range(100)]
-        for _ in range(1000):
-            loads[policy.rank(ASK, candidates(names, load=loads), 1)[0]] += 1
-        return max(loads)
-
-    assert most("least_load") == 10
-    assert most("power_of_two") <= 13
-    assert most("random") >= 16
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     state=st.lists(

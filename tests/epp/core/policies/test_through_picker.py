@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.decision import Decision, Lease, NoEndpoints, Outcome
+from treeline_epp.picking.decision import Decision, Lease, Outcome
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.policies import POLICIES
 from treeline_epp.picking.request import Request
@@ -57,15 +57,6 @@ def test_choices_are_ready_endpoints_with_distinct_fallbacks_and_say_their_polic
         assert not {"10.0.0.3:8000", "10.0.0.0:8000"} & set(decision.destinations)
         assert decision.terms[decision.endpoint.name]["cost_s"] > 0
         world.picker.reserve(decision, world.now)
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_one_endpoint_that_is_left_gets_everything(policy: str) -> None:
-    world = World(policy, size=1)
-    assert {world.take(PROMPT).endpoint.spec.name for _ in range(20)} == {"e0"}
-    world.picker.set_ready("e0", False)
-    with pytest.raises(NoEndpoints):
-        world.ask()
 
 
 @pytest.mark.parametrize("policy", ["least_load", "power_of_two", "consistent_hashing", "prefix_hash", "round_robin"])
@@ -120,11 +111,3 @@ def test_buckets_keep_short_prompts_off_the_endpoints_of_long_ones() -> None:
         world.now = at * 0.2
         world.ask(prompt)
     assert world.ask(prompts[-1]).endpoint != world.ask(prompts[0]).endpoint
-
-
-def test_pools_have_policies_of_their_own() -> None:
-    world = World("round_robin", size=2)
-    world.picker.policies.set({"p": "least_load"})
-    assert world.ask().policy == "least_load"
-    world.picker.policies.set({})
-    assert world.ask().policy == "round_robin"
