@@ -345,7 +345,7 @@ class Scheduler:
         self.decode.running.pop(req.rid, None)
         self._last_step.pop(req.rid, None)
         self._time_limits.end(req)
-        self.cache.filling.end(req)  # of what is in flight nothing will be kept
+        self.cache.end_filling(req)
         self.reporter.tell(token_out(req, result))
         if req.row >= 0:
             self._leaving[req] = trusted
