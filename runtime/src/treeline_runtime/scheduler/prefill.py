@@ -9,8 +9,8 @@ from itertools import islice
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import TOKEN_BYTES, Match, common_prefix, key_of
-from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
+from treeline_runtime.scheduler.decode import cost_pages, reserved_pages
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.waiting import Ranked, WaitingOrder
 

@@ -40,23 +40,18 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.scheduler.administration import Administration, Profiler
-from treeline_runtime.scheduler.admission import NewTokenRatio
+from treeline_runtime.scheduler.administration import AWAKE, Administration, Profiler, Residence
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
+from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
-from treeline_runtime.scheduler.grammars import Grammars
-from treeline_runtime.scheduler.jumps import Jumps
-from treeline_runtime.scheduler.plan import plan_of
+from treeline_runtime.scheduler.grammars import Grammars, Jumps
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
-from treeline_runtime.scheduler.reports import Reporter, Transport, token_out
-from treeline_runtime.scheduler.residence import AWAKE, Residence
+from treeline_runtime.scheduler.reports import Reporter, SchedulerStats, Transport, token_out
 from treeline_runtime.scheduler.resolve import resolve
-from treeline_runtime.scheduler.stats import SchedulerStats
-from treeline_runtime.scheduler.table import TableManager
-from treeline_runtime.scheduler.time_limits import TimeLimits
+from treeline_runtime.scheduler.table import TableManager, plan_of
+from treeline_runtime.scheduler.waiting import TimeLimits
 
 logger = logging.getLogger(__name__)
 
