@@ -180,15 +180,9 @@ class RadixCache:
             node = node.parent
         return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
 
-    @staticmethod
-    def whole(node: Node) -> Match:
+    def whole(self, node: Node) -> Match:
         """The match that ends with `node`, which is on the device."""
-        total = 0
-        step: Node | None = node
-        while step is not None:
-            total += len(step.pages)
-            step = step.parent
-        return Match(node, len(node.pages), total)
+        return Match(node, len(node.pages), self.depth(node))
 
     def depth(self, node: Node | None) -> int:
         """Pages from the root to the end of `node`, wherever they are."""

@@ -63,7 +63,8 @@ def cost_pages(req: Req, matched_tokens: int, page_size: int) -> int:
 
 
 class DecodeManager:
-    """Owns the requests that produce tokens: a dict, so that their order is that of admission everywhere."""
+    """Owns the requests whose prompts are computed, or in a launched batch: a dict, so that their order is that of
+    admission everywhere. Those that produce no tokens are here until their result is taken."""
 
     def __init__(self, cache: CacheManager, step_tokens: int) -> None:
         """step_tokens: computed at once at most, but for a token of each."""
