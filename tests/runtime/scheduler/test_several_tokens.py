@@ -92,7 +92,7 @@ def ask(engine: Harness, seed: int, stops: dict[str, int]) -> dict[str, list[int
 
 
 @pytest.mark.parametrize("several_at_a_time", [accepting, guessing])
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     depth=st.integers(0, 1), seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans()
 )
@@ -120,7 +120,10 @@ def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
         engine.run()
     for rid in known:
         assert several.tokens(rid) == plain.tokens(rid)
-        assert several.logprobs(rid) == free.logprobs(rid)[: len(plain.tokens(rid))]
+        for (logprob, token), (expected, same) in zip(several.logprobs(rid), free.logprobs(rid), strict=False):
+            assert token == same
+            assert logprob == pytest.approx(expected, abs=1e-4)
+        assert len(several.logprobs(rid)) == len(plain.tokens(rid))
         assert several.last(rid).finish == plain.last(rid).finish
         assert several.last(rid).completion_tokens == plain.last(rid).completion_tokens
     several._compute, several.decode.next_batch = compute, next_batch  # type: ignore[method-assign]
