@@ -8,7 +8,7 @@ Lengths of a request, in tokens, always in this order:
     kv_len       keys and values computed, results processed
     device_len   computed, or being computed by launched batches
     tokens       prompt and the output known so far; with overlap, device_len may run ahead of it by a token, and
-                 where a step gave several, or after a jump (`scheduler.jumps`), it stays behind by many
+                 where a step gave several, or after a jump (`scheduler.grammars`), it stays behind by many
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import torch
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import AbortReq, FromScheduler, ToPublisher, ToScheduler
 from treeline_runtime.scheduler import Scheduler, start
-from treeline_runtime.scheduler.memory import let_go
 from treeline_runtime.scheduler.processors import Processors
+from treeline_runtime.scheduler.resolve import let_go
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from support.runtime_engine import DenseAttention
 from treeline_runtime.attention import ATTENTION_BACKENDS, AttentionBackend, Layout
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache import KVPool
-from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.models.model_config import PLAIN, Scoring
 
 BACKENDS = ["torch_sdpa", "dense"]
 SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 16)]

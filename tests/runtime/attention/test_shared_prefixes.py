@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.attention.segments import Segments
-from treeline_runtime.attention.shared_prefixes import LEAST_BLOCKS, SharedPrefix, _cut, shared_prefixes
+from treeline_runtime.attention.segments import LEAST_BLOCKS, Segments, SharedPrefix, _cut, shared_prefixes
 
 
 @dataclass

@@ -146,7 +146,7 @@ def test_a_sleep_that_cannot_end_for_want_of_memory_goes_on(
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         with monkeypatch.context() as patch:
-            patch.setattr("treeline_runtime.scheduler.residence.Executor", full)
+            patch.setattr("treeline_runtime.scheduler.administration.Executor", full)
             with pytest.raises(RuntimeError, match=r"no memory for the KV pool.*weights .* GiB.*KV pool .* GiB.*free"):
                 engine.wake_up()
             with pytest.raises(GenerationError, match="asleep"):
@@ -234,7 +234,7 @@ def test_weights_that_do_not_fit_beside_leave_the_old_ones(
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return Executor(*args, **options)
 
-        monkeypatch.setattr("treeline_runtime.scheduler.residence.Executor", full_once)
+        monkeypatch.setattr("treeline_runtime.scheduler.administration.Executor", full_once)
         with pytest.raises(RuntimeError, match="no memory for the KV pool"):
             engine.update_weights(checkpoints[1])
         assert engine.generate(IDS, GREEDY).token_ids == before

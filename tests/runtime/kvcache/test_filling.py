@@ -11,43 +11,82 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import MIN_SHARED_TOKENS, NO_PAGES, Filling, Pages, key_of
+from treeline_runtime.kvcache import NO_PAGES, Node, Pages, Place, RadixCache, key_of
 from treeline_runtime.messages import GenerateReq, SamplingParams
-from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.table import TableManager
 
 LONG = list(range(60))
 
 
-def test_what_is_on_its_way_is_brought_until_its_filler_ends() -> None:
-    filling = Filling()
-    filling.begin("first", key_of([*LONG, 1]))
-    filling.begin("second", key_of([*LONG, 2]), "salt")
-    wanted = key_of([*LONG, 3])
-    assert filling.brings(wanted, None, 60)
-    assert not filling.brings(wanted, None, 61), "there they differ"
-    assert not filling.brings(wanted, "other", 60)
-    assert not filling.brings(key_of([9, *LONG]), None, 40)
-    filling.end("first")
-    filling.end("first")
-    assert not filling.brings(wanted, None, 60)
-    assert filling.brings(wanted, "salt", 60)
-    filling.end("second")
-    assert not filling.fillers()
-    assert not filling._keys
+def a_tree() -> RadixCache:
+    return RadixCache(1)
 
 
-def test_what_is_shorter_than_a_place_is_found_by_none_that_is_longer() -> None:
-    filling = Filling()
-    filling.begin("short", key_of([1, 2]))
-    assert not filling.brings(key_of([1, 2, *LONG]), None, 40)
+def coming(tree: RadixCache, tokens: list[int], namespace: str | None = None) -> int:
+    tree.check_integrity()
+    return tree.match(key_of(tokens), namespace).coming
 
 
-def test_a_filler_fills_one_sequence() -> None:
-    filling = Filling()
-    filling.begin("a", b"")
-    with pytest.raises(AssertionError, match="two sequences"):
-        filling.begin("a", b"")
+def insert(tree: RadixCache, tokens: list[int]) -> None:
+    tree.insert(key_of(tokens), np.arange(len(tokens)), prompt_tokens=len(tokens))
+
+
+def test_what_is_on_its_way_is_coming_until_its_filler_ends() -> None:
+    tree = a_tree()
+    first = tree.begin_filling(None, key_of([*LONG, 1]))
+    second = tree.begin_filling(None, key_of([*LONG, 2]), "salt")
+    wanted = [*LONG, 3]
+    assert (coming(tree, wanted), coming(tree, wanted, "salt"), coming(tree, wanted, "other")) == (60, 60, 0)
+    assert coming(tree, [9, *LONG]) == 0
+    assert tree.num_pages == 0
+    assert not tree.take_events()
+    tree.unlock(first)
+    assert (coming(tree, wanted), coming(tree, wanted, "salt")) == (0, 60)
+    assert tree.end_filling(second) is None
+    assert not list(tree._walk())
+
+
+def test_several_fill_one_node_and_the_last_to_leave_takes_it_along() -> None:
+    tree = a_tree()
+    fillers = [tree.begin_filling(None, key_of([*LONG[:40], i, i])) for i in range(3)]
+    for i, filler in enumerate(fillers):
+        assert coming(tree, LONG) == 40
+        assert coming(tree, [*LONG[:40], i, i, i]) == 42
+        tree.unlock(filler)
+    assert coming(tree, LONG) == 0
+
+
+def test_what_one_of_two_has_filled_is_on_the_device_and_kept_for_the_other() -> None:
+    tree = a_tree()
+    ours, theirs = (tree.begin_filling(None, key_of([*LONG, i])) for i in range(2))
+    insert(tree, LONG[:20])
+    match = tree.match(key_of([*LONG, 1]))
+    assert (match.num_pages, match.coming) == (20, 41)
+    tree.unlock(ours)
+    assert len(tree.evict(20)) == 0
+    assert coming(tree, [*LONG, 0]) == 40
+    theirs = tree.end_filling(theirs)
+    assert theirs is not None
+    assert coming(tree, LONG) == 0
+    tree.unlock(theirs)
+    assert len(tree.evict(30)) == 20
+
+
+def test_who_does_not_want_what_the_cache_has_fills_nothing() -> None:
+    """What it computes again is there, and may leave meanwhile."""
+    tree = a_tree()
+    insert(tree, LONG)
+    assert tree.begin_filling(None, key_of([*LONG, 1])) is None
+    assert coming(tree, [*LONG, 1]) == 0
+    assert len(tree.evict(60)) == 60
+
+
+def test_a_tree_in_which_something_is_on_its_way_is_not_reset() -> None:
+    tree = a_tree()
+    tree.begin_filling(None, key_of(LONG))
+    with pytest.raises(AssertionError, match="reset"):
+        tree.reset()
 
 
 NUM_PAGES = 60
@@ -57,9 +96,10 @@ PAGE_SIZE = 4
 class Outside:
     """Fills pages, and is no request."""
 
-    def __init__(self, tokens: list[int], pages: Pages) -> None:
+    def __init__(self, tokens: list[int], pages: Pages, handle: Node | None) -> None:
         self.tokens = tokens
         self.pages = pages
+        self.handle = handle
 
 
 class Machine(RuleBasedStateMachine):
@@ -76,6 +116,8 @@ class Machine(RuleBasedStateMachine):
         self.trusted: dict[Req, bool] = {}
         self.launched: deque[tuple[Req, int, Pages]] = deque()
         self.outside: list[Outside] = []
+        self.fills: dict[Req | Outside, bool] = {}
+        """Whether what the cache lacked when it began is on its way: not where the cache had more than was used."""
         self.count = 0
 
     prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, 2)).map(
@@ -92,8 +134,9 @@ class Machine(RuleBasedStateMachine):
         self.waiting.append(req)
 
     def fillers(self) -> list[list[int]]:
-        """What is being filled, by what each filler is known to do."""
-        return [req.tokens for req in self.computing()] + [filler.tokens for filler in self.outside]
+        """What is being filled, by what each filler is known to do, in whole pages."""
+        alive = [filler for filler in (*self.computing(), *self.outside) if self.fills[filler]]
+        return [filler.tokens[: len(filler.tokens) // PAGE_SIZE * PAGE_SIZE] for filler in alive]
 
     def computing(self) -> list[Req]:
         return [req for req in self.admitted if req not in self.ended and req.kv_len < len(req.tokens)]
@@ -108,10 +151,12 @@ class Machine(RuleBasedStateMachine):
     def look_at_a_waiting_one(self, which: int) -> None:
         req = self.waiting[which % len(self.waiting)]
         match = self.cache.match(req)
-        assert self.cache.waits(req, match) == self.waits(req)
+        assert self.cache.waits(match) == self.waits(req)
         if not self.waits(req) and self.table.num_free:
             self.waiting.remove(req)
+            has = self.cache.tree.match(req.key)
             self.cache.admit(req, match)
+            self.fills[req] = has.num_pages == match.num_pages
             self.admitted.append(req)
 
     @precondition(lambda self: self.admitted)
@@ -160,7 +205,7 @@ class Machine(RuleBasedStateMachine):
     def finish(self, req: Req, trusted: bool) -> None:
         self.ended.add(req)
         self.trusted[req] = trusted
-        self.cache.filling.end(req)
+        self.cache.end_filling(req)
         self.release_if_idle(req)
 
     def release_if_idle(self, req: Req) -> None:
@@ -173,8 +218,10 @@ class Machine(RuleBasedStateMachine):
     def begin_outside(self, tokens: list[int]) -> None:
         count = len(tokens) // PAGE_SIZE
         if len(self.outside) < 2 and count <= self.cache.pool.num_free:
-            filler = Outside(tokens, self.cache.pool.alloc(count))
-            self.cache.filling.begin(filler, key_of(tokens))
+            tree, key = self.cache.tree, key_of(tokens)
+            handle = tree.begin_filling(tree.lock(tree.match(key)), key)
+            filler = Outside(tokens, self.cache.pool.alloc(count), handle)
+            self.fills[filler] = True
             self.outside.append(filler)
 
     @precondition(lambda self: self.outside)
@@ -186,7 +233,7 @@ class Machine(RuleBasedStateMachine):
             key = key_of(filler.tokens)
             existing, _ = self.cache.tree.insert(key, filler.pages, prompt_tokens=len(filler.tokens))
         self.cache.pool.free(filler.pages[:existing])
-        self.cache.filling.end(filler)
+        self.cache.tree.unlock(filler.handle)
 
     @rule(count=st.integers(1, 20))
     def evict(self, count: int) -> None:
@@ -211,8 +258,15 @@ class Machine(RuleBasedStateMachine):
         assert len(numbers) == len(np.unique(numbers)), "a page has two owners"
 
     @invariant()
-    def fillers_are_alive(self) -> None:
-        assert self.cache.filling.fillers() == {*self.computing(), *self.outside}
+    def what_is_on_its_way_is_what_fillers_fill(self) -> None:
+        """Else somebody would wait for ever."""
+        coming = [node for node, _ in self.cache.tree._walk() if node.place is Place.ON_ITS_WAY]
+        fillers = [key_of(tokens) for tokens in self.fillers()]
+        for node in coming:
+            key, above = node.key, node.parent
+            while above is not None:
+                key, above = above.key + key, above.parent
+            assert any(filler.startswith(key) for filler in fillers)
 
     def teardown(self) -> None:
         """Whatever becomes of the fillers: when they have ended, the pages are free or cached, and no request waits."""
@@ -224,7 +278,7 @@ class Machine(RuleBasedStateMachine):
             self.finish(req, trusted=True)
         assert self.cache.is_balanced()
         assert self.cache.tree.locked_pages == 0
-        assert not any(self.cache.waits(req, self.cache.match(req)) for req in self.waiting)
+        assert not any(self.cache.waits(self.cache.match(req)) for req in self.waiting)
 
 
 TestFilling = Machine.TestCase

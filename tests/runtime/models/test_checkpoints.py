@@ -19,8 +19,8 @@ from support.runtime_models import IDS, Runner, edit, ours, reference, save, the
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.quantization import product
-from treeline_runtime.scheduler import memory
-from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
+from treeline_runtime.scheduler import resolve
+from treeline_runtime.scheduler.resolve import bytes_per_token, num_pages
 from treeline_runtime.server.sampling import SamplingDefaults
 
 transformers = pytest.importorskip("transformers")
@@ -327,7 +327,7 @@ def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(
 ) -> None:
     path = write_config(tmp_path)
     size = bytes_per_token(read_config(path), torch.float32)
-    monkeypatch.setattr(memory, "_available_memory", lambda: 1000 * size + 5)
+    monkeypatch.setattr(resolve, "_available_memory", lambda: 1000 * size + 5)
     assert pages(path, max_total_tokens=1000) == 62
     with pytest.raises(ConfigError, match=rf"at most 992 tokens fit \({size} bytes each\)"):
         pages(path, max_total_tokens=1008)
@@ -339,11 +339,11 @@ def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(
 def test_file_pages_of_a_control_group_count_as_free(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
-    assert memory._available_in_group(tmp_path) == 100
+    assert resolve._available_in_group(tmp_path) == 100
     (tmp_path / "memory.stat").write_text("anon 300\nactive_file 150\ninactive_file 450\n")
-    assert memory._available_in_group(tmp_path) == 700
+    assert resolve._available_in_group(tmp_path) == 700
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._available_in_group(tmp_path) == sys.maxsize
+    assert resolve._available_in_group(tmp_path) == sys.maxsize
 
 
 @pytest.mark.deep

@@ -15,7 +15,7 @@ from support.runtime_models import IDS, SIZES, Runner, edit, ours, reference, sa
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.config import parse_config
 from treeline_runtime.models.families import FAMILIES
-from treeline_runtime.models.keys import READ
+from treeline_runtime.models.settings import READ
 from treeline_runtime.ops.torch_ops import TorchOps
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, config_of, edit, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.models import ModelError, read_config
-from treeline_runtime.models.gpt_oss import GptOssDecoder, dequantise
+from treeline_runtime.models.moe import GptOssDecoder, dequantise
 
 transformers = pytest.importorskip("transformers")
 

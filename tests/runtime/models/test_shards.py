@@ -1,4 +1,4 @@
-"""A projection that two ranks share: their parts, put together, are the whole."""
+"""A projection that several ranks share: their parts, put together, are the whole."""
 
 from __future__ import annotations
 
@@ -28,27 +28,51 @@ def random_linear(shard: Shard | None) -> Linear:
     return linear(RandomWeights(0, torch.float32, CPU), shard)
 
 
-def test_each_rank_gives_its_slice_of_each_projections_outputs() -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_gives_its_slice_of_each_projections_outputs(ranks: int) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     whole = random_linear(None)(x, ALONE).split([8, 4, 4], dim=1)
-    ranks = [random_linear(Shard(rank, 2, OUTPUTS))(x, ALONE).split([4, 2, 2], dim=1) for rank in range(2)]
-    for expected, *parts in zip(whole, *ranks, strict=True):
+    own = [size // ranks for size in (8, 4, 4)]
+    each = [random_linear(Shard(rank, ranks, OUTPUTS))(x, ALONE).split(own, dim=1) for rank in range(ranks)]
+    for expected, *parts in zip(whole, *each, strict=True):
         torch.testing.assert_close(torch.cat(parts, dim=1), expected)
 
 
-def test_what_ranks_make_of_their_slices_of_the_input_adds_up() -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_ranks_make_of_their_slices_of_the_input_adds_up(ranks: int) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-    parts = [random_linear(Shard(rank, 3, INPUTS))(x[:, 2 * rank : 2 * rank + 2], ALONE) for rank in range(3)]
+    parts = [
+        random_linear(Shard(rank, ranks, INPUTS))(own, ALONE) for rank, own in enumerate(x.split(6 // ranks, dim=1))
+    ]
     torch.testing.assert_close(sum(parts), random_linear(None)(x, ALONE))
 
 
 @pytest.mark.parametrize("dim", [OUTPUTS, INPUTS])
-def test_the_shards_of_a_checkpoints_tensor_are_the_tensor(dim: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_shards_of_a_checkpoints_tensor_are_the_tensor(ranks: int, dim: int) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     with Checkpoint(TINY_MODEL, torch.float32, CPU) as weights:
         shape = weights.shape(name)
-        parts = [weights.take(name, *shape, shard=Shard(rank, 2, dim)) for rank in range(2)]
+        parts = [weights.take(name, *shape, shard=Shard(rank, ranks, dim)) for rank in range(ranks)]
         assert torch.equal(torch.cat(parts, dim), weights.take(name, *shape))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_compute_a_feed_forward_with_one_sum_at_its_end(ranks: int) -> None:
+    """Columns of gate and up, rows of down: of a checkpoint."""
+    prefix, ops = "model.layers.0.mlp.", TorchOps()
+    with Checkpoint(TINY_MODEL, torch.float32, CPU) as weights:
+        inner, hidden = weights.shape(f"{prefix}up_proj.weight")
+        x = torch.randn(5, hidden, generator=torch.Generator().manual_seed(1))
+
+        def computed(shards: tuple[Shard, Shard] | tuple[None, None]) -> torch.Tensor:
+            names = dict.fromkeys(("gate_proj", "up_proj"), inner)
+            gate_up = Linear(weights, ops, prefix, names, hidden, bias=False, shard=shards[0])
+            down = Linear(weights, ops, prefix, {"down_proj": hidden}, inner, bias=False, shard=shards[1])
+            return down(ops.gate(gate_up(x, ALONE), "silu"), ALONE)
+
+        parts = [computed((Shard(rank, ranks, OUTPUTS), Shard(rank, ranks, INPUTS))) for rank in range(ranks)]
+        torch.testing.assert_close(sum(parts), computed((None, None)))
 
 
 def test_what_cannot_be_shared_is_named() -> None:

@@ -22,8 +22,8 @@ from treeline_runtime.attention.decode import Decode
 from treeline_runtime.attention.extend import Extend
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.kvcache import KVPool
+from treeline_runtime.models.model_config import PLAIN, Scoring
 from treeline_runtime.models.quantization.fp8 import E4M3
-from treeline_runtime.models.scoring import PLAIN, Scoring
 
 RANDOM = Random(0)
 

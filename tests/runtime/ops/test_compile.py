@@ -19,8 +19,7 @@ import torch
 from treeline_runtime.attention import Layout
 from treeline_runtime.context import Context
 from treeline_runtime.kvcache import KVPool
-from treeline_runtime.models.model_config import ClampedGate
-from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.models.model_config import PLAIN, ClampedGate, Scoring
 from treeline_runtime.ops import Experts, Heads, Tables
 from treeline_runtime.sampling import mask_words
 from treeline_runtime.sampling.noise import row_keys

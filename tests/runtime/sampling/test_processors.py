@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from treeline_runtime.sampling.builtin_processors import BUILT_IN
-from treeline_runtime.sampling.processor import Processing, told
+from treeline_runtime.sampling.processor import BUILT_IN, Processing, told
 
 VOCAB = 6
 TOKENS = st.integers(0, VOCAB - 1)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support import fp8
 from support.runtime_engine import Harness, prompt, write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
-from treeline_runtime.scheduler import memory
+from treeline_runtime.scheduler import resolve
 
 pytestmark = pytest.mark.deep
 
@@ -25,7 +25,7 @@ def tiny(tmp_path: Path) -> Path:
 def test_the_cache_holds_four_times_as_many_tokens_as_one_of_float32(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_available_memory", lambda: 1 << 22)
+    monkeypatch.setattr(resolve, "_available_memory", lambda: 1 << 22)
     plain, small = (Harness(tiny, kv_cache_dtype=kind, max_total_tokens=None).limits for kind in ("auto", "fp8_e4m3"))
     assert small.kv_bytes_per_token * 4 == plain.kv_bytes_per_token
     assert small.num_pages // 4 == plain.num_pages

@@ -18,7 +18,7 @@ from treeline_runtime.messages import AbortReq, FinishReason, Grammar, StopReq
 from treeline_runtime.scheduler import executor
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.forward import DecodeInputs, Tokens
-from treeline_runtime.scheduler.jumps import Jumps
+from treeline_runtime.scheduler.grammars import Jumps
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 pytestmark = pytest.mark.deep

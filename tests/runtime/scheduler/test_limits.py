@@ -13,7 +13,7 @@ from support.runtime_engine import Harness, prompt
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
-from treeline_runtime.scheduler.time_limits import TimeLimits
+from treeline_runtime.scheduler.waiting import TimeLimits
 
 
 class Clock:

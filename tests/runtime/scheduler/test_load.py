@@ -131,7 +131,7 @@ def test_a_prompt_with_nothing_to_produce_is_found_while_it_is_computed(tiny: Pa
         engine.submit(name, prompt(3, 8), max_new_tokens=0)
     engine.step()
     assert not engine.prefill.waiting
-    assert not engine.decode.running
+    assert list(engine.decode.running) == ["one", "two"]
     engine.submit("two", prompt(4, 8))  # the name is in use
     engine.abort("one")
     engine.run()

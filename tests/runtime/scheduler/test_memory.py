@@ -11,15 +11,15 @@ from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
 from treeline_runtime.models import read_config
-from treeline_runtime.scheduler import memory
-from treeline_runtime.scheduler.admission import (
+from treeline_runtime.scheduler import resolve
+from treeline_runtime.scheduler.decode import (
     DECAY_STEPS,
     OUTPUT_CLIP_TOKENS,
     NewTokenRatio,
     cost_pages,
     reserved_pages,
+    retraction_order,
 )
-from treeline_runtime.scheduler.decode import retraction_order
 
 
 def request(prompt_len: int, output_len: int = 0, *, max_new: int = 100, ignore_eos: bool = False) -> Req:
@@ -137,25 +137,25 @@ def test_eviction_makes_room_and_is_announced(tiny: Path) -> None:
 
 def test_the_pool_is_sized_from_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cpu = read_config(tiny), torch.device("cpu")
-    per_token = memory.bytes_per_token(model, torch.float32)
+    per_token = resolve.bytes_per_token(model, torch.float32)
     assert per_token == 2 * 2 * 2 * 8 * 4
-    assert memory.bytes_per_token(model, torch.bfloat16) == per_token // 2
+    assert resolve.bytes_per_token(model, torch.bfloat16) == per_token // 2
 
     def pages(**settings: object) -> int:
-        return memory.num_pages(SchedulerConfig(model="x", **settings), model, torch.float32, cpu)  # type: ignore[arg-type]
+        return resolve.num_pages(SchedulerConfig(model="x", **settings), model, torch.float32, cpu)  # type: ignore[arg-type]
 
     assert pages(max_total_tokens=100) == 6
     with pytest.raises(ConfigError, match="less than one page"):
         pages(max_total_tokens=15)
-    monkeypatch.setattr(memory, "_available_memory", lambda: 1 << 20)
+    monkeypatch.setattr(resolve, "_available_memory", lambda: 1 << 20)
     assert pages() == int(0.1 * 2**20) // (per_token * 16)
     assert pages(mem_fraction=0.5) == 2**19 // (per_token * 16)
-    monkeypatch.setattr(memory, "_available_memory", lambda: 1 << 50)
-    assert pages() == memory.CPU_POOL_LIMIT // (per_token * 16)
-    monkeypatch.setattr(memory, "_available_memory", lambda: 100)
+    monkeypatch.setattr(resolve, "_available_memory", lambda: 1 << 50)
+    assert pages() == resolve.CPU_POOL_LIMIT // (per_token * 16)
+    monkeypatch.setattr(resolve, "_available_memory", lambda: 100)
     with pytest.raises(ConfigError, match="raise mem_fraction"):
         pages()
 
 
 def test_this_machine_has_memory() -> None:
-    assert memory._available_memory() > 1 << 24
+    assert resolve._available_memory() > 1 << 24

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.runtime_engine import Harness, Recorder, prompt
-from treeline_runtime.kvcache import key_of
+from treeline_runtime.kvcache import TOKEN_BYTES, Place, key_of
 
 # ---- policies -------------------------------------------------------------------------------------------
 
@@ -32,6 +32,12 @@ def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
 # ---- shared prefixes ------------------------------------------------------------------------------------
 
 
+def on_their_way(engine: Harness) -> int:
+    """Pages"""
+    nodes = [node for node, _ in engine.cache.tree._walk() if node.place is Place.ON_ITS_WAY]
+    return sum(len(node.key) // (TOKEN_BYTES * engine.config.page_size) for node in nodes)
+
+
 def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
     engine = Recorder(tiny, chunked_prefill_size=16)
     shared = prompt(1, 100)
@@ -39,6 +45,16 @@ def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
         engine.submit(str(i), shared + prompt(10 + i, 5), max_new_tokens=3)
     engine.run()
     assert [engine.last(str(i)).cached_tokens for i in range(3)] == [0, 96, 100], "4 more are not worth waiting for"
+
+
+@pytest.mark.parametrize(("page_size", "waits"), [(1, True), (16, True), (64, False)])
+def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int, waits: bool) -> None:
+    """40 tokens in common are no page of 64: the cache would have nothing of them."""
+    engine = Recorder(tiny, page_size=page_size)
+    for i in range(3):
+        engine.submit(str(i), prompt(1, 40) + prompt(10 + i, 8), max_new_tokens=1)
+    engine.run()
+    assert engine.prefills() == ([["0"], ["1", "2"]] if waits else [["0", "1", "2"]])
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed"])
@@ -52,22 +68,22 @@ def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, 
     engine.step()
     dying = engine.prefill.chunked
     assert dying is not None
-    assert dying in engine.cache.filling
+    assert on_their_way(engine) == (13 if depth else 9)
     assert "waits" in engine.prefill.waiting
     if how == "aborted":
         engine.abort("dies")
     else:
         engine._fail(dying, "a fault")
     engine.run()
-    assert not engine.cache.filling.fillers()
+    assert on_their_way(engine) == 0
     assert engine.last("waits").cached_tokens == (0 if depth else 16)
     assert engine.tokens("waits") == Harness(tiny).generate("alone", beginning + prompt(3, 4))
 
 
 def test_a_request_waits_for_whoever_fills_its_pages(tiny: Path) -> None:
     engine = Harness(tiny)
-    filler, ids = "not a request", prompt(1, 60)
-    engine.cache.filling.begin(filler, key_of(ids))
+    ids = prompt(1, 60)
+    filler = engine.cache.tree.begin_filling(None, key_of(ids))
     engine.submit("waits", ids)
     engine.submit("other", prompt(2, 60))
     while engine.step():
@@ -75,7 +91,7 @@ def test_a_request_waits_for_whoever_fills_its_pages(tiny: Path) -> None:
     assert engine.last("other").finish is not None
     assert list(engine.prefill.waiting) == ["waits"]
     assert not engine.is_idle
-    engine.cache.filling.end(filler)
+    engine.cache.tree.unlock(filler)
     engine.run()
     assert engine.tokens("waits") == Harness(tiny).generate("alone", ids)
 

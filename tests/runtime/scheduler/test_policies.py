@@ -17,7 +17,7 @@ from treeline_operator.api.engine import WORDS
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, RadixCache, key_of
-from treeline_runtime.kvcache.eviction import EVICTION_POLICIES
+from treeline_runtime.kvcache.node import EVICTION_POLICIES
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.scheduler.waiting import MATCH_LIMIT, WaitingOrder
 

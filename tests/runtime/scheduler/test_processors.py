@@ -13,7 +13,7 @@ from support.runtime_engine import VOCAB, Harness, Memory, prompt
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.engine import Engine, GenerationError
 from treeline_runtime.messages import CustomProcessor, Grammar, SamplingParams
-from treeline_runtime.sampling.builtin_processors import BUILT_IN
+from treeline_runtime.sampling.processor import BUILT_IN
 from treeline_runtime.scheduler import start
 from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, NOTHING_SOUND
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, NONE_THERE, Processors

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.messages import AbortReq, CacheUpdate, Cleared, DrainReq, FlushReq, Removed, Stored
-from treeline_runtime.scheduler.stats import SchedulerStats
+from treeline_runtime.scheduler.reports import SchedulerStats
 
 
 def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runtime_constraints import Toy
-from support.runtime_engine import Harness, prompt
+from support.runtime_engine import VOCAB, Harness, prompt
 from treeline_runtime.core import Batch, Req
 from treeline_runtime.messages import GenerateReq, SamplingParams, TokenLogprob
 from treeline_runtime.scheduler.executor import Launched, Sampled
@@ -39,47 +41,97 @@ def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: ran
     engine._compute = computing  # type: ignore[method-assign]
 
 
-def ask(engine: Harness, seed: int, stops: dict[str, int]) -> None:
+def guessing(engine: Harness, known: dict[str, list[TokenLogprob]], chance: random.Random) -> None:
+    """From now on a step of decoding computes up to 4 guesses, too, of which the first few are right, if any, and gives
+    those with the token that follows them: what is computed of the others is in the way."""
+    next_batch, compute = engine.decode.next_batch, engine._compute
+    guesses: dict[Req, tuple[int, int]] = {}
+    """The first token that the step gives, by its number in the output; how many guesses are right."""
+
+    def with_guesses(reqs: list[Req]) -> Batch:
+        batch = next_batch(reqs)
+        for i, (req, end) in enumerate(zip(batch.reqs, batch.ends, strict=True)):
+            index, right = end - req.prompt_len, chance.choice([0, 0, 1, 2, 4])
+            follow = [token for _, token in known[req.rid][index:]][: chance.choice([0, 2, 4])]
+            if batch.samples[i] and engine.cache.missing_pages(req, end + len(follow)) <= engine.cache.available_pages:
+                guessed = [token if j < right else (token + 1) % VOCAB for j, token in enumerate(follow)]
+                engine.cache.extend(req, end + len(guessed))
+                engine.table.write_tokens(req.row, end, guessed)
+                batch.ends[i] += len(guessed)
+                guesses[req] = index, min(right, len(guessed))
+        return batch
+
+    def computing(batch: Batch) -> Launched:
+        launched = compute(batch)
+        result, taken = launched.result, {i: guesses.pop(req) for i, req in enumerate(batch.reqs) if req in guesses}
+
+        def accepted() -> list[Sampled]:
+            results = result()
+            for i, (index, right) in taken.items():
+                found = known[batch.reqs[i].rid][index : index + right + 1]
+                results[i].tokens = [token for _, token in found]
+                results[i].logprobs, results[i].top_logprobs = found, [[one] for one in found]
+            return results
+
+        launched.result = accepted  # type: ignore[method-assign]
+        return launched
+
+    engine.decode.next_batch = with_guesses  # type: ignore[method-assign]
+    engine._compute = computing  # type: ignore[method-assign]
+
+
+def ask(engine: Harness, seed: int, stops: dict[str, int]) -> dict[str, list[int]]:
     """Prompts with a beginning in common; some stop at a token, some are limited."""
-    rng = random.Random(seed)
+    rng, prompts = random.Random(seed), dict[str, list[int]]()
     for i in range(5):
-        ids = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(1, 20))
+        ids = prompts[str(i)] = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(1, 20))
         options: dict[str, Any] = {"stop_token_ids": (stops[str(i)],)} if str(i) in stops else {}
         options["max_new_tokens"] = rng.choice([1, 4, 19, 40])
         engine.submit(str(i), ids, top_logprobs_num=1, return_logprob=True, **options)
+    return prompts
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("several_at_a_time", [accepting, guessing])
+@settings(max_examples=20)
 @given(
     depth=st.integers(0, 1), seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans()
 )
 def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
-    tiny: Path, depth: int, seed: int, page_size: int, mixed: bool
+    tiny: Path,
+    several_at_a_time: Callable[[Harness, dict[str, list[TokenLogprob]], random.Random], None],
+    depth: int,
+    seed: int,
+    page_size: int,
+    mixed: bool,
 ) -> None:
     options: dict[str, Any] = {"page_size": page_size, "mixed_chunk": mixed, "chunked_prefill_size": 32}
     options["max_total_tokens"] = 256  # retractions happen
     free = Harness(tiny, **options)
-    ask(free, seed, {})
+    prompts = ask(free, seed, {})
     free.run()
     known = {rid: free.logprobs(rid) for rid in free.outs}
     rng = random.Random(seed)
     stops = {rid: rng.choice(free.tokens(rid)) for rid in known if rng.random() < 0.5}
     plain, several = Harness(tiny, **options), Harness(tiny, overlap_depth=depth, **options)
-    compute = several._compute
-    accepting(several, known, rng)
+    compute, next_batch = several._compute, several.decode.next_batch
+    several_at_a_time(several, known, rng)
     for engine in (plain, several):
         ask(engine, seed, stops)
         engine.run()
     for rid in known:
         assert several.tokens(rid) == plain.tokens(rid)
-        assert several.logprobs(rid) == free.logprobs(rid)[: len(plain.tokens(rid))]
+        for (logprob, token), (expected, same) in zip(several.logprobs(rid), free.logprobs(rid), strict=False):
+            assert token == same
+            assert logprob == pytest.approx(expected, abs=1e-4)
+        assert len(several.logprobs(rid)) == len(plain.tokens(rid))
         assert several.last(rid).finish == plain.last(rid).finish
         assert several.last(rid).completion_tokens == plain.last(rid).completion_tokens
-    several._compute = compute  # type: ignore[method-assign]
-    # what is cached was computed: the next turn of a conversation is what it is for others
+    several._compute, several.decode.next_batch = compute, next_batch  # type: ignore[method-assign]
+    # what is cached was computed: the next turn of a conversation is what it is where nothing is cached
     for rid in list(known)[:2]:
-        turn = prompt(1, 9) + plain.tokens(rid)
-        assert several.generate(f"next {rid}", turn) == plain.generate(f"next {rid}", turn)
+        turn = prompts[rid] + plain.tokens(rid)
+        uncached = Harness(tiny, **options).generate(f"next {rid}", turn)
+        assert several.generate(f"next {rid}", turn) == uncached
 
 
 @given(

@@ -14,7 +14,7 @@ from support.runtime_engine import Harness, prompt
 from treeline_runtime.attention import ATTENTION_BACKENDS, Layout
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.kvcache import KVPool
-from treeline_runtime.models.scoring import Scoring
+from treeline_runtime.models.model_config import Scoring
 
 pytest.importorskip("triton")
 BLOCK = 8

@@ -11,7 +11,7 @@ from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache.pool import KVPool
-from treeline_runtime.models.scoring import Scoring
+from treeline_runtime.models.model_config import Scoring
 from treeline_runtime.ops import obstacle_to_triton
 
 __all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "HostPages", "Layout", "new_attention"]

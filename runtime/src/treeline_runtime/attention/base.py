@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.kvcache.pool import KVPool
-from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.models.model_config import PLAIN, Scoring
 from treeline_runtime.registry import Registry
 
 

@@ -25,8 +25,7 @@ import torch
 import triton
 
 from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout, factors, processors_of
-from treeline_runtime.attention.segments import Segments
-from treeline_runtime.attention.shared_prefixes import shared_prefixes
+from treeline_runtime.attention.segments import Segments, shared_prefixes
 from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.transfer import pinned, upload

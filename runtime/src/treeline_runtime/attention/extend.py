@@ -15,7 +15,7 @@ import triton
 
 from treeline_runtime.attention.base import AttentionBackend, Layout, factors, processors_of
 from treeline_runtime.kvcache.pool import KVPool
-from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.models.model_config import PLAIN, Scoring
 from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import upload
 

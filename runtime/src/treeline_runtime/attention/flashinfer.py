@@ -18,7 +18,7 @@ from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
 from treeline_runtime.attention.base import AttentionBackend, Layout
 from treeline_runtime.kvcache.pool import KVPool
-from treeline_runtime.models.scoring import PLAIN, Scoring
+from treeline_runtime.models.model_config import PLAIN, Scoring
 from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import upload
 

@@ -1,19 +1,19 @@
-"""The paged KV pool, the radix cache over it, and what is on its way into it."""
+"""The paged KV pool, and the radix cache over it, which knows what is on its way, too."""
 
-from treeline_runtime.kvcache.filling import MIN_SHARED_TOKENS, Filling
-from treeline_runtime.kvcache.node import Node
+from treeline_runtime.kvcache.node import Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages
-from treeline_runtime.kvcache.radix import Match, RadixCache, key_of
+from treeline_runtime.kvcache.radix import TOKEN_BYTES, Match, RadixCache, common_prefix, key_of
 
 __all__ = [
-    "MIN_SHARED_TOKENS",
     "NO_PAGES",
-    "Filling",
+    "TOKEN_BYTES",
     "KVPool",
     "Match",
     "Node",
     "PagePool",
     "Pages",
+    "Place",
     "RadixCache",
+    "common_prefix",
     "key_of",
 ]

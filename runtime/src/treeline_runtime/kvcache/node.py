@@ -1,12 +1,26 @@
-"""A node of the radix tree."""
+"""Nodes of the radix tree, where their pages are, and in which order they leave."""
 
 from __future__ import annotations
 
-from treeline_runtime.kvcache.pool import Pages
+import enum
+import heapq
+from collections.abc import Callable
+
+from treeline_runtime.kvcache.pool import NO_PAGES, Pages
+
+
+class Place(enum.Enum):
+    """Where the keys and values of a node are. Below a node that is not on the device none is."""
+
+    DEVICE = enum.auto()
+    """In its pages of the pool."""
+    ON_ITS_WAY = enum.auto()
+    """Nowhere yet: whoever has locked the node is putting them on the device. It has no pages and no digests, and
+    leaves the tree with its last lock."""
 
 
 class Node:
-    """One run of pages, all on the device. Roots have an empty run, no parent, and are never evicted."""
+    """One run of whole pages, all in one place. Roots have an empty run, no parent, and are never evicted."""
 
     __slots__ = (
         "children",
@@ -17,21 +31,79 @@ class Node:
         "lock_ref",
         "pages",
         "parent",
+        "place",
         "priority",
     )
 
-    def __init__(
-        self, parent: Node | None, key: bytes, pages: Pages, digests: list[bytes], now: int, priority: int = 0
-    ) -> None:
+    def __init__(self, parent: Node | None, key: bytes, now: int, place: Place = Place.ON_ITS_WAY) -> None:
         self.parent = parent
         self.key = key
-        self.pages = pages
-        self.digests = digests
+        self.place = place
+        self.pages: Pages = NO_PAGES
+        self.digests: list[bytes] = []
         self.children: dict[bytes, Node] = {}
         self.lock_ref = 0
         self.hit_count = 0
         self.last_access = now
-        self.priority = priority
+        self.priority = 0
 
     def __repr__(self) -> str:
-        return f"Node({len(self.pages)} pages, {len(self.children)} children, lock_ref={self.lock_ref})"
+        return f"Node({self.place.name}, {len(self.pages)} pages, {len(self.children)} children, {self.lock_ref} locks)"
+
+
+EvictionKey = Callable[[Node], tuple[int, ...]]
+"""The leaf with the smallest key goes first."""
+
+EVICTION_POLICIES: dict[str, EvictionKey] = {
+    "lru": lambda node: (node.last_access,),
+    "lfu": lambda node: (node.hit_count, node.last_access),
+    # of the most urgent request that used it
+    "priority": lambda node: (node.priority, node.last_access),
+}
+"""By the names that `SchedulerConfig.eviction_policy` takes."""
+
+
+class EvictionQueue:
+    """The evictable leaves, kept incrementally.
+
+    A heap with lazy deletion: an entry counts only while its serial is the node's newest, so add, discard and touch are
+    O(log n) and nothing walks the tree. Stale entries are dropped when they outnumber the live ones.
+    """
+
+    def __init__(self, key: EvictionKey) -> None:
+        self._key = key
+        self._serial = 0
+        self._live: dict[Node, int] = {}
+        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def add(self, node: Node) -> None:
+        """`node` is (still) an evictable leaf; its key is read now."""
+        self._serial += 1
+        self._live[node] = self._serial
+        heapq.heappush(self._heap, (self._key(node), self._serial, node))
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, node: Node) -> None:
+        self._live.pop(node, None)
+
+    def touch(self, node: Node) -> None:
+        """What `node`'s key is made of has changed."""
+        if node in self._live:
+            self.add(node)
+
+    def pop(self) -> Node | None:
+        """The leaf to evict from next, taken out of the queue; None if there is none."""
+        while self._heap:
+            _, serial, node = heapq.heappop(self._heap)
+            if self._live.get(node) == serial:
+                del self._live[node]
+                return node
+        return None

@@ -3,30 +3,32 @@
 Theory of operation
 -------------------
 A tree per namespace. An edge is a run of whole pages; a node owns the run that leads to it: `key` (token ids as
-little-endian u32, so comparing is memcmp), `pages` (where their KV is) and `digests` (the hash chain that names each
-page in KV events). Children are found by the bytes of their first page: two children of a node differ within it.
+little-endian u32, so comparing is memcmp), `place`, `pages` (where their KV is) and `digests` (the hash chain that
+names each page in KV events). Children are found by the bytes of their first page: two children of a node differ within
+it.
 
 - `match` changes nothing. `lock` splits the last node where the match ends inside it, then counts one lock on every
   node up to the root; a node with locks, or with children, cannot be evicted. When a locked node is split both halves
   keep its locks, and the old object becomes the lower half: its holder still holds the whole path.
-- `insert` adds what the tree lacks and says how many pages it had already; the caller owns the duplicates.
+- `begin_filling` extends a lock to what is to follow, on nodes that are on their way; `match` says how much of a key
+  is. Several may fill one node. The first that inserts it puts it on the device; with its last lock it is gone.
+- `insert` adds what the device lacks and says how many pages it had already; the caller owns the duplicates.
 - `evict` takes pages from the ends of leaves, so the remainder of a leaf stays useful.
 - Time is a counter of lock and insert calls, not a clock: replicas of a tree agree, and tests repeat.
 
-A page of the pool is either free, or in the tree, or held by a request; this class knows only those in the tree.
+A page of the pool is either free, or in the tree, or held by a request; this class knows only those in the tree. Those
+of a node on its way are its fillers' until it is inserted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
-from treeline_runtime.kvcache.eviction import EVICTION_POLICIES, EvictionQueue
-from treeline_runtime.kvcache.node import Node
+from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue, Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
 from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
 
@@ -109,6 +111,8 @@ class Match:
     """Pages of `node` that belong to the match."""
     num_pages: int
     """Pages of the whole match."""
+    coming: int = 0
+    """Pages of the key behind the match that are on their way."""
 
 
 NO_MATCH = Match(None, 0, 0)
@@ -117,8 +121,8 @@ NO_MATCH = Match(None, 0, 0)
 class RadixCache:
     """Page-granular prefix tree. Lengths are in pages, keys in bytes (see `key_of`); n = pages of the key.
 
-    Looking up: match O(n). Keeping: lock, unlock O(depth). Changing: insert O(n), evict O(pages + leaves log leaves),
-    reset O(1). Watching: take_events, blocks, check_integrity O(tree).
+    Looking up: match O(n). Keeping: lock, unlock O(depth), begin_filling O(n). Changing: insert O(n), evict O(pages +
+    leaves log leaves), reset O(1). Watching: take_events, blocks, check_integrity O(tree).
     """
 
     def __init__(self, page_size: int, eviction_policy: str = "lru") -> None:
@@ -138,7 +142,7 @@ class RadixCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages in the tree."""
+        """Pages of the pool that the tree has."""
         return self.evictable_pages + self.locked_pages
 
     # ---- looking up ---------------------------------------------------------------------------------------
@@ -152,20 +156,18 @@ class RadixCache:
         if node is None:
             return NO_MATCH
         size = self._page_bytes
-        found, used, offset = None, 0, 0
-        while offset + size <= len(key):
-            child = node.children.get(key[offset : offset + size])
-            if child is None:
+        found, used, cached, offset = None, 0, 0, 0
+        while (child := node.children.get(key[offset : offset + size])) is not None:
+            common = len(child.key)
+            if not key.startswith(child.key, offset):
+                common = common_prefix(child.key, key[offset : offset + common]) // size * size
+            offset += common
+            if child.place is Place.DEVICE:
+                found, used, cached = child, common // size, offset
+            if common < len(child.key):
                 break
-            if key.startswith(child.key, offset):
-                used = len(child.pages)
-            else:
-                used = common_prefix(child.key, key[offset : offset + len(child.key)]) // size
-            found = node = child
-            offset += used * size
-            if used < len(child.pages):
-                break
-        return Match(found, used, offset // size)
+            node = child
+        return Match(found, used, cached // size, (offset - cached) // size)
 
     def pages_of(self, match: Match) -> Pages:
         """Page numbers of the match, in order."""
@@ -178,15 +180,17 @@ class RadixCache:
             node = node.parent
         return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
 
-    @staticmethod
-    def whole(node: Node) -> Match:
-        """The match that ends with `node`."""
+    def whole(self, node: Node) -> Match:
+        """The match that ends with `node`, which is on the device."""
+        return Match(node, len(node.pages), self.depth(node))
+
+    def depth(self, node: Node | None) -> int:
+        """Pages from the root to the end of `node`, wherever they are."""
         total = 0
-        step: Node | None = node
-        while step is not None:
-            total += len(step.pages)
-            step = step.parent
-        return Match(node, len(node.pages), total)
+        while node is not None:
+            total += len(node.key) // self._page_bytes
+            node = node.parent
+        return total
 
     def unlocked_pages(self, match: Match) -> int:
         """Pages that `lock(match)` would make unevictable. O(depth)."""
@@ -233,14 +237,47 @@ class RadixCache:
     def unlock(self, node: Node | None) -> None:
         """Undo one lock. None (the handle of an empty match) is fine."""
         while node is not None and node.parent is not None:
-            assert node.lock_ref > 0, "unlock without lock"
-            node.lock_ref -= 1
-            if node.lock_ref == 0:
+            node = self._unlock_one(node)
+
+    def _unlock_one(self, node: Node) -> Node | None:
+        """→ its parent"""
+        assert node.lock_ref > 0, "unlock without lock"
+        node.lock_ref -= 1
+        parent = node.parent
+        if node.lock_ref == 0:
+            if node.place is Place.DEVICE:
                 self.locked_pages -= len(node.pages)
                 self.evictable_pages += len(node.pages)
                 if not node.children:
                     self._queue.add(node)
-            node = node.parent
+            else:
+                self._remove_leaf(node)
+                self.version += 1
+        return parent
+
+    def begin_filling(self, handle: Node | None, key: bytes, namespace: str | None = None) -> Node | None:
+        """Lock what is to follow in `key` on `handle`, which is what `lock` made of its match. → in the place of
+        `handle`. Its holder inserts what it has filled, and calls `end_filling` or `unlock` when it fills no more.
+
+        Where the cache has more than the match, which its holder did not want, nothing is on its way.
+        """
+        match = self.match(key, namespace)
+        at, total = match.num_pages, len(key) // self._page_bytes
+        if match.node is not handle or at == total:
+            return handle
+        node = handle or self._root(namespace)
+        while at < total:
+            node = self._below(node, key, at, total)
+            node.lock_ref += 1
+            at += len(node.key) // self._page_bytes
+        self.version += 1
+        return node
+
+    def end_filling(self, handle: Node | None) -> Node | None:
+        """Unlock what of `handle` is on its way. → the lock on the rest"""
+        while handle is not None and handle.place is Place.ON_ITS_WAY:
+            handle = self._unlock_one(handle)
+        return handle if handle is not None and handle.parent is not None else None
 
     # ---- changing -----------------------------------------------------------------------------------------
 
@@ -264,19 +301,15 @@ class RadixCache:
         if total == 0:
             return 0, None
         self._now += 1
-        match = self.match(key, namespace)
-        node = match.node
-        if node is None:
-            node = self._roots.get(namespace)
-            if node is None:
-                node = self._roots[namespace] = Node(None, b"", NO_PAGES, [root_digest(namespace)], self._now)
-        elif match.used_pages < len(node.pages):
+        match = self.match(key[: total * self._page_bytes], namespace)
+        node = match.node or self._root(namespace)
+        if match.used_pages < len(node.pages):
             node = self._split(node, match.used_pages)
-        boundary = prompt_tokens // self.page_size
-        cuts = [match.num_pages, boundary, total] if match.num_pages < boundary < total else [match.num_pages, total]
-        if match.num_pages < total:
-            for start, end in pairwise(cuts):
-                node = self._append(node, key, pages, start, end, prompt_tokens, namespace, priority)
+        at, boundary = match.num_pages, prompt_tokens // self.page_size
+        while at < total:
+            node = self._below(node, key, at, boundary if at < boundary < total else total)
+            self._fill(node, pages, at, prompt_tokens, namespace, priority)
+            at += len(node.pages)
         self._touch(node, priority)
         return match.num_pages, node
 
@@ -308,54 +341,66 @@ class RadixCache:
 
     def reset(self) -> Pages:
         """Forget everything. → the pages, now the caller's. No lock may be held."""
-        assert self.locked_pages == 0, f"reset with {self.locked_pages} locked pages"
-        pages = [node.pages for node, _ in self._walk()]
+        nodes = [node for node, _ in self._walk()]
+        assert not any(node.lock_ref for node in nodes), f"reset with {self.locked_pages} locked pages"
+        pages = [node.pages for node in nodes]
         self._clear()
         self._events.cleared()
         return np.concatenate(pages) if pages else NO_PAGES
 
-    def _append(
-        self,
-        parent: Node,
-        key: bytes,
-        pages: Pages,
-        start: int,
-        end: int,
-        prompt_tokens: int,
-        namespace: str | None,
-        priority: int,
-    ) -> Node:
-        """A new leaf below `parent` for pages start … end of the key."""
+    def _root(self, namespace: str | None) -> Node:
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, b"", self._now, Place.DEVICE)
+            root.digests = [root_digest(namespace)]
+        return root
+
+    def _below(self, parent: Node, key: bytes, start: int, end: int) -> Node:
+        """The child of `parent` for pages start … end of the key, or for the first of them; a new one is on its way."""
         size = self._page_bytes
         run = key[start * size : end * size]
-        tokens = tokens_of(run)
-        digests: list[bytes] = []
+        child = parent.children.get(run[:size])
+        if child is None:
+            child = parent.children[run[:size]] = Node(parent, run, self._now)
+        elif (common := common_prefix(child.key, run) // size) < len(child.key) // size:
+            child = self._split(child, common)
+        return child
+
+    def _fill(
+        self, node: Node, pages: Pages, start: int, prompt_tokens: int, namespace: str | None, priority: int
+    ) -> None:
+        """`node`, which begins with page `start` of a key whose KV is in `pages`, is on the device now."""
+        parent, tokens = node.parent, tokens_of(node.key)
+        assert parent is not None
+        assert node.place is Place.ON_ITS_WAY
         digest = parent.digests[-1]
         for i in range(0, len(tokens), self.page_size):
             digest = block_hash(digest, tokens[i : i + self.page_size])
-            digests.append(digest)
-        if parent.parent is not None:
-            self._queue.discard(parent)
-        node = Node(parent, run, pages[start:end].copy(), digests, self._now, priority)
-        parent.children[run[:size]] = node
-        self._queue.add(node)
-        self.evictable_pages += end - start
+            node.digests.append(digest)
+        node.place = Place.DEVICE
+        node.pages = pages[start : start + len(node.digests)].copy()
+        node.last_access, node.priority = self._now, priority
+        self._queue.discard(parent)
+        if node.lock_ref:
+            self.locked_pages += len(node.pages)
+        else:
+            self.evictable_pages += len(node.pages)
+            self._queue.add(node)
         self.version += 1
         parent_hash = hash_of(parent.digests[-1]) if parent.parent is not None else None
         output_from = min(max(prompt_tokens - start * self.page_size, 0), len(tokens))
-        self._events.stored(Stored([hash_of(d) for d in digests], parent_hash, tokens, namespace, output_from))
-        return node
+        hashes = [hash_of(digest) for digest in node.digests]
+        self._events.stored(Stored(hashes, parent_hash, tokens, namespace, output_from))
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` after `at` pages. → the new upper half; `node` itself becomes the lower half."""
-        parent = node.parent
+        parent, size = node.parent, self._page_bytes
         assert parent is not None
-        assert 0 < at < len(node.pages)
-        size = self._page_bytes
-        upper = Node(parent, node.key[: at * size], node.pages[:at], node.digests[:at], self._now, node.priority)
-        upper.lock_ref = node.lock_ref
-        upper.hit_count = node.hit_count
-        upper.last_access = node.last_access
+        assert 0 < at < len(node.key) // size
+        upper = Node(parent, node.key[: at * size], self._now, node.place)
+        upper.pages, upper.digests = node.pages[:at], node.digests[:at]
+        upper.lock_ref, upper.hit_count = node.lock_ref, node.hit_count
+        upper.last_access, upper.priority = node.last_access, node.priority
         parent.children[upper.key[:size]] = upper
         node.key = node.key[at * size :]
         node.pages = node.pages[at:]
@@ -394,6 +439,8 @@ class RadixCache:
         """(hash, parent hash, tokens, namespace) of every page, parents first."""
         for node, namespace in self._walk():
             assert node.parent is not None
+            if node.place is not Place.DEVICE:
+                continue
             parent = hash_of(node.parent.digests[-1]) if node.parent.parent is not None else None
             tokens = tokens_of(node.key)
             for i, digest in enumerate(node.digests):
@@ -422,9 +469,14 @@ class RadixCache:
             parent, size = node.parent, self._page_bytes
             assert parent is not None
             assert parent.children[node.key[:size]] is node, f"{node} is not where its first page says"
-            assert len(node.pages) == len(node.digests) == len(node.key) // size > 0, f"lengths differ in {node}"
-            assert len(node.key) % size == 0, f"{node} has part of a page"
+            assert len(node.key) > 0 == len(node.key) % size, f"{node} has part of a page"
             assert node.lock_ref >= sum(c.lock_ref for c in node.children.values()), f"locks leak below {node}"
+            if node.place is Place.ON_ITS_WAY:
+                assert node.lock_ref > 0, f"nobody fills {node}"
+                assert len(node.pages) == len(node.digests) == 0, f"{node} is on the device"
+                continue
+            assert parent.place is Place.DEVICE, f"{node} is on the device, and what is before it is not"
+            assert len(node.pages) == len(node.digests) == len(node.key) // size, f"lengths differ in {node}"
             numbers = {int(p) for p in node.pages}
             assert len(numbers) == len(node.pages), f"a page is twice in {node}"
             assert not numbers & seen, f"pages {numbers & seen} are in two nodes"

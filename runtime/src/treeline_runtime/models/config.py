@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from treeline_runtime.models.families import FAMILIES, Family
-from treeline_runtime.models.keys import unknown_settings
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import NotServed, Scheme, read_scheme
 from treeline_runtime.models.rope_config import RopeConfig
-from treeline_runtime.models.settings import FULL, ModelError, flag, read_object
+from treeline_runtime.models.settings import FULL, ModelError, flag, read_object, unknown_settings
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 

@@ -10,8 +10,7 @@ import torch
 from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.gpt_oss import GptOssDecoder
-from treeline_runtime.models.moe import MoeDecoder
+from treeline_runtime.models.moe import GptOssDecoder, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.models.quantization.fp8 import E4M3

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from treeline_runtime.models.keys import unknown_rope_settings
-from treeline_runtime.models.settings import ModelError, positive
+from treeline_runtime.models.settings import ModelError, positive, unknown_rope_settings
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 ROPE_NEEDS = {

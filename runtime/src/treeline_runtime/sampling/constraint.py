@@ -27,7 +27,7 @@ class Constraint(Protocol):
 
     It gets a token when the request takes it, not when it is sampled. It never sees what a step samples for a request
     that has ended meanwhile, and a retracted request keeps its tokens; so nothing has to be taken back but where a jump
-    (`scheduler.jumps`) says the same text in other tokens.
+    (`scheduler.grammars`) says the same text in other tokens.
     """
 
     @property

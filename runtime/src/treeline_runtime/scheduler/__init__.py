@@ -4,9 +4,9 @@ import torch
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.loader import load_model, resolve_device
-from treeline_runtime.scheduler.memory import TO_LOAD, told_as_settings
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
 from treeline_runtime.scheduler.reports import Transport
+from treeline_runtime.scheduler.resolve import TO_LOAD, told_as_settings
 from treeline_runtime.scheduler.scheduler import Scheduler
 
 __all__ = ["Scheduler", "Transport", "start"]

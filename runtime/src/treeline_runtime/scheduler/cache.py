@@ -1,4 +1,4 @@
-"""The one owner of pages: the free list, the radix tree, what requests hold, and who fills which.
+"""The one owner of pages: the free list, the radix tree, and what requests hold.
 
     page table of a request:   | in the tree, locked | its own                   |
     in tokens:                 0 …               tree_len …      num_pages x page_size
@@ -14,9 +14,11 @@ import numpy as np
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
-from treeline_runtime.kvcache import MIN_SHARED_TOKENS, Filling, Match, PagePool, Pages, RadixCache, key_of
-from treeline_runtime.kvcache.radix import TOKEN_BYTES
+from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
 from treeline_runtime.scheduler.table import TableManager
+
+MIN_SHARED_TOKENS = 32
+"""Waiting a step must be worth it: for fewer tokens that are on their way a request does not wait."""
 
 
 class CacheManager:
@@ -26,8 +28,6 @@ class CacheManager:
         self.page_size = config.page_size
         self.pool = PagePool(num_pages)
         self.tree = RadixCache(config.page_size, config.eviction_policy)
-        self.filling = Filling()
-        """Requests fill what they compute of their prompts, from their admission until it is in the tree."""
         self._keeps = config.prefix_cache != "off"
         """Whether anything ever gets into the tree."""
         self._table = table
@@ -50,13 +50,13 @@ class CacheManager:
         """What the cache could supply to a waiting request. Changes nothing."""
         return self.tree.match(req.key, req.namespace, req.cacheable_len)
 
-    def waits(self, req: Req, match: Match) -> bool:
-        """Whether it is better for `req` to wait: so much more than its match is on its way, whoever fills it."""
-        wanted = match.num_pages * self.page_size + MIN_SHARED_TOKENS
-        return req.cacheable_len >= wanted and self.filling.brings(req.key, req.namespace, wanted)
+    def waits(self, match: Match) -> bool:
+        """Whether it is better for a request to wait: so much more than its match is on its way, whoever fills it."""
+        return match.coming * self.page_size >= MIN_SHARED_TOKENS
 
     def admit(self, req: Req, match: Match) -> None:
-        """Give `req` a row, lock its match, which must be fresh, and have it fill the rest."""
+        """Give `req` a row, lock its match, which must be fresh, and have it fill the rest of its prompt, until that is
+        in the tree or `end_filling`."""
         req.row = self._table.alloc(req.tokens)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
@@ -64,7 +64,11 @@ class CacheManager:
         if req.handle is not None:
             self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
         if self._keeps:
-            self.filling.begin(req, req.key, req.namespace)
+            req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
+
+    def end_filling(self, req: Req) -> None:
+        """Of what is in flight nothing will be kept. Idempotent."""
+        req.handle = self.tree.end_filling(req.handle)
 
     # ---- while running ------------------------------------------------------------------------------------
 
@@ -84,15 +88,14 @@ class CacheManager:
         req.num_pages += missing
 
     def cache_unfinished(self, req: Req) -> None:
-        """Insert what is computed (whole pages) and move the lock there.
+        """Insert what is computed (whole pages) and move the lock there, unless it reaches farther, to what is on its
+        way.
 
         Pages that the tree had already are replaced by the tree's; the request's own copies of them are freed, or
         deferred while a launched batch may read them.
         """
         if not self._keeps:
             return
-        if req.kv_len * TOKEN_BYTES >= len(req.key):
-            self.filling.end(req)
         total = req.kv_len // self.page_size
         held = req.tree_len // self.page_size
         if total <= held:
@@ -111,9 +114,10 @@ class CacheManager:
             duplicates = own[held:existing].copy()
             self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(node)))
             self._discard(req, duplicates)
-        self.tree.lock_node(node)
-        self.tree.unlock(req.handle)
-        req.handle = node
+        if self.tree.depth(req.handle) < total:
+            self.tree.lock_node(node)
+            self.tree.unlock(req.handle)
+            req.handle = node
         req.tree_len = total * self.page_size
 
     def _discard(self, req: Req, pages: Pages) -> None:
@@ -142,7 +146,6 @@ class CacheManager:
         assert req.row >= 0, f"released twice: {req}"
         if insert:
             self.cache_unfinished(req)
-        self.filling.end(req)
         own = self._table.pages[req.row, req.tree_len // self.page_size : req.num_pages]
         freed = np.concatenate([own, *(pages for _, pages in req.deferred)])
         self.pool.free(freed)
@@ -174,8 +177,6 @@ class CacheManager:
         held = sum(self.held_pages(r) for r in reqs)
         free, cached, total = self.pool.num_free, self.tree.num_pages, self.pool.num_pages
         assert self.is_balanced(held), f"{free} free + {cached} cached + {held} held pages are not {total}"
-        fillers = {filler for filler in self.filling.fillers() if isinstance(filler, Req)}
-        assert fillers <= set(reqs), f"requests that hold no page fill some: {fillers - set(reqs)}"
         if not reqs:
             assert self.tree.locked_pages == 0, f"{self.tree.locked_pages} pages locked by nobody"
         used = self._table.num_rows - self._table.num_free

@@ -1,13 +1,70 @@
-"""The running set: what to decode next, and who of it goes first when memory runs out."""
+"""The running set: what to decode next, how much memory it will need, and who of it goes first when there is none."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.scheduler.cache import CacheManager
 
+INITIAL_RATIO = 0.7
+MIN_RATIO_FACTOR = 0.14
+DECAY_STEPS = 600
+RETRACT_STEPS = 20
+OUTPUT_CLIP_TOKENS = 4096
+"""No request is expected to produce more from now on: users ask for large maxima and rarely get there."""
+
+
+class NewTokenRatio:
+    """The share of its remaining allowed output that a running request is expected to produce.
+
+    Starts high, decays while all goes well, and jumps to what was really produced when requests had to be retracted.
+    """
+
+    def __init__(self, conservativeness: float = 1.0) -> None:
+        self.initial = min(1.0, INITIAL_RATIO * conservativeness)
+        self.minimum = self.initial * MIN_RATIO_FACTOR
+        self.value = self.initial
+        self._decay = (self.initial - self.minimum) / DECAY_STEPS
+
+    def on_decode(self) -> None:
+        self.value = max(self.value - self._decay, self.minimum)
+
+    def on_retract(self, running: Iterable[Req]) -> None:
+        """`running`: those that stay."""
+        decoded = allowed = count = 0
+        for req in running:
+            decoded += req.output_len
+            allowed += req.max_new_tokens
+            count += 1
+        self.value = min(1.0, (decoded + RETRACT_STEPS * count) / (allowed + 1))
+
+    def on_idle(self) -> None:
+        self.value = self.initial
+
+
+def remaining_tokens(req: Req) -> int:
+    return min(req.max_new_tokens - req.output_len, OUTPUT_CLIP_TOKENS)
+
+
+def reserved_pages(reqs: Iterable[Req], ratio: float, page_size: int) -> int:
+    """Pages that admitted requests are expected to take beyond what they hold: rest of the prompt, and output."""
+    total = 0
+    for req in reqs:
+        share = 1.0 if req.sampling.ignore_eos else ratio
+        expected = max(len(req.tokens) - req.num_pages * page_size, 0) + int(remaining_tokens(req) * share)
+        total += -(-expected // page_size)
+    return total
+
+
+def cost_pages(req: Req, matched_tokens: int, page_size: int) -> int:
+    """Pages that admitting `req` may take in the end: its uncached tokens and all its output, and one to spare."""
+    return -(-(len(req.tokens) - matched_tokens + remaining_tokens(req)) // page_size) + 1
+
 
 class DecodeManager:
-    """Owns the requests that produce tokens: a dict, so that their order is that of admission everywhere."""
+    """Owns the requests whose prompts are computed, or in a launched batch: a dict, so that their order is that of
+    admission everywhere. Those that produce no tokens are here until their result is taken."""
 
     def __init__(self, cache: CacheManager, step_tokens: int) -> None:
         """step_tokens: computed at once at most, but for a token of each."""

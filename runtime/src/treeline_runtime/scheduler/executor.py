@@ -34,9 +34,9 @@ from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
-from treeline_runtime.scheduler.memory import bytes_per_token
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
+from treeline_runtime.scheduler.resolve import bytes_per_token
 from treeline_runtime.transfer import Readback, upload
 
 logger = logging.getLogger(__name__)

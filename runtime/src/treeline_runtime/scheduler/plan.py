@@ -8,15 +8,12 @@ have numbers of their own besides.
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from treeline_runtime.core import Batch, Phase
 from treeline_runtime.messages import SamplingParams
-from treeline_runtime.sampling import needs_more
 
 
 class Writes(msgspec.Struct, array_like=True, frozen=True):
@@ -106,49 +103,3 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
         """Of those who sample, the last token's number among all tokens of the step."""
         ends = list(accumulate(self.q_lens))
         return [ends[i] - 1 for i in self.sampling]
-
-
-def plan_of(batch: Batch, tokens: Writes, pages: Writes, *, pools: bool) -> StepPlan:
-    """pools: the model makes vectors."""
-    reqs, starts, ends = batch.reqs, batch.starts, batch.ends
-    sampling = batch.sampling
-    those = [(reqs[i], ends[i]) for i in sampling]
-    temperatures = [0.0] * len(those)
-    extra: dict[str, Any] = {}
-    rows_sampling: dict[int, RowSampling] = {}
-    for j, (req, _) in enumerate(those):
-        params = req.sampling
-        if req.delays or needs_more(params):
-            # a grammar knows itself where an output may end
-            stop_ids = req.stop_ids if params.grammar is None else frozenset[int]()
-            rows_sampling[j] = RowSampling(params, stop_ids, req.prompt_len)
-        elif not params.greedy:
-            temperatures[j] = params.temperature
-    if rows_sampling:
-        extra["rows_sampling"] = rows_sampling
-        extra["delayed"] = [j for j in rows_sampling if those[j][0].delays]
-    logprobs = {j: req.top_logprobs_num for j, (req, _) in enumerate(those) if req.return_logprob}
-    if batch.phase is Phase.PREFILL:
-        extra["input_logprobs"] = [
-            InputLogprobs(i, low, high, req.top_logprobs_num)
-            for i, req in enumerate(reqs)
-            if req.wants_input_logprobs
-            and (low := max(req.logprob_start_len - 1, starts[i])) < (high := min(req.prompt_len - 1, ends[i]))
-        ]
-    if pools:
-        extra["whole"] = [end == len(req.tokens) for req, end in zip(reqs, ends, strict=True)]
-    return StepPlan(
-        rows=[req.row for req in reqs],
-        starts=starts,
-        ends=ends,
-        decodes=batch.phase is Phase.DECODE,
-        tokens=tokens,
-        pages=pages,
-        sampling=sampling,
-        temperatures=temperatures,
-        seeds=[req.seed for req, _ in those],
-        indices=[end - req.prompt_len for req, end in those],
-        logprobs=logprobs,
-        hidden=[i for i, req in enumerate(reqs) if req.return_hidden_states],
-        **extra,
-    )

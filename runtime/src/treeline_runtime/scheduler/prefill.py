@@ -8,11 +8,9 @@ from itertools import islice
 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
-from treeline_runtime.kvcache import MIN_SHARED_TOKENS, Match, key_of
-from treeline_runtime.kvcache.filling import Place, place_of
-from treeline_runtime.kvcache.radix import TOKEN_BYTES, common_prefix
-from treeline_runtime.scheduler.admission import cost_pages, reserved_pages
-from treeline_runtime.scheduler.cache import CacheManager
+from treeline_runtime.kvcache import TOKEN_BYTES, Match, common_prefix, key_of
+from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
+from treeline_runtime.scheduler.decode import cost_pages, reserved_pages
 from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.waiting import Ranked, WaitingOrder
 
@@ -28,14 +26,14 @@ class QueuedPrefixes:
     is nearly always the most that it shares with any."""
 
     def __init__(self) -> None:
-        self._last: dict[Place, bytes] = {}
+        self._last: dict[tuple[str | None, bytes], bytes] = {}
 
     def add(self, req: Req) -> int:
         """→ the tokens that one before `req` will have computed for it. One comparison, O(length) memcmp."""
         if len(req.tokens) < MIN_SHARED_TOKENS:
             return 0
-        place = place_of(req.key, req.namespace)
-        before, self._last[place] = self._last.get(place, b""), req.key
+        beginning = req.namespace, req.key[: MIN_SHARED_TOKENS * TOKEN_BYTES]
+        before, self._last[beginning] = self._last.get(beginning, b""), req.key
         return min(common_prefix(before, req.key) // TOKEN_BYTES, req.cacheable_len)
 
 
@@ -119,9 +117,10 @@ class PrefillManager:
         assert set(order) == set(self.waiting.values())
 
     def _estimate(self, req: Req, shared_tokens: int = 0) -> None:
-        """shared_tokens: what another request will have computed before."""
+        """shared_tokens: what another that waits will have computed before."""
         before = req.uncached_tokens
-        cached = self._cache.match(req).num_pages * self._page_size
+        match = self._cache.match(req)
+        cached = (match.num_pages + (match.coming if self._cache.waits(match) else 0)) * self._page_size
         if self._keeps_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
         req.uncached_tokens = len(req.tokens) - cached
@@ -133,8 +132,6 @@ class PrefillManager:
         if version != self._estimated_version:
             self._estimated_version = version
             queued = QueuedPrefixes()
-            if self.chunked is not None:
-                queued.add(self.chunked)
             for req in islice(self.waiting.values(), ESTIMATED_WAITING):
                 self._estimate(req, queued.add(req))
         return self._uncached_waiting + (len(self.chunked.tokens) - self.chunked.device_len if self.chunked else 0)
@@ -169,7 +166,7 @@ class PrefillManager:
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
-            if self._cache.waits(req, match):
+            if self._cache.waits(match):
                 continue
             alone = not running and not batch.reqs
             if not self._fits(req, match, None if alone else reserved + spare):

@@ -1,19 +1,171 @@
-"""What "auto" came to: limits that follow from configuration, model and machine."""
+"""What "auto" came to: limits that follow from configuration, model and machine; how many pages the KV pool gets, and
+what is said where there is no memory."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype, resolve_kv_dtype
-from treeline_runtime.scheduler.memory import bytes_per_token, num_pages
 from treeline_runtime.scheduler.prompt_graphs import worth_capturing
+
+CPU_POOL_LIMIT = 1 << 30
+"""Bytes: on a CPU the pool shares the machine with everything else."""
+DEFAULT_FRACTION = 0.85
+"""Of a CUDA device's memory, for weights and KV pool."""
+
+
+def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+    """dtype: of the KV cache"""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+
+def num_pages(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, reserved: int = 0
+) -> int:
+    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits, or not all of them.
+
+    reserved: bytes of device memory that will be taken besides the pool: tables, workspaces, graphs.
+    """
+    page_bytes = bytes_per_token(model, dtype) * config.page_size
+    if config.max_total_tokens is None:
+        budget = _cuda_budget(config, device) - reserved if device.type == "cuda" else _cpu_budget(config)
+        if budget < page_bytes:
+            raise ConfigError(_no_pool(config, device, reserved, page_bytes))
+        return budget // page_bytes
+    pages = config.max_total_tokens // config.page_size
+    if pages == 0:
+        raise ConfigError(f"max_total_tokens {config.max_total_tokens} is less than one page")
+    free = torch.cuda.mem_get_info(device)[0] - reserved if device.type == "cuda" else _available_memory()
+    if pages * page_bytes > free:
+        raise ConfigError(
+            f"max_total_tokens {config.max_total_tokens} needs {_gib(pages * page_bytes)} of KV pool, but "
+            f"{_gib(free)} are free on {device}: at most {free // page_bytes * config.page_size} tokens fit "
+            f"({page_bytes // config.page_size} bytes each)"
+        )
+    return pages
+
+
+def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_bytes: int) -> str:
+    page = f"a page of {config.page_size} tokens takes {_mib(page_bytes)}"
+    if device.type != "cuda":
+        share = "a tenth" if config.mem_fraction is None else f"mem_fraction {config.mem_fraction}"
+        return (
+            f"no memory is left for the KV pool: {_gib(_available_memory())} are free, of which {share} is for it, and "
+            f"{page}: raise mem_fraction, or set max_total_tokens"
+        )
+    sizes = {"weights": torch.cuda.memory_allocated(device), "reserved for tables, workspaces and graphs": reserved}
+    return (
+        f"no memory is left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
+        f"{_numbers(device, sizes)}; {page}: raise mem_fraction, lower max_running_requests, context_length, "
+        "max_graph_batch or max_graph_tokens, or take a larger GPU or a smaller dtype"
+    )
+
+
+TO_SET = "lower mem_fraction (or max_total_tokens), chunked_prefill_size, max_graph_batch or max_graph_tokens"
+TO_LOAD = "end what else uses it, or take a larger one, a smaller dtype or a smaller model"
+
+
+@contextmanager
+def told_as_settings(
+    what: str, device: torch.device, sizes: Mapping[str, int] | None = None, hint: str = TO_SET
+) -> Iterator[None]:
+    """Where there is no memory for `what` on the device: ConfigError, with the numbers and what to set.
+
+    sizes: bytes of what is to be there, by name.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        # nor has torch a type for it on a CPU, and where CUDA itself has no memory, for a graph say
+        if not of_memory and not any(words in str(error) for words in ("can't allocate memory", "out of memory")):
+            raise
+        raise ConfigError(f"no memory for {what}: {_numbers(device, sizes or {})}: {hint} ({error})") from None
+
+
+def _numbers(device: torch.device, sizes: Mapping[str, int]) -> str:
+    said = [f"{name} {_gib(size)}" for name, size in sizes.items()]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        said.append(f"{_gib(free)} of {_gib(total)} free on {device}")
+    else:
+        said.append(f"{_gib(_available_memory())} free")
+    return ", ".join(said)
+
+
+def let_go(error: BaseException) -> None:
+    """Clears the frames of an error, so that whatever keeps it does not keep what was computed there: models, pools."""
+    at: BaseException | None = error
+    while at is not None:
+        traceback.clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
+
+
+def give_back(device: torch.device) -> None:
+    """Memory that nothing refers to any more goes to the device, and what the heap can spare to the system."""
+    gc.unfreeze()  # circles among objects that were frozen would stay
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.2f} MiB"
+
+
+def _cuda_budget(config: EngineConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - total * (1 - (config.mem_fraction or DEFAULT_FRACTION)))
+
+
+def _cpu_budget(config: EngineConfig) -> int:
+    free = _available_memory()
+    if config.mem_fraction is not None:
+        return int(free * config.mem_fraction)
+    return min(int(free * 0.1), CPU_POOL_LIMIT)
+
+
+def _available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or its control group's if that is less."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min(available, _available_in_group(Path("/sys/fs/cgroup")))
+
+
+def _available_in_group(group: Path) -> int:
+    """What a control group's limit leaves; file pages do not count as used, since they give way (weights are some)."""
+    limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
+        return sys.maxsize
+    counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    files = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
+    return max(int(text) - int(used.read_text()) + files, 0)
+
 
 GIB = 1 << 30
 OTHER_BYTES = 5 * GIB // 4

@@ -40,23 +40,18 @@ from treeline_runtime.messages import (
     ToScheduler,
 )
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.scheduler.administration import Administration, Profiler
-from treeline_runtime.scheduler.admission import NewTokenRatio
+from treeline_runtime.scheduler.administration import AWAKE, Administration, Profiler, Residence
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.decode import DecodeManager, retraction_order
+from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retraction_order
 from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
-from treeline_runtime.scheduler.grammars import Grammars
-from treeline_runtime.scheduler.jumps import Jumps
-from treeline_runtime.scheduler.plan import plan_of
+from treeline_runtime.scheduler.grammars import Grammars, Jumps
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
-from treeline_runtime.scheduler.reports import Reporter, Transport, token_out
-from treeline_runtime.scheduler.residence import AWAKE, Residence
+from treeline_runtime.scheduler.reports import Reporter, SchedulerStats, Transport, token_out
 from treeline_runtime.scheduler.resolve import resolve
-from treeline_runtime.scheduler.stats import SchedulerStats
-from treeline_runtime.scheduler.table import TableManager
-from treeline_runtime.scheduler.time_limits import TimeLimits
+from treeline_runtime.scheduler.table import TableManager, plan_of
+from treeline_runtime.scheduler.waiting import TimeLimits
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +90,6 @@ class Scheduler:
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
         self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
-        self._last_step: dict[str, Req] = {}  # in a launched batch alone: nothing is left to do but take its result
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
         self._transport = transport
@@ -209,11 +203,9 @@ class Scheduler:
         for req, end, samples in zip(batch.reqs, batch.ends, batch.samples, strict=True):
             req.in_flight += 1
             req.device_len = end
-            if samples:
-                req.launched_tokens += 1
+            req.launched_tokens += samples
+            if samples or end == len(req.tokens):
                 self.decode.running[req.rid] = req
-            elif end == len(req.tokens):
-                self._last_step[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
         launched = self.executor.launch(plan_of(batch, *self.table.news(), pools=self._pooler is not None))
@@ -288,7 +280,8 @@ class Scheduler:
         if not samples:  # not yet all of a long jump
             return
         finish = req.take_tokens(result.tokens)
-        if len(result.tokens) != 1:  # what was not accepted is computed again, what was accepted besides as a jump is
+        if len(req.tokens) != end + 1:
+            # what was not accepted is computed again; what was accepted besides is computed as a jump is
             req.roll_back(min(end, len(req.tokens) - 1))
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
         if (finish := finish or self._jumps.after(req)) is not None:
@@ -343,9 +336,8 @@ class Scheduler:
         self.prefill.leave(req)
         self.grammars.leave(req)
         self.decode.running.pop(req.rid, None)
-        self._last_step.pop(req.rid, None)
         self._time_limits.end(req)
-        self.cache.filling.end(req)  # of what is in flight nothing will be kept
+        self.cache.end_filling(req)
         self.reporter.tell(token_out(req, result))
         if req.row >= 0:
             self._leaving[req] = trusted
@@ -403,13 +395,11 @@ class Scheduler:
 
     def _find(self, rid: str) -> Req | None:
         """The request of this id that has not ended."""
-        running = self.decode.running.get(rid) or self._last_step.get(rid)
-        return running or self.prefill.find(rid) or self.grammars.find(rid)
+        return self.decode.running.get(rid) or self.prefill.find(rid) or self.grammars.find(rid)
 
     def _everything(self) -> list[Req]:
         """Requests that have not ended, each once."""
-        running = *self.decode.running.values(), *self._last_step.values()
-        return list(dict.fromkeys((*running, *self.prefill.reqs(), *self.grammars.reqs())))
+        return list(dict.fromkeys((*self.decode.running.values(), *self.prefill.reqs(), *self.grammars.reqs())))
 
     def _on_abort(self, message: AbortReq) -> None:
         rids = [message.rid] if isinstance(message.rid, str) else message.rid
@@ -435,7 +425,7 @@ class Scheduler:
     def load(self) -> LoadUpdate:
         cache, stats = self.cache, self.stats
         return LoadUpdate(
-            running=len(self.decode.running) + len(self._last_step) + (self.prefill.chunked is not None),
+            running=len(self.decode.running) + (self.prefill.chunked is not None),
             waiting=len(self.prefill.waiting) + len(self.grammars.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
             pages_used=cache.used_pages,

@@ -8,7 +8,7 @@ are never seen from outside. Memory is counted in blocks, also of running reques
 request is known from where its prompt ends, so a jump's need is a sum over remainders and not a walk over requests.
 
 Scheduling is that of our runtime, SGLang's and vLLM's with chunked prefill: first come, first served; a prompt whose
-next block is being computed for another waits for it (our `kvcache/filling.py`, SGLang's in-batch prefix caching);
+next block is being computed for another waits for it (our `kvcache/radix.py`, SGLang's in-batch prefix caching);
 admitted is what fits beside a share of the output that running requests may still write (`reserve`); where memory ends
 all the same, the last admitted request goes back to the front of the queue (*retraction*), and what it has computed
 stays cached until it is evicted. The blocks of a prompt are cached when computed, those of an output when it is done.

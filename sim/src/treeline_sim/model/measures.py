@@ -11,7 +11,7 @@ _FORGET = 0.9
 
 
 class PrefillRate:
-    """Tokens per second of steps that prefill, each weighed by its tokens (our `scheduler/stats.py`)."""
+    """Tokens per second of steps that prefill, each weighed by its tokens (our `scheduler/reports.py`)."""
 
     def __init__(self) -> None:
         self._tokens = self._squares = self._busy = 0.0

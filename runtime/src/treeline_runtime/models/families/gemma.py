@@ -6,11 +6,19 @@ from dataclasses import replace
 from typing import Any
 
 from treeline_runtime.models.families.base import Config, Family
-from treeline_runtime.models.keys import words
-from treeline_runtime.models.model_config import ModelConfig, Norms
+from treeline_runtime.models.model_config import ModelConfig, Norms, Scoring
 from treeline_runtime.models.rope_config import RopeConfig, parse_rope
-from treeline_runtime.models.scoring import Scoring
-from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, needed, positive, windows
+from treeline_runtime.models.settings import (
+    FULL,
+    SLIDING,
+    ModelError,
+    flag,
+    layer_types,
+    needed,
+    positive,
+    windows,
+    words,
+)
 
 _NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _ACTIVATION = ("hidden_activation", ("gelu_pytorch_tanh",))
