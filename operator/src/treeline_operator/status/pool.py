@@ -152,7 +152,8 @@ class _PoolView:
         there = next((member for member in members if member.name == pool.name), None)
         if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
             members = (*(member for member in members if member is not there), pool)
-        return share(members, protections_record(self.world.gateway))[pool.spec.gateway.name]
+        world = self.world.gateway
+        return share(members, protections_record(world), world.unreadable)[pool.spec.gateway.name]
 
     @cached_property
     def existing(self) -> tuple[revisions.ExistingRevision, ...]:
