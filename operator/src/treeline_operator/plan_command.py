@@ -24,6 +24,7 @@ from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION, GROUP, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
+from treeline_operator.controller.kinds import EVERY
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.gateway import template_problem as gateway_problem
 from treeline_operator.plan.presets import PresetProblem, resolved
@@ -38,6 +39,8 @@ from treeline_operator.world import Images, Platform, Ref
 Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
+_FOLLOWED: Final = frozenset(kind.resource.api for kind in EVERY)
+"""What else is in a cluster the operator does not see, and so leaves alone."""
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 _COLOURS: Final = {"+": "32", "-": "31", "@": "36", "#": "1"}
 """ANSI's: green, red, cyan, bold."""
@@ -48,7 +51,8 @@ examples:
   treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
   treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
 
-Secrets are not looked at. The status is 0 if the files are sound, 2 if they are not.
+What the operator does not follow (Secrets, autoscalers) is not looked at. The status is 0 if the files are sound,
+2 if they are not.
 """
 
 
@@ -179,7 +183,7 @@ def _kind(where: str, document: Any) -> str:
 
 def _take_observed(simulation: Simulation, where: str, obj: Object) -> None:
     try:
-        if obj["kind"] != "Secret":
+        if f"{obj['apiVersion']}/{obj['kind']}" in _FOLLOWED:
             simulation.put(obj)
     except (KeyError, TypeError, AttributeError) as exc:
         raise BadInput(f"{where}: no object of a cluster ({exc!r})") from exc

@@ -93,6 +93,22 @@ def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
     assert text == "# nothing to do: the cluster is as the files ask\n"
 
 
+def test_what_the_operator_does_not_follow_is_left_alone(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    pool = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "name": "a"}
+    meta = {
+        "name": "a",
+        "namespace": "default",
+        "uid": "u",
+        "labels": {"app.kubernetes.io/managed-by": "treeline", "treeline.dev/pool": "a"},
+        "ownerReferences": [{**pool, "uid": "uid-of-inferencepool-a", "controller": True}],
+    }
+    hpa = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": meta, "spec": {}}
+    write(observed / "hpa.yaml", yaml.safe_dump(hpa))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
+    assert text == "# nothing to do: the cluster is as the files ask\n"
+
+
 def test_an_edit_is_shown_as_a_change_of_few_lines(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     edited = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 3')
