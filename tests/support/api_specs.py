@@ -120,19 +120,7 @@ class Chance:
                 "type": lambda: self._one("cpu", "nvidia", "nvidia"),
                 "count": lambda: self._one(1, 2, 4, 3),
                 "class": lambda: "H100",
-                "runtimeClassName": lambda: "nvidia",
                 "resourceName": lambda: self._one("nvidia.com/gpu", "nvidia.com/mig-1g.10gb"),
-                "tolerations": lambda: [
-                    self._some(
-                        {
-                            "key": lambda: "gpu",
-                            "operator": lambda: self._one("Exists", "Equal"),
-                            "value": lambda: "yes",
-                            "effect": lambda: self._one("NoSchedule", "NoExecute"),
-                            "tolerationSeconds": lambda: 5,
-                        }
-                    )
-                ],
             }
         )
 

@@ -171,7 +171,7 @@ class Scaler:
             else:
                 known.history = wanted.history
                 if wanted.replicas != replicas:
-                    await self._write(pool, observed.resource_version, known, replicas, wanted, heard)
+                    await self._write(pool, observed.resource_version, known, replicas, wanted)
         except LostLease:
             raise
         except KubeError as exc:
@@ -180,13 +180,10 @@ class Scaler:
         self._tell(key, Scaling(heard is not None, owner, known.last))
         return Outcome(after_s=_LOOK_S)
 
-    async def _write(
-        self, pool: InferencePool, version: str, known: _Known, before: int, wanted: Desired, heard: Heard | None
-    ) -> None:
+    async def _write(self, pool: InferencePool, version: str, known: _Known, before: int, wanted: Desired) -> None:
         await self.scales.scale_by_subresource(pool.ref, version, wanted.replicas)
         known.written = pool.metadata.generation, wanted.replicas
-        signals: PoolSignals | None = None if heard is None else heard.pool
-        known.last = Scaled(self.clock(), wanted.replicas, wanted.why, signals)
+        known.last = Scaled(self.clock(), wanted.replicas, wanted.why)
         text = f"replicas {before} \u2192 {wanted.replicas}: {wanted.why}"
         log.info("%s", text, extra={"object": pool.ref})
         self.recorder.emit(pool.ref, pool.metadata.uid, "Normal", Reason.AUTOSCALED, text)
