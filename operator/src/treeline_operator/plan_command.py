@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -42,8 +41,6 @@ _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: Inference
 _FOLLOWED: Final = frozenset(kind.resource.api for kind in EVERY)
 """What else is in a cluster the operator does not see, and so leaves alone."""
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
-_COLOURS: Final = {"+": "32", "-": "31", "@": "36", "#": "1"}
-"""ANSI's: green, red, cyan, bold."""
 _EXAMPLES: Final = """\
 examples:
   treeline operate plan -f pool.yaml                      everything that a new pool leads to
@@ -115,11 +112,8 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
     if not ended:
         print("treeline operate plan: the plan does not come to an end; this is a defect", file=sys.stderr)  # noqa: T201
         return 1
-    match given.output:
-        case "diff":
-            _print(out, _diffs(simulation, given.explain))
-        case "yaml":
-            _print(out, _documents_of(simulation, given.explain))
+    show = {"diff": _diffs, "yaml": _documents_of}[given.output]
+    out.writelines(f"{line}\n" for line in show(simulation, given.explain))
     return 0
 
 
@@ -335,10 +329,3 @@ def _unowned(obj: Object) -> Object:
     meta = {**cleaned["metadata"]}
     owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]
     return {**cleaned, "metadata": meta | ({"ownerReferences": owners} if owners else {})}
-
-
-def _print(out: TextIO, lines: Iterator[str]) -> None:
-    colours = _COLOURS if out.isatty() and not os.environ.get("NO_COLOR") else {}
-    for line in lines:
-        colour = colours.get(line[:1])
-        out.write(f"{line}\n" if colour is None else f"\x1b[{colour}m{line}\x1b[0m\n")

@@ -83,7 +83,6 @@ def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
     assert "# model default/chat: Accepted" in text
     assert text.rstrip().splitlines()[-1].startswith("# 2")
     assert "uid-of-" not in text
-    assert "\x1b" not in text, "no colours but on a terminal"
 
 
 def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
