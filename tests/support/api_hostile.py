@@ -27,14 +27,6 @@ HOSTILE_STRINGS = [
             ("engine: {schedulePolicy: WORD}", "spec.engine.schedulePolicy"),
             ("accelerator: {type: nvidia, class: WORD}", "spec.accelerator.class"),
             ("accelerator: {type: nvidia, resourceName: WORD}", "spec.accelerator.resourceName"),
-            (
-                "accelerator: {type: nvidia, tolerations: [{key: WORD, operator: Exists}]}",
-                "spec.accelerator.tolerations[0].key",
-            ),
-            (
-                "accelerator: {type: nvidia, tolerations: [{key: a, value: WORD}]}",
-                "spec.accelerator.tolerations[0].value",
-            ),
             ("{model: {uri: hf://o/n, tokenSecretRef: {name: WORD}}}", "spec.model.tokenSecretRef.name"),
             ("{model: {uri: hf://o/n, chatTemplateRef: {name: WORD}}}", "spec.model.chatTemplateRef.name"),
             ("{model: {uri: hf://o/n, cache: {claimName: WORD}}}", "spec.model.cache.claimName"),

@@ -44,13 +44,6 @@ _MODEL_SOURCE = {
     },
     "size": ["16Gi", "1e3", 5],
 }
-_TOLERATION = {
-    "key": ["gpu"],
-    "operator": ["Exists", "Equal"],
-    "value": ["yes"],
-    "effect": ["NoSchedule", "NoExecute"],
-    "tolerationSeconds": [5],
-}
 _ENGINE = {
     "type!": [*get_args(EngineType)],
     "image": ["image:1"],
@@ -89,9 +82,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "type": ["cpu", "nvidia", "nvidia"],
             "count": [1, 2, 4, 3],
             "class": ["H100"],
-            "runtimeClassName": ["nvidia"],
             "resourceName": ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb"],
-            "tolerations": (_TOLERATION,),
         },
         "engine": _ENGINE,
         "endpointPicker": {

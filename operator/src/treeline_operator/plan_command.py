@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.parts import API_VERSION, GROUP, Resource, explain
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
+from treeline_operator.controller.kinds import EVERY
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.plan.gateway import template_problem as gateway_problem
 from treeline_operator.plan.presets import PresetProblem, resolved
@@ -38,9 +38,9 @@ from treeline_operator.world import Images, Platform, Ref
 Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
+_FOLLOWED: Final = frozenset(kind.resource.api for kind in EVERY)
+"""What else is in a cluster the operator does not see, and so leaves alone."""
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
-_COLOURS: Final = {"+": "32", "-": "31", "@": "36", "#": "1"}
-"""ANSI's: green, red, cyan, bold."""
 _EXAMPLES: Final = """\
 examples:
   treeline operate plan -f pool.yaml                      everything that a new pool leads to
@@ -48,7 +48,8 @@ examples:
   treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
   treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
 
-Secrets are not looked at. The status is 0 if the files are sound, 2 if they are not.
+What the operator does not follow (Secrets, autoscalers) is not looked at. The status is 0 if the files are sound,
+2 if they are not.
 """
 
 
@@ -111,11 +112,8 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
     if not ended:
         print("treeline operate plan: the plan does not come to an end; this is a defect", file=sys.stderr)  # noqa: T201
         return 1
-    match given.output:
-        case "diff":
-            _print(out, _diffs(simulation, given.explain))
-        case "yaml":
-            _print(out, _documents_of(simulation, given.explain))
+    show = {"diff": _diffs, "yaml": _documents_of}[given.output]
+    out.writelines(f"{line}\n" for line in show(simulation, given.explain))
     return 0
 
 
@@ -179,7 +177,7 @@ def _kind(where: str, document: Any) -> str:
 
 def _take_observed(simulation: Simulation, where: str, obj: Object) -> None:
     try:
-        if obj["kind"] != "Secret":
+        if f"{obj['apiVersion']}/{obj['kind']}" in _FOLLOWED:
             simulation.put(obj)
     except (KeyError, TypeError, AttributeError) as exc:
         raise BadInput(f"{where}: no object of a cluster ({exc!r})") from exc
@@ -331,10 +329,3 @@ def _unowned(obj: Object) -> Object:
     meta = {**cleaned["metadata"]}
     owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]
     return {**cleaned, "metadata": meta | ({"ownerReferences": owners} if owners else {})}
-
-
-def _print(out: TextIO, lines: Iterator[str]) -> None:
-    colours = _COLOURS if out.isatty() and not os.environ.get("NO_COLOR") else {}
-    for line in lines:
-        colour = colours.get(line[:1])
-        out.write(f"{line}\n" if colour is None else f"\x1b[{colour}m{line}\x1b[0m\n")

@@ -15,7 +15,6 @@ import yaml
 from treeline_kube.resources import Ref as Ref
 from treeline_kube.yaml_depth import MOST_DEPTH, check_depth, is_too_deep
 from treeline_wire.settings import port_setting, setting
-from treeline_wire.signals import PoolSignals
 
 from treeline_operator import names
 from treeline_operator.rbac import RULES_GROUPS
@@ -319,12 +318,11 @@ class PickerView:
 
 
 class Scaled(NamedTuple):
-    """One time that the operator set a pool's replicas, and what its pickers reported then, None if nothing."""
+    """One time that the operator set a pool's replicas."""
 
     at: datetime
     replicas: int
     why: str
-    signals: PoolSignals | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.epp_io import data_plane, engines
-from treeline_operator.envoy.paths import PICKED_FILTER
+from treeline_operator.envoy.listener import PICKED_FILTER
 
 
 def modes(**fields: str) -> Any:

@@ -96,23 +96,10 @@ REFUSED_POOLS = [
     ("accelerator: {count: 2}", "count is for GPUs only"),
     ("accelerator: {class: H100}", "class is for GPUs only"),
     ("accelerator: {resourceName: amd.com/gpu}", "resourceName is for GPUs only"),
-    (
-        "accelerator: {tolerations: [{key: a, operator: Exists}]}",
-        "use template.spec.tolerations for other taints",
-    ),
     ("accelerator: {type: amd}", "engine treeline computes on CPUs and on NVIDIA's GPUs"),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: amd}, engine: {type: vllm}}",
         "set engine.image to one of your engine for ROCm",
-    ),
-    ("accelerator: {type: nvidia, tolerations: [{value: x}]}", "set operator to Exists, or name the key"),
-    (
-        "accelerator: {type: nvidia, tolerations: [{key: a, operator: Exists, value: x}]}",
-        "remove value, or set operator to Equal",
-    ),
-    (
-        "accelerator: {type: nvidia, tolerations: [{key: a, effect: NoSchedule, tolerationSeconds: 3}]}",
-        "set the effect, or remove tolerationSeconds",
     ),
     ("accelerator: {type: nvidia, count: 2}", "set accelerator.count to 1 and raise replicas"),
     (
@@ -330,7 +317,7 @@ ACCEPTED_POOLS = [
     "{model: {uri: hf://o/n}, engine: {type: vllm, quantization: gptq_marlin, kvCacheDtype: fp8, dtype: half}}",
     "{model: {uri: hf://o/n}, engine: {type: sglang, quantization: w8a8_int8, schedulePolicy: lof}}",
     "engine: {threads: 2, contextLength: 8, evictionPolicy: lru, resources: {requests: {cpu: 1, memory: 1Gi}}}",
-    "{accelerator: {type: nvidia, class: H100, tolerations: [{operator: Exists}]}, drain: {timeoutSeconds: 3600}}",
+    "{accelerator: {type: nvidia, class: H100}, drain: {timeoutSeconds: 3600}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"
     " engine: {type: sglang, tensorParallel: 8, dataParallel: 8, args: [--enable-dp-attention]}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"

@@ -27,9 +27,7 @@ def test_what_is_not_wholly_a_percentage_is_refused_without_an_api_server(field,
 
 
 def test_an_object_of_a_newer_version_is_read_and_a_file_with_a_slip_is_not():
-    obj = document(
-        "InferencePool", "{engine: {warp: 9}, model: {shards: [1]}, accelerator: {tolerations: [{key: a, spin: left}]}}"
-    )
+    obj = document("InferencePool", "{engine: {warp: 9}, model: {shards: [1]}, accelerator: {spin: left}}")
     obj["metadata"] |= {"managedFields": [], "creationTimestamp": "2026-11-01T10:00:00Z", "uid": "u"}
     obj["status"] = {"replicas": 1, "mood": "good"}
     read = InferencePool.from_object(obj)
@@ -130,11 +128,13 @@ def test_what_is_no_quantity_has_no_value_and_is_refused():
 
 
 def test_broken_rules_are_told_with_the_path_of_what_is_to_blame():
-    told = list(violations(pool("{accelerator: {count: 2, tolerations: [{operator: Exists}, {}]}}")))
+    told = list(
+        violations(pool("{accelerator: {count: 2, class: H100}, gateway: {parentRefs: [{name: a}, {name: a}]}}"))
+    )
     assert [one.split(": ")[0] for one in told] == [
         "spec.accelerator.count",
-        "spec.accelerator.tolerations",
-        "spec.accelerator.tolerations[1].operator",
+        "spec.accelerator.class",
+        "spec.gateway.parentRefs",
     ]
     model = InferenceModel.from_object(document("InferenceModel", "", "x" * 41))
     assert next(violations(model)).startswith("metadata.name: ")

@@ -83,13 +83,28 @@ def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
     assert "# model default/chat: Accepted" in text
     assert text.rstrip().splitlines()[-1].startswith("# 2")
     assert "uid-of-" not in text
-    assert "\x1b" not in text, "no colours but on a terminal"
 
 
 def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
     # Keys are never read, so whether they exist is not known; the picker's Deployment says that they do.
+    assert text == "# nothing to do: the cluster is as the files ask\n"
+
+
+def test_what_the_operator_does_not_follow_is_left_alone(tmp_path: Path) -> None:
+    observed = as_cluster(tmp_path, POOL)
+    pool = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "name": "a"}
+    meta = {
+        "name": "a",
+        "namespace": "default",
+        "uid": "u",
+        "labels": {"app.kubernetes.io/managed-by": "treeline", "treeline.dev/pool": "a"},
+        "ownerReferences": [{**pool, "uid": "uid-of-inferencepool-a", "controller": True}],
+    }
+    hpa = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": meta, "spec": {}}
+    write(observed / "hpa.yaml", yaml.safe_dump(hpa))
+    text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
     assert text == "# nothing to do: the cluster is as the files ask\n"
 
 

@@ -12,7 +12,8 @@ from aiohttp import web
 from support.virtual_loop import run
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.controller.observe import Observer
-from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe, merge
+from treeline_operator.controller.picker_probe import PickerProbe, merge
+from treeline_operator.controller.pickers import Address, PickerClient
 from treeline_operator.controller.store import Store
 from treeline_operator.world import Key, PickerEndpoint, PickerView, Platform, PoolRouting
 
@@ -68,8 +69,8 @@ class Picker:
         self.asked: list[float] = []
         self.port = 9004
 
-    async def ask(self, address: str, port: int) -> bytes:
-        assert (address, port) == ("10.0.0.9", self.port)
+    async def ask(self, address: Address) -> bytes:
+        assert address == ("10.0.0.9", self.port)
         self.asked.append(round(asyncio.get_running_loop().time(), 2))
         if self.answer is None:
             raise ConnectionError("refused")
@@ -217,7 +218,7 @@ def test_an_answer_that_is_none_is_no_view(body: bytes) -> None:
         store, observer, picker, probe, _ = set_up()
         store.put(picker_pod(2))
 
-        async def ask(address: str, port: int) -> bytes:
+        async def ask(address: Address) -> bytes:
             return body
 
         picker.lists("a")
@@ -243,11 +244,11 @@ async def test_asking_over_http() -> None:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     async with aiohttp.ClientSession() as session:
-        asker, port = HttpAsker(session), runner.addresses[0][1]
-        assert await asker.ask("127.0.0.1", port) == body
+        asker, port = PickerClient(session), runner.addresses[0][1]
+        assert await asker.ask(("127.0.0.1", port)) == body
         replies["/endpoints"] = web.Response(status=500)
         with pytest.raises(ConnectionError, match="answered 500"):
-            await asker.ask("127.0.0.1", port)
+            await asker.ask(("127.0.0.1", port))
         await runner.cleanup()
         with pytest.raises(ConnectionError, match=r"127\.0\.0\.1"):
-            await asker.ask("127.0.0.1", port)
+            await asker.ask(("127.0.0.1", port))

@@ -15,6 +15,7 @@ from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.store import Store
+from treeline_operator.controller.warnings import Warnings
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
 from treeline_operator.world import Key, Platform, Ref
 
@@ -83,6 +84,7 @@ def reconciler_of(store: Store, api: Api, wake: Callable[[Iterable[Key]], None] 
         metrics=Metrics(),
         probe=fakes,
         downloads=fakes,
+        warnings=Warnings(fakes, lambda _: None),
         clock=lambda: NOW,
         wake=wake,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.operator_status import deployment, gateway_children, pod, pool, world
+from support.virtual_loop import run
 from treeline_kube.errors import Forbidden, KubeError
-from treeline_operator.controller.warnings import Warnings, again_s, is_stuck
+from treeline_operator.controller.warnings import Warnings, is_stuck
 from treeline_operator.world import Event, Key, Observed
 
 KEY, OTHER = Key("pool", "shop", "tiny"), Key("pool", "shop", "large")
@@ -46,74 +48,104 @@ class Lists:
             yield event
 
 
-class Clock:
-    now = 100.0
+class Followed:
+    """Warnings that run on a virtual loop, and the pools that they told of."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, lists: Lists) -> None:
+        self.changed: list[Key] = []
+        self.warnings = Warnings(cast("Any", lists), self.changed.append)
 
+    def __enter__(self) -> Warnings:
+        self.task = asyncio.create_task(self.warnings.run())
+        return self.warnings
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-async def test_one_list_serves_all_pools_of_a_namespace_for_a_while(clock: Clock) -> None:
-    lists = Lists(told("tiny-1"), told("other-1"), told("tiny", kind="InferencePool"))
-    warnings = Warnings(lists, clock)
-    seen = world(POOL, pods=(pod(POOL, "tiny-1"),))
-    assert warnings.about(seen) == ()
-    assert await warnings.look(KEY)
-    assert lists.asked == [("shop", "type=Warning")]
-    (event,) = warnings.about(seen)
-    assert event == Event("FailedMount", "so it is", "2026-11-20T11:59:00Z", "tiny-1", "uid-tiny-1")
-    for key in (KEY, OTHER):
-        assert not await warnings.look(key)
-    clock.now += 10.0
-    assert not await warnings.look(OTHER), "it was asked, and nothing is new"
-    assert len(lists.asked) == 2
+    def __exit__(self, *_: object) -> None:
+        self.task.cancel()
 
 
-async def test_what_replica_sets_met_is_known_by_their_deployment(clock: Clock) -> None:
-    seen = world(POOL, children=(deployment("tiny-ab12", 2, 0),))
-    lists = Lists(told("tiny-ab12-6d5f", "ReplicaSet", "FailedCreate"), told("tiny-cd34-6d5f", "ReplicaSet"))
-    warnings = Warnings(lists, clock)
-    await warnings.look(KEY)
-    (event,) = warnings.about(seen)
-    assert event.reason == "FailedCreate"
+STUCK = world(POOL, pods=(pod(POOL, "tiny-1"),))
 
 
-def test_a_pool_that_stays_as_it_is_is_looked_at_less_and_less_often() -> None:
-    assert [again_s(waited_s) for waited_s in (0.0, 9.0, 20.0, 100.0, 90_000.0)] == [10.0, 10.0, 20.0, 100.0, 120.0]
+def test_one_list_serves_all_pools_of_a_namespace_for_a_while() -> None:
+    async def main() -> None:
+        lists = Lists(told("tiny-1"), told("other-1"), told("tiny", kind="InferencePool"))
+        with (followed := Followed(lists)) as warnings:
+            warnings.see(KEY, STUCK)
+            warnings.see(OTHER, world(POOL, pods=(pod(POOL, "large-1"),)))
+            await asyncio.sleep(1)
+            assert lists.asked == [("shop", "type=Warning")]
+            assert followed.changed == [KEY], "of the other pool there is no Event"
+            (event,) = warnings.about(STUCK)
+            assert event == Event("FailedMount", "so it is", "2026-11-20T11:59:00Z", "tiny-1", "uid-tiny-1")
+            await asyncio.sleep(10)
+            assert (len(lists.asked), followed.changed) == (2, [KEY]), "it was asked, and nothing is new"
+
+    run(main())
 
 
-async def test_nothing_is_kept_of_a_namespace_where_nobody_waits(clock: Clock) -> None:
-    warnings = Warnings(Lists(told("tiny-1")), clock)
-    seen = world(POOL, pods=(pod(POOL, "tiny-1"),))
-    await warnings.look(KEY)
-    clock.now += 1000.0
-    assert warnings.about(seen)
-    await warnings.look(Key("pool", "elsewhere", "x"))
-    assert warnings.about(seen) == ()
+def test_another_reason_is_known_within_seconds_however_long_a_pool_has_waited() -> None:
+    async def main() -> None:
+        lists = Lists(told("tiny-1"))
+        with (followed := Followed(lists)) as warnings:
+            warnings.see(KEY, STUCK)
+            await asyncio.sleep(3600)
+            lists.events = [told("tiny-1", reason="FailedAttachVolume")]
+            await asyncio.sleep(11)
+            assert followed.changed == [KEY, KEY]
+            assert [event.reason for event in warnings.about(STUCK)] == ["FailedAttachVolume"]
+
+    run(main())
+
+
+def test_what_replica_sets_met_is_known_by_their_deployment() -> None:
+    async def main() -> None:
+        seen = world(POOL, children=(deployment("tiny-ab12", 2, 0),))
+        lists = Lists(told("tiny-ab12-6d5f", "ReplicaSet", "FailedCreate"), told("tiny-cd34-6d5f", "ReplicaSet"))
+        with Followed(lists) as warnings:
+            warnings.see(KEY, seen)
+            await asyncio.sleep(1)
+            (event,) = warnings.about(seen)
+            assert event.reason == "FailedCreate"
+
+    run(main())
+
+
+def test_nothing_is_asked_or_kept_of_a_namespace_where_no_pool_waits_any_more() -> None:
+    async def main() -> None:
+        lists = Lists(told("tiny-1"))
+        with Followed(lists) as warnings:
+            warnings.see(KEY, STUCK)
+            await asyncio.sleep(1)
+            for _ in range(50):  # a pod that is ready now and again makes no more lists
+                warnings.see(KEY, None)
+                warnings.see(KEY, STUCK)
+            await asyncio.sleep(5)
+            assert len(lists.asked) == 1
+            warnings.see(KEY, None)
+            await asyncio.sleep(100)
+            assert len(lists.asked) == 1
+            assert warnings.about(STUCK) == ()
+
+    run(main())
 
 
 @pytest.mark.parametrize(
     ("error", "pause"),
     [(Forbidden("no", code=403), 300.0), (KubeError("away", code=503), 10.0), (TimeoutError(), 10.0)],
 )
-async def test_without_the_list_work_goes_on(
-    clock: Clock, error: Exception, pause: float, caplog: pytest.LogCaptureFixture
-) -> None:
-    lists = Lists(told("tiny-1"))
-    lists.error = error
-    warnings = Warnings(lists, clock)
-    assert not await warnings.look(KEY)
-    clock.now += pause - 0.1
-    assert not await warnings.look(KEY)
-    assert len(lists.asked) == 1
-    lists.error = None
-    clock.now += 0.2
-    assert await warnings.look(KEY)
+def test_without_the_list_work_goes_on(error: Exception, pause: float) -> None:
+    async def main() -> None:
+        lists = Lists(told("tiny-1"))
+        lists.error = error
+        with (followed := Followed(lists)) as warnings:
+            warnings.see(KEY, STUCK)
+            await asyncio.sleep(pause - 1)
+            assert (len(lists.asked), warnings.about(STUCK)) == (1, ())
+            lists.error = None
+            await asyncio.sleep(2)
+            assert followed.changed == [KEY]
+
+    run(main())
 
 
 def test_only_what_does_not_come_up_is_worth_a_look() -> None:

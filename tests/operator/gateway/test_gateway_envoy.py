@@ -15,7 +15,7 @@ from treeline_operator import names
 from treeline_operator.actions import Apply, Delete, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.envoy.keys import credentials, discovery_json
-from treeline_operator.envoy.paths import PICKED_FILTER
+from treeline_operator.envoy.listener import PICKED_FILTER
 from treeline_operator.plan import edge
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_wire import headers

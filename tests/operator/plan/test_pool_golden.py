@@ -26,7 +26,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
             "cache": {"size": "40Gi", "storageClassName": "fast"},
             "size": "16Gi",
         },
-        "accelerator": {"type": "nvidia", "class": "NVIDIA-L40S", "runtimeClassName": "nvidia"},
+        "accelerator": {"type": "nvidia", "class": "NVIDIA-L40S"},
+        "template": {"spec": {"runtimeClassName": "nvidia"}},
         "engine": {
             "contextLength": 8192,
             "memoryFraction": 0.85,
@@ -57,7 +58,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
     },
     "sglang": {
         "model": {"uri": "pvc://weights/qwen3-8b", "name": "qwen3"},
-        "accelerator": {"type": "nvidia", "tolerations": [{"key": "dedicated", "value": "llm"}]},
+        "accelerator": {"type": "nvidia"},
+        "template": {"spec": {"tolerations": [{"key": "dedicated", "value": "llm"}]}},
         "engine": {
             "type": "sglang",
             "pageSize": 64,

@@ -28,7 +28,7 @@ from support.operator_trouble import REJECTIONS, RUNNING, TROUBLES, init
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.status.causes import Cause
-from treeline_operator.status.pool import MAX_ENDPOINTS, not_understood, pool_status
+from treeline_operator.status.pool import not_understood, pool_status
 from treeline_operator.world import Observed, PickerEndpoint, PickerView
 
 T = ConditionType
@@ -76,15 +76,11 @@ def test_the_figures_of_a_pool_that_serves():
         "modelName": "big",
         "revision": revision_name,
         "replicaSummary": "2/2",
-        "endpoints": [
-            {"name": "tiny-1", "address": "10.0.0.1:8000", "ready": True, "serving": True},
-            {"name": "tiny-2", "address": "10.0.0.2:8000", "ready": True, "serving": True},
-        ],
         "gateway": {"name": "treeline", "epp": "treeline-epp", "owner": "tiny"},
     }
 
 
-def test_a_pod_serves_when_the_picker_would_choose_it():
+def test_pods_that_drain_are_no_replicas():
     mine = pool(replicas=3)
     there = (
         pod(mine, "tiny-1", **ready(1)),
@@ -95,16 +91,7 @@ def test_a_pod_serves_when_the_picker_would_choose_it():
     )
     seen = world(mine, pods=there, picker=view(mine, "tiny-1", "tiny-3", "tiny-4"))
     status = pool_status(seen)
-    assert [(one["name"], one["ready"], one["serving"]) for one in status["endpoints"]] == [
-        ("tiny-1", True, True),
-        ("tiny-2", True, False),
-        ("tiny-3", True, False),
-        ("tiny-4", False, False),
-    ]
-    assert status["endpoints"][3]["address"] == "[fd00::4]:8000"
     assert (status["replicas"], status["readyReplicas"]) == (4, 2)
-    unasked = dataclasses.replace(seen, picker=None)
-    assert [one["serving"] for one in pool_status(unasked)["endpoints"]] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -152,13 +139,6 @@ def test_a_rollout_says_who_drains():
     told = conditions_of(dataclasses.replace(seen, pods=(*seen.pods, extra)))["Progressing"]
     assert (told["reason"], told["status"]) == ("RollingOut", "True")
     assert "finishing their requests: 1 pod, until 2026-11-20T12:00:50Z at the latest" in told["message"]
-
-
-def test_endpoints_are_no_more_than_fifty():
-    mine = pool(replicas=60)
-    status = pool_status(world(mine))
-    assert len(status["endpoints"]) == MAX_ENDPOINTS
-    assert (status["replicas"], status["readyReplicas"]) == (60, 60)
 
 
 def test_downloads_are_added_up():

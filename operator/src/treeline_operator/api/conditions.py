@@ -131,7 +131,8 @@ class Reason(StrEnum):
     INSUFFICIENT_CAPACITY = _needs_you(
         "InsufficientCapacity",
         "No node has room for a pod.",
-        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations. "
+        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and "
+        "tolerations in template. "
         "A rollout that finds no room replaces pods one by one after rollout.surgeTimeoutSeconds where the "
         "new ones fit in the place of the old; rollout.maxUnavailable 1 or more, or strategy Replace, makes "
         "room at once; the former spec ends the rollout.",

@@ -12,11 +12,9 @@ from treeline_wire import ports
 from treeline_operator.api.parts import (
     LABEL_VALUE_PATTERN,
     LIST_MAP,
-    DnsName,
     Part,
     Resources,
     ServedName,
-    Toleration,
 )
 from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.api.source import Cache, Uri
@@ -168,11 +166,6 @@ class Accelerator(Part):
             f"resourceName {_GPU_ONLY}",
             field=".resourceName",
         ),
-        forbidden(
-            "self.type != 'cpu' || !has(self.tolerations) || self.tolerations.size() == 0",
-            "these tolerations are for GPUs only: use template.spec.tolerations for other taints",
-            field=".tolerations",
-        ),
     )
 
     type: Literal["cpu", "nvidia", "amd"] = "cpu"
@@ -183,15 +176,12 @@ class Accelerator(Part):
         default=None, alias="class"
     )
     """Product of the device: value of the node label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`."""
-    runtime_class_name: DnsName | None = None
-    """RuntimeClass of the pods, where the device needs one."""
     resource_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")] = (
         RESOURCE_NAME
     )
     """Extended resource by which the device is asked for; with type amd the default means `amd.com/gpu`. A container
-    with `resources.claims` in `template` has its devices from them, and asks for none by this name."""
-    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=16)] = ()
-    """Taints of the nodes that have the device. For GPUs."""
+    with `resources.claims` in `template` has its devices from them, and asks for none by this name. Pods bear taints of
+    this name; others, and a RuntimeClass, are named in `template`."""
 
     @property
     def is_gpu(self) -> bool:
@@ -277,8 +267,6 @@ class Engine(Part):
     """Which server runs."""
     image: Image | None = None
     """Image of the runtime container; absent means the operator's default for the engine. `custom` needs one."""
-    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When the image is pulled."""
     command: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
     """Replaces the image's entry point."""
     args: Annotated[tuple[Text, ...], Field(max_length=128)] = ()

@@ -219,39 +219,6 @@ class Resources(Part):
     """What the container may use at most, by resource name."""
 
 
-class Toleration(Part):
-    """A taint that the pods accept, as in a PodSpec."""
-
-    RULES = (
-        Rule(
-            "has(self.key) || self.operator == 'Exists'",
-            "a toleration without a key tolerates every taint: set operator to Exists, or name the key",
-            field=".operator",
-        ),
-        forbidden(
-            "!has(self.value) || self.operator == 'Equal'",
-            "operator Exists does not look at the value: remove value, or set operator to Equal",
-            field=".value",
-        ),
-        forbidden(
-            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
-            "tolerationSeconds is for effect NoExecute only: set the effect, or remove tolerationSeconds",
-            field=".tolerationSeconds",
-        ),
-    )
-
-    key: Annotated[str, StringConstraints(pattern=QUALIFIED_NAME_PATTERN, max_length=316)] | None = None
-    """Key of the taint; absent means every key."""
-    operator: Literal["Exists", "Equal"] = "Equal"
-    """Whether the taint's value counts."""
-    value: Annotated[str, StringConstraints(pattern=rf"^$|{LABEL_VALUE_PATTERN}", max_length=63)] | None = None
-    """Value of the taint, with operator Equal."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; absent means every effect."""
-    toleration_seconds: StrictInt | None = None
-    """How long a NoExecute taint is borne; absent means for ever."""
-
-
 DOCUMENTED: Final = with_config(ConfigDict(use_attribute_docstrings=True))
 """Makes a TypedDict's docstrings its schema's descriptions."""
 

@@ -14,7 +14,6 @@ from treeline_operator.api.lifecycle import Autoscaling, DisruptionBudget, Drain
 from treeline_operator.api.parts import (
     BY_TYPE,
     DOCUMENTED,
-    LIST_MAP,
     SHORT_NAME_PATTERN,
     Condition,
     DnsLabel,
@@ -196,20 +195,6 @@ class PoolSpec(Part):
 
 
 @DOCUMENTED
-class EndpointStatus(TypedDict):
-    """A pod as the picker sees it."""
-
-    name: Annotated[str, StringConstraints(max_length=253)]
-    """Name of the pod."""
-    address: Annotated[str, StringConstraints(max_length=256)]
-    """Address and port."""
-    ready: bool
-    """Whether the pod is ready."""
-    serving: bool
-    """Whether the picker sends requests to it."""
-
-
-@DOCUMENTED
 class GatewayStatus(TypedDict, total=False):
     """The gateway that the pool shares."""
 
@@ -262,24 +247,14 @@ class DownloadStatus(TypedDict, total=False):
 
 @DOCUMENTED
 class AutoscalingStatus(TypedDict, total=False):
-    """The last time that the operator set the replicas, and the figures by which it did."""
+    """The last time that the operator set the replicas."""
 
     lastScaleTime: str
     """When it was."""
     replicas: int
     """How many replicas it set."""
     message: Annotated[str, StringConstraints(max_length=512)]
-    """What asked for them."""
-    heldRequests: int
-    """Requests that waited in the pickers."""
-    missedRequests: int
-    """Requests that had come lately while no pod was ready."""
-    queuedTokens: int
-    """Prompt tokens that waited to be computed, in the pickers and at the engines."""
-    inFlightRequests: int
-    """Requests that the engines had."""
-    ttftMilliseconds: int
-    """The time to first token that was predicted, which nine of ten requests stayed below; absent without requests."""
+    """What asked for them, with its figures."""
 
 
 @DOCUMENTED
@@ -307,8 +282,6 @@ class PoolStatus(TypedDict, total=False):
     it, and where the uri names a commit itself."""
     revision: str
     """The revision that the spec asks for."""
-    endpoints: Annotated[list[EndpointStatus], Field(max_length=50, json_schema_extra=LIST_MAP)]
-    """The pods as the picker sees them, 50 at most."""
     gateway: GatewayStatus
     """The gateway that the pool shares."""
     download: DownloadStatus

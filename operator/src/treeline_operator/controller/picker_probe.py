@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Final
 
-import aiohttp
 import msgspec
 from treeline_wire import ports
 
 from treeline_operator import names
 from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.pickers import Address, PickerClient
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.plan.facts import is_available, label
 from treeline_operator.world import Key, PickerEndpoint, PickerView, PoolRouting
 
 log = logging.getLogger(__name__)
 
-_MAX_ANSWER: Final = 32 << 20
 _MAX_WORD, _MAX_MESSAGE = 64, 400
 _PATIENCE: Final = 3
 _CALM_S: Final = 10.0
@@ -46,31 +45,6 @@ class _Answer(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Answer).decode
-
-
-@dataclass(slots=True)
-class HttpAsker:
-    """How a picker is asked."""
-
-    session: aiohttp.ClientSession
-    timeout_s: float = 3.0
-
-    async def ask(self, address: str, port: int) -> bytes:
-        """The body of a picker's list of endpoints. Raises OSError where there is none to be had."""
-        host = f"[{address}]" if ":" in address else address
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-        try:
-            async with self.session.get(f"http://{host}:{port}/endpoints", timeout=timeout) as answer:
-                if answer.status != 200:
-                    raise ConnectionError(f"the picker at {address} answered {answer.status}")
-                body = bytearray()
-                async for chunk in answer.content.iter_any():
-                    body += chunk
-                    if len(body) > _MAX_ANSWER:
-                        raise ConnectionError(f"the picker at {address} answered more than {_MAX_ANSWER} bytes")
-                return bytes(body)
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise ConnectionError(f"the picker at {address}: {exc or type(exc).__name__}") from exc
 
 
 def merge(views: Iterable[PickerView]) -> PickerView | None:
@@ -126,7 +100,7 @@ class PickerProbe:
     """
 
     observer: Observer
-    asker: HttpAsker
+    asker: PickerClient
     changed: Callable[[Key], None]
     port: int = ports.PICKER_ADMIN
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -171,7 +145,7 @@ class PickerProbe:
         delay = _HURRIED_S if self._is_awaited(*gateway) else _CALM_S
         try:
             asked_at = self.clock()
-            answers = await asyncio.gather(*(self.asker.ask(*address) for address in addresses))
+            answers = await asyncio.gather(*(self.asker.ask(address) for address in addresses))
             view = merge(_view(_decode(answer), asked_at) for answer in answers)
         except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
             failures = self._failures[gateway] = self._failures.get(gateway, 0) + 1
@@ -186,7 +160,7 @@ class PickerProbe:
     def _is_awaited(self, namespace: str, gateway: str) -> bool:
         return any(space == namespace and of == gateway for (space, _), of in self._waiting.items())
 
-    def addresses(self, namespace: str, gateway: str) -> list[tuple[str, int]]:
+    def addresses(self, namespace: str, gateway: str) -> list[Address]:
         """Where the pickers of a gateway that are ready are asked."""
         found = []
         for observed in self.observer.store.gateway_children(namespace, gateway):

@@ -26,8 +26,7 @@ from treeline_operator.controller.queue import Outcome
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import MODEL, POOL
 from treeline_operator.controller.warnings import Warnings, is_stuck
-from treeline_operator.controller.warnings import again_s as look_again_s
-from treeline_operator.plan.facts import condition_of, is_draining, since
+from treeline_operator.plan.facts import condition_of, is_draining
 from treeline_operator.plan.gateway import plan_gateway
 from treeline_operator.plan.gateway import shared as shared_by
 from treeline_operator.plan.model_names import lost_names, names_of
@@ -58,6 +57,7 @@ class Reconciler:
     metrics: Metrics
     probe: PickerProbe
     downloads: Downloads
+    warnings: Warnings
     clock: Callable[[], datetime]
     wake: Callable[[Iterable[Key]], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
@@ -65,13 +65,11 @@ class Reconciler:
     """By namespace, which names its pools do not have, as their statuses are to say."""
     _common: dict[Key, object] = field(default_factory=dict)
     """What each gateway's last plan decided for all its pools: where that changes, they are looked at again."""
-    _warnings: Warnings = field(init=False)
     _gateways: Gateways = field(init=False)
     _alarms: Alarms = field(default_factory=Alarms)
     _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        self._warnings = Warnings(self.statuses)
         self._gateways = Gateways(self.statuses)
 
     async def reconcile(self, key: Key) -> Outcome:
@@ -102,6 +100,7 @@ class Reconciler:
             self._refused.pop(key, None)
             self._alarms.forget(Ref(API_VERSION, POOL, key.namespace, key.name))
             self.downloads.see(key, ())
+            self.warnings.see(key, None)
             return Outcome("gone")
         if isinstance(pool, Cause):
             return await self._not_understood(key, pool)
@@ -149,18 +148,13 @@ class Reconciler:
     async def _status(self, key: Key, world: PoolWorld, refused: Cause | None) -> tuple[PoolStatus, float | None]:
         """The status, and when it is to be looked at again where no watch will report the next change."""
         world, again_s = await self._with_gateways(world)
-        world = replace(world, events=self._warnings.about(world))
+        world = replace(world, events=self.warnings.about(world))
         status = pool_status(world, self.downloads.progress(key), refused)
         if world.picker is None and _holds(status, ConditionType.ENDPOINT_PICKER_READY):
             again_s = _sooner(again_s, UNHEARD_S)
-        if _is_whole(status) or world.pool.deleting or not is_stuck(world):
-            return status, again_s
-        if await self._warnings.look(key):
-            world = replace(world, events=self._warnings.about(world))
-            status = pool_status(world, self.downloads.progress(key), refused)
-        lacking = next(kind for kind in _WHOLE if not _holds(status, kind))
-        begun = since({"status": status}, lacking) or world.now
-        return status, _sooner(again_s, look_again_s((world.now - begun).total_seconds()))
+        waits = not (_is_whole(status) or world.pool.deleting) and is_stuck(world)
+        self.warnings.see(key, world if waits else None)
+        return status, again_s
 
     async def _with_gateways(self, world: PoolWorld) -> tuple[PoolWorld, float | None]:
         """The world with the Gateways that it hangs on, and when they are to be read again."""
@@ -298,7 +292,7 @@ def _common(shared: SharedGateway | None) -> object:
         return None
     owner, spec = shared.owner, shared.owner.spec
     settings = spec.gateway, spec.endpoint_picker, spec.tracing
-    return owner.metadata.uid, owner.deleting, settings, shared.salts, shared.protections
+    return shared.unread_owner, owner.metadata.uid, owner.deleting, settings, shared.salts, shared.protections
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:

@@ -22,15 +22,17 @@ from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
-from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming, own_account
+from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer, keys_for_change
-from treeline_operator.controller.picker_probe import HttpAsker, PickerProbe
+from treeline_operator.controller.picker_probe import PickerProbe
+from treeline_operator.controller.pickers import PickerClient
 from treeline_operator.controller.queue import Queue
 from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.recorder import Recorder
-from treeline_operator.controller.scaler import HttpSource, Scaler
+from treeline_operator.controller.scaler import Scaler
 from treeline_operator.controller.store import POOL, Change, Store
+from treeline_operator.controller.warnings import Warnings
 from treeline_operator.names import FIELD_MANAGER, STATUS_MANAGER
 from treeline_operator.settings import Settings
 from treeline_operator.world import Key, Platform
@@ -67,15 +69,16 @@ class Operator:
         self.informer = Informer(
             cluster, self.store, options.namespaces or ("",), options.timing, offered=self._offered
         )
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=32))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        pickers = PickerClient(self._session)
         self._recorder = Recorder(cluster, metrics, options.identity, _clock)
         self._downloads = Downloads(self.store, cluster, self.enqueue)
-        self._probe = PickerProbe(self.observer, HttpAsker(self._session), self.enqueue, options.picker_port)
-        self._signals = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._probe = PickerProbe(self.observer, pickers, self.enqueue, options.picker_port)
+        self._warnings = Warnings(cluster, self.enqueue)
         self._scaler = Scaler(
             observer=self.observer,
             scales=cluster,
-            source=HttpSource(self._signals),
+            source=pickers,
             recorder=self._recorder,
             addresses=self._probe.addresses,
             changed=self.enqueue,
@@ -89,6 +92,7 @@ class Operator:
             metrics=metrics,
             probe=self._probe,
             downloads=self._downloads,
+            warnings=self._warnings,
             clock=_clock,
             wake=self._wake,
         )
@@ -121,6 +125,7 @@ class Operator:
                 self.informer.watch(),
                 self._recorder.run(),
                 self._downloads.run(),
+                self._warnings.run(),
                 self._resync(),
                 self._scaler.run(),
                 self._probe.run(),
@@ -138,8 +143,8 @@ class Operator:
         """Cut off what still runs, and close all connections."""
         await self.queue.stop(0.0)
         await self._scaler.stop()
-        await self._signals.close()
         await self._probe.stop()
+        await self._warnings.stop()
         await self._downloads.stop()
         await self.informer.stop()
         await self._session.close()
@@ -222,8 +227,7 @@ async def _connect(options: Options, metrics: Metrics) -> Client:
 
 async def _elector(options: Options, metrics: Metrics) -> Elector:
     cluster, namespace = await _connect(options, metrics), options.platform.operator_namespace
-    owner = own_account(namespace)
-    return Elector(cluster, namespace, options.lease_name, options.identity, options.lease, owner, options.pod)
+    return Elector(cluster, namespace, options.lease_name, options.identity, options.lease, options.pod)
 
 
 async def _lead(operator: Operator, candidate: Candidate | None, stop: asyncio.Event) -> int | None:

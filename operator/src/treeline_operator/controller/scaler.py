@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
-import aiohttp
 import msgspec
 from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.errors import KubeError, LostLease
-from treeline_wire.signals import MOST_LINE_BYTES, PATH, SILENT_S, PoolSignals, Signals, decode, merged
+from treeline_wire.signals import SILENT_S, PoolSignals, Signals, merged
 
 from treeline_operator.api.conditions import Reason
 from treeline_operator.api.parts import API_VERSION
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.controller.observe import Observer
+from treeline_operator.controller.pickers import Address, PickerClient
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import POOL, Change
@@ -33,44 +33,14 @@ from treeline_operator.world import Key, Ref, Scaled, Scaling
 
 log = logging.getLogger(__name__)
 
-Address = tuple[str, int]
-_CONNECT_S: Final = 3.0
 _AGAIN_S: Final = (0.25, 5.0)
-
-
-@dataclass(slots=True)
-class HttpSource:
-    """How a picker is listened to."""
-
-    session: aiohttp.ClientSession
-
-    async def lines(self, address: Address) -> AsyncIterator[Signals]:
-        """What it says, until it says no more: a line has a bounded length, and nothing is heard for a bounded time.
-        Raises OSError, or `msgspec.MsgspecError` for what cannot be read."""
-        host, port = address
-        where = f"[{host}]" if ":" in host else host
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=SILENT_S)
-        try:
-            async with self.session.get(f"http://{where}:{port}{PATH}", timeout=timeout) as answer:
-                if answer.status != 200:
-                    raise ConnectionError(f"it answered {answer.status}")
-                rest = bytearray()
-                async for chunk in answer.content.iter_any():
-                    rest += chunk
-                    *whole, rest = rest.split(b"\n")
-                    if whole:
-                        yield decode(bytes(whole[-1]))  # each says all there is
-                    if len(rest) > MOST_LINE_BYTES:
-                        raise ConnectionError(f"a line is longer than {MOST_LINE_BYTES} bytes")
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise ConnectionError(str(exc) or type(exc).__name__) from exc
 
 
 @dataclass(slots=True)
 class Following:
     """The pickers of one gateway, each listened to by a task of its own; `told` is called after each thing said."""
 
-    source: HttpSource
+    source: PickerClient
     told: Callable[[], None]
     clock: Callable[[], float]
     _tasks: dict[Address, asyncio.Task[None]] = field(default_factory=dict)
@@ -151,7 +121,7 @@ class Scaler:
 
     observer: Observer
     scales: Client
-    source: HttpSource
+    source: PickerClient
     recorder: Recorder
     addresses: Callable[[str, str], list[Address]]
     changed: Callable[[Key], None]
@@ -201,7 +171,7 @@ class Scaler:
             else:
                 known.history = wanted.history
                 if wanted.replicas != replicas:
-                    await self._write(pool, observed.resource_version, known, replicas, wanted, heard)
+                    await self._write(pool, observed.resource_version, known, replicas, wanted)
         except LostLease:
             raise
         except KubeError as exc:
@@ -210,13 +180,10 @@ class Scaler:
         self._tell(key, Scaling(heard is not None, owner, known.last))
         return Outcome(after_s=_LOOK_S)
 
-    async def _write(
-        self, pool: InferencePool, version: str, known: _Known, before: int, wanted: Desired, heard: Heard | None
-    ) -> None:
+    async def _write(self, pool: InferencePool, version: str, known: _Known, before: int, wanted: Desired) -> None:
         await self.scales.scale_by_subresource(pool.ref, version, wanted.replicas)
         known.written = pool.metadata.generation, wanted.replicas
-        signals: PoolSignals | None = None if heard is None else heard.pool
-        known.last = Scaled(self.clock(), wanted.replicas, wanted.why, signals)
+        known.last = Scaled(self.clock(), wanted.replicas, wanted.why)
         text = f"replicas {before} \u2192 {wanted.replicas}: {wanted.why}"
         log.info("%s", text, extra={"object": pool.ref})
         self.recorder.emit(pool.ref, pool.metadata.uid, "Normal", Reason.AUTOSCALED, text)

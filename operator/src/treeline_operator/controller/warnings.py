@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from treeline_kube.client import Client
-from treeline_kube.clock import now
 from treeline_kube.errors import Forbidden, KubeError
 
+from treeline_operator.controller.queue import Outcome, Queue
 from treeline_operator.plan.facts import is_leaving, is_ready
 from treeline_operator.world import Event, Key, PoolWorld
 
@@ -23,61 +23,78 @@ log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 10.0
 _REFUSED_S: Final = 300.0
-_LONGEST_S: Final = 120.0
-_KEPT_S: Final = 600.0
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 2000
 _KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
 
 
-@dataclass(slots=True)
-class _Listed:
-    """The Events of a namespace, by the name of what it is about; of ReplicaSets, by that of their Deployment."""
-
-    next_s: float
-    events: dict[str, list[Event]] = field(default_factory=dict)
+_Named = dict[str, list[Event]]
+"""Events by the name of what they are about; of ReplicaSets, by that of their Deployment."""
 
 
 @dataclass(slots=True)
 class Warnings:
-    """What was listed last of each namespace in which somebody waits."""
+    """Lists the Events of each namespace in which a pool waits, every so often, and tells of the pools that have other
+    ones than before (`changed`)."""
 
     source: Client
-    clock: Callable[[], float] = now
-    _spaces: dict[str, _Listed] = field(default_factory=dict)
+    changed: Callable[[Key], None]
+    _waiting: dict[str, dict[Key, list[str]]] = field(default_factory=dict)
+    """Namespace → the pools that wait there, each with the names of what Events may be about."""
+    _listed: dict[str, _Named] = field(default_factory=dict)
+    _queue: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = Queue(self._look, concurrency=4)
 
     def about(self, world: PoolWorld) -> tuple[Event, ...]:
         """The known Events about the pods and Deployments of a pool and its gateway."""
-        listed = self._spaces.get(world.pool.namespace)
-        if listed is None or not listed.events:
-            return ()
-        things = (*world.pods, *world.gateway.pods, *world.children, *world.gateway.children)
-        wanted = sorted({one.ref.name for one in things if one.ref.kind in _KINDS})
-        return tuple(event for name in wanted for event in listed.events.get(name, ()))
+        listed = self._listed.get(world.pool.namespace)
+        return _of(_names(world), listed) if listed else ()
 
-    async def look(self, key: Key) -> bool:
-        """List those of the key's namespace, unless that was done a moment ago; whether it was done now."""
-        known = self._spaces.setdefault(key.namespace, _Listed(0.0))
-        if self.clock() < known.next_s:
-            return False
-        known.next_s = self.clock() + _EVERY_S
-        self._spaces = {k: v for k, v in self._spaces.items() if v.next_s > self.clock() - _KEPT_S}
+    def see(self, key: Key, world: PoolWorld | None) -> None:
+        """The pool waits for something of its world; None: it does not."""
+        namespace = key.namespace
+        if world is None:
+            self._waiting.get(namespace, {}).pop(key, None)
+            return
+        waiting = self._waiting.setdefault(namespace, {})
+        if not waiting:
+            self._queue.add_after(Key("pool", namespace), _EVERY_S if namespace in self._listed else 0.0)
+        waiting[key] = _names(world)
+
+    async def run(self) -> None:
+        """Until `stop`."""
+        await self._queue.run()
+
+    async def stop(self) -> None:
+        """List no more."""
+        await self._queue.stop(0.0)
+
+    async def _look(self, key: Key) -> Outcome:
+        namespace, waiting = key.namespace, self._waiting.get(key.namespace)
+        if not waiting:
+            self._waiting.pop(namespace, None)
+            self._listed.pop(namespace, None)
+            return Outcome("none")
+        before = self._listed.setdefault(namespace, {})
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                found = await self._list(key.namespace)
+                found = await self._list(namespace)
         except Forbidden as exc:
-            known.next_s = self.clock() + _REFUSED_S
             log.warning("causes that only Events tell stay unknown: %s", exc)
-            return False
+            return Outcome("forbidden", after_s=_REFUSED_S)
         except (KubeError, TimeoutError) as exc:
             log.info("no list of Events: %s", str(exc) or "no answer in time")
-            return False
-        changed = found != known.events
-        known.events = found
-        return changed
+            return Outcome("unavailable", after_s=_EVERY_S)
+        self._listed[namespace] = found
+        for pool, names in list(waiting.items()):
+            if _of(names, found) != _of(names, before):
+                self.changed(pool)
+        return Outcome(after_s=_EVERY_S)
 
-    async def _list(self, namespace: str) -> dict[str, list[Event]]:
-        found: dict[str, list[Event]] = {}
+    async def _list(self, namespace: str) -> _Named:
+        found: _Named = {}
         count = 0
         async for event in self.source.list("v1", "Event", namespace, field_selector="type=Warning"):
             about = event.get("involvedObject") or {}
@@ -92,9 +109,13 @@ class Warnings:
         return found
 
 
-def again_s(waited_s: float) -> float:
-    """When a pool that has lacked pods for so long is to be looked at again: less and less often."""
-    return min(_LONGEST_S, max(_EVERY_S, waited_s))
+def _names(world: PoolWorld) -> list[str]:
+    things = (*world.pods, *world.gateway.pods, *world.children, *world.gateway.children)
+    return sorted({one.ref.name for one in things if one.ref.kind in _KINDS})
+
+
+def _of(names: list[str], listed: _Named) -> tuple[Event, ...]:
+    return tuple(event for name in names for event in listed.get(name, ()))
 
 
 def is_stuck(world: PoolWorld) -> bool:

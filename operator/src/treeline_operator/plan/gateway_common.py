@@ -247,13 +247,10 @@ def misses_admin_key(pod: Mapping[str, Any], pool: str) -> bool:
 
 def longest_wait(pods: Iterable[Observed], now: datetime) -> float | None:
     """For how many seconds the first of the pods that wait for their volumes has waited; None if none does."""
-    waits = (volumes_awaited(pod.object, now) for pod in pods)
-    return max((waited for waited in waits if waited is not None), default=None)
-
-
-def volumes_awaited(pod: dict[str, Any], now: datetime) -> float | None:
-    """For how many seconds a pod that has its node has waited to have its volumes; None if it does not wait."""
-    placed, begun = condition_of(pod, "PodScheduled"), condition_of(pod, "PodReadyToStartContainers")
-    if placed.get("status") != "True" or begun.get("status") != "False":
-        return None
-    return max(0.0, (now - (since(pod, "PodScheduled") or now)).total_seconds())
+    waiting = (
+        pod
+        for pod in (observed.object for observed in pods)
+        if condition_of(pod, "PodScheduled").get("status") == "True"
+        and condition_of(pod, "PodReadyToStartContainers").get("status") == "False"
+    )
+    return max((max(0.0, (now - (since(pod, "PodScheduled") or now)).total_seconds()) for pod in waiting), default=None)

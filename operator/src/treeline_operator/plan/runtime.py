@@ -145,9 +145,8 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
 
 def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, images: Images) -> Object:
     accelerator, security = pool.spec.accelerator, _container_security(pool)
-    pull = pool.spec.engine.image_pull_policy or images.pull_policy
     fetch_image = start.image if start.downloads else images.epp
-    fetch = init_container(pool, found, fetch_image, pull)
+    fetch = init_container(pool, found, fetch_image, images.pull_policy)
     spec: Object = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -157,15 +156,13 @@ def _pod_spec(pool: InferencePool, revision: str, found: Files, start: Launch, i
     }
     if images.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in images.pull_secrets]
-    if accelerator.runtime_class_name:
-        spec["runtimeClassName"] = accelerator.runtime_class_name
     if accelerator.is_gpu:
-        spec["tolerations"] = _tolerations(pool)
+        spec["tolerations"] = [{"key": accelerator.resource, "operator": "Exists", "effect": "NoSchedule"}]
         if accelerator.class_:
             spec["nodeSelector"] = {accelerator.product_label: accelerator.class_}
     if fetch is not None:
         spec["initContainers"] = [{**fetch, "securityContext": security}]
-    spec["containers"] = [_runtime(pool, found, start, pull)]
+    spec["containers"] = [_runtime(pool, found, start, images.pull_policy)]
     spec["volumes"] = _volumes(pool, found, start)
     return spec
 
@@ -237,13 +234,6 @@ def _claims_devices(pool: InferencePool) -> bool:
     asked = merged({"spec": {"containers": [{"name": CONTAINER, "resources": {}}]}}, pool.spec.template or {})
     main = _container(asked.get("spec", {}).get("containers", ()), CONTAINER)
     return bool(main.get("resources", {}).get("claims"))
-
-
-def _tolerations(pool: InferencePool) -> list[Object]:
-    accelerator = pool.spec.accelerator
-    if accelerator.tolerations:
-        return [t.model_dump(mode="json", by_alias=True, exclude_none=True) for t in accelerator.tolerations]
-    return [{"key": accelerator.resource, "operator": "Exists", "effect": "NoSchedule"}]
 
 
 def _spread(pool: InferencePool, revision: str) -> list[Object]:

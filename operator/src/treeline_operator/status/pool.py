@@ -12,7 +12,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
-from treeline_operator.api.pool import DownloadStatus, EndpointStatus, PoolStatus, PresetStatus, RoutingStatus
+from treeline_operator.api.pool import AutoscalingStatus, DownloadStatus, PoolStatus, PresetStatus, RoutingStatus
 from treeline_operator.plan import download, facts, provision, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
@@ -20,14 +20,15 @@ from treeline_operator.plan.engines import engine_of, overridden, untold
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.gateway_common import has_keys
+from treeline_operator.plan.replicas import Target
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
-from treeline_operator.status import autoscaling, gateway_status
+from treeline_operator.status import gateway_status
 from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
 from treeline_operator.status.conditions import Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
 
-MAX_ENDPOINTS: Final = 50
+_MESSAGE: Final = 512
 
 _ABOUT_THE_MODEL: Final = frozenset(
     (
@@ -59,7 +60,6 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         selector=selector(pool.name),
         modelName=pool.spec.model.served_name,
         revision=view.target.name,
-        endpoints=_endpoints(view),
         gateway={
             "name": view.shared.name,
             "epp": names.epp(view.shared.name),
@@ -80,7 +80,7 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
         status["modelCommit"] = commit
     if (fetched := _download(view)) is not None:
         status["download"] = fetched
-    if scaled := autoscaling.last_scaled(world):
+    if scaled := _last_scaled(world):
         status["autoscaling"] = scaled
     if (told := view.routing) is not None:
         status["routing"] = RoutingStatus(way=told.way, reason=told.reason) if told.reason else {"way": told.way}
@@ -152,7 +152,8 @@ class _PoolView:
         there = next((member for member in members if member.name == pool.name), None)
         if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
             members = (*(member for member in members if member is not there), pool)
-        return share(members, protections_record(self.world.gateway))[pool.spec.gateway.name]
+        world = self.world.gateway
+        return share(members, protections_record(world), world.unreadable)[pool.spec.gateway.name]
 
     @cached_property
     def existing(self) -> tuple[revisions.ExistingRevision, ...]:
@@ -254,7 +255,7 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
     others = {
         ConditionType.READY: _ready(view, needed),
         ConditionType.PROGRESSING: _progressing(view, picker),
-        ConditionType.SCALING_ACTIVE: autoscaling.scaling(world),
+        ConditionType.SCALING_ACTIVE: _scaling(world),
         ConditionType.WARNINGS: _warnings(view),
     }
     return needed | _told(others)
@@ -381,6 +382,30 @@ def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
     return "False", Reason.ROLLOUT_COMPLETE, state
 
 
+def _scaling(world: PoolWorld) -> Judgement | None:
+    """Whether the operator sets the replicas; None where it is not to."""
+    if world.pool.spec.autoscaling.type == "None":
+        return None
+    state, target = world.scaling, Target.of(world.pool.spec.autoscaling)
+    if state is None:
+        return "Unknown", Reason.PENDING, "the pickers have not been asked yet"
+    if state.owner:
+        return "False", Reason.SCALED_BY_ANOTHER, f"{state.owner} scales the pool"
+    if not state.heard:
+        return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} tells of the demand"
+    text = f"the demand that the pickers see sets replicas between {target.least} and {target.most}"
+    return "True", Reason.AUTOSCALER_ACTIVE, text
+
+
+def _last_scaled(world: PoolWorld) -> AutoscalingStatus:
+    """The last time that the replicas were set by it; what an earlier operator wrote of that stays."""
+    if world.pool.spec.autoscaling.type != "Picker":
+        return {}
+    if world.scaling is None or (last := world.scaling.last) is None:
+        return world.pool.status.get("autoscaling", {})
+    return {"lastScaleTime": timestamp(last.at), "replicas": last.replicas, "message": last.why[:_MESSAGE]}
+
+
 def _draining(view: _PoolView) -> str:
     """Who finishes how many requests until when."""
     timeout = timedelta(seconds=view.world.pool.spec.drain.timeout_seconds)
@@ -434,21 +459,6 @@ def _history(view: _PoolView) -> str:
     if not heeded or told is None or told.way != "history":
         return ""
     return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
-
-
-def _endpoints(view: _PoolView) -> list[EndpointStatus]:
-    """The pods that have an address. Without a picker's word, a ready pod that does not drain is held to serve."""
-    listed = revisions.routable(view.world.picker, view.world.pool.name)
-    port, found = view.world.pool.spec.engine.port, []
-    for pod in view.live:
-        host = (pod.get("status") or {}).get("podIP")
-        if not host:
-            continue
-        name, ready = str(pod["metadata"]["name"]), facts.is_ready(pod)
-        serving = ready and label(pod, labels.SERVING) == "true" and (listed is None or name in listed)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        found.append(EndpointStatus(name=name, address=address, ready=ready, serving=serving))
-    return found[:MAX_ENDPOINTS]
 
 
 def _download(view: _PoolView) -> DownloadStatus | None:
