@@ -171,6 +171,7 @@ def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken
         ({"$dynamicRef": "#a"}, r"'\$dynamicRef' at /"),
         ({"uniqueItems": True}, "'uniqueItems' at /"),
         ({"not": {"pattern": "a"}}, "'not' at /"),
+        ({"type": "string", "not": {"const": "a" * 500}}, "'not' at / is not supported"),
         ({"if": {"pattern": "a"}, "then": {"minLength": 1}}, "'if' at /"),
         ({"type": "object", "propertyNames": {"not": {"const": "a"}}}, "'propertyNames' at /"),
         ({"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}, "'oneOf' at / is not supported"),

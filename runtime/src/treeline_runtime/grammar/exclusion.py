@@ -27,8 +27,9 @@ Alternatives = list[Any]
 _DEEPEST = 6
 _MOST = 64
 """Alternatives of one schema, all conditions together: libraries go through those that can be."""
-_MOST_CHARACTERS = 2048
-"""Of the texts that one may not be."""
+_MOST_CHARACTERS, _LONGEST = 2048, 100
+"""Of the texts that one may not be, all together and each: the pattern of what is none of them has a group within a
+group for each character."""
 _MOST_VALUES = 6
 """Of lists whose items differ: they have as many sublists as a schema may have alternatives."""
 _MOST_NAMES = 16
@@ -255,7 +256,7 @@ def _none_of(values: list[Any]) -> Alternatives:
     """Texts and numbers that are none of these, and what is of no type of theirs."""
     found = _of_no({type for value in values for type in types_of(value)})
     texts = [value for value in values if isinstance(value, str)]
-    if texts and sum(map(len, texts)) <= _MOST_CHARACTERS:
+    if texts and sum(map(len, texts)) <= _MOST_CHARACTERS and max(map(len, texts)) <= _LONGEST:
         found.append({"type": "string", "pattern": f"^(?:{as_regex(none_of(texts))})$"})
     truths = {value for value in values if isinstance(value, bool)}
     if len(truths) == 1:
