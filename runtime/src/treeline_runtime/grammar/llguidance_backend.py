@@ -23,8 +23,8 @@ from treeline_runtime.grammar.backend import (
     Matcher,
     certain_text,
 )
+from treeline_runtime.grammar.json_schema import for_llguidance
 from treeline_runtime.grammar.patterns import as_regex, whole
-from treeline_runtime.grammar.schema_support import for_llguidance
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
 

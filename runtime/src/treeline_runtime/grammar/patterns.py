@@ -264,20 +264,6 @@ _CATEGORIES = {
 }
 
 
-def none_of(texts: Iterable[str]) -> Node:
-    """All texts but these."""
-    ends, rest = False, dict[str, list[str]]()
-    for text in texts:
-        ends = ends or not text
-        if text:
-            rest.setdefault(text[0], []).append(text[1:])
-    any_text = Repeat(Chars(all_but(())), 0, None)
-    choices: list[Node] = [] if ends else [EMPTY]
-    choices += [Sequence((Chars(((ord(char), ord(char)),)), none_of(texts))) for char, texts in rest.items()]
-    choices.append(Sequence((Chars(all_but((ord(char), ord(char)) for char in rest)), any_text)))
-    return Choice(tuple(choices))
-
-
 class EmptyError(Exception):
     """Nothing is left."""
 
