@@ -110,6 +110,15 @@ def test_what_takes_xgrammar_longer_at_each_step_is_refused(grammar: Grammar) ->
         Backends(VOCABULARY).compile(grammar)
 
 
+@pytest.mark.deep
+def test_a_small_text_that_is_compiled_to_much_is_refused_by_its_bytes() -> None:
+    """Some 15 kB, which the server would read into 300 MB."""
+    rules = [f'r{i} ::= "k{i}" [a-z]+ "=" [0-9]{{1,{3 + i % 9}}}' for i in range(340)]
+    source = "\n".join(["root ::= " + " | ".join(f"r{i}" for i in range(len(rules))), *rules])
+    with pytest.raises(GrammarError, match=r"too large: it is compiled to \d+ MiB, 32 are the most"):
+        Backends(VOCABULARY).compile(Grammar("ebnf", source))
+
+
 def test_an_output_that_comes_to_what_takes_long_is_ended_and_its_neighbour_is_not() -> None:
     backend = Backends(VOCABULARY)
     late = backend.load(backend.compile(Grammar("ebnf", f"root ::= [0-9]{{80}} a\n{RULES}"))).matcher([END])

@@ -152,6 +152,7 @@ def test_a_pattern_of_a_schema_may_match_anywhere(backend: GrammarBackend, patte
         (r"[", "unterminated character set"),
         (r"a**", "multiple repeat"),
         ("(" * 5000 + ")" * 5000, "nested too deeply"),
+        ("(?:x" * 280 + ")+y" * 280, "nested too deeply"),
     ],
 )
 def test_what_is_not_regular_is_refused_by_name(backend: GrammarBackend, pattern: str, name: str) -> None:

@@ -22,6 +22,11 @@ MAX_SHORTEST = 16_384
 a microsecond a character, and in repetitions the square of that: 20 ms to 100 ms for as many."""
 
 
+MAX_COMPILED_BYTES = 32 << 20
+"""Of what one grammar is compiled to. While the server reads it, it takes about seven times as much of its memory: an
+EBNF of 21 kB, with some hundred rules as one choice, can be 57 MB and then 388."""
+
+
 class GrammarError(ValueError):
     """What is wrong with a grammar; the text is for its author."""
 

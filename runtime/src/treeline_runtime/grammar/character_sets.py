@@ -6,10 +6,13 @@ of them agree, and a wide one, which is what any of them counts in.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from re._casefix import _EXTRA_CASES  # type: ignore[import-not-found]
+
+import numpy as np
 
 Ranges = tuple[tuple[int, int], ...]
 """Characters, as first and last of ascending ranges that do not touch."""
@@ -20,30 +23,33 @@ LAST = sys.maxunicode
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The set that any ranges make together, without surrogates. O(n log n)."""
     merged: list[tuple[int, int]] = []
-    for first, last in sorted(_no_surrogates(ranges)):
+    for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
         else:
             merged.append((first, last))
-    return tuple(_no_surrogates(merged))
-
-
-def _no_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
-    for first, last in ranges:
-        if first < 0xD800:
-            yield first, min(last, 0xD7FF)
-        if last > 0xDFFF:
-            yield max(first, 0xE000), last
+    return _no_surrogates(merged)
 
 
 def all_but(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """All other characters."""
     others, after = [], 0
-    for first, last in (*union(ranges), (LAST + 1, LAST + 1)):
+    for first, last in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if first > after:
             others.append((after, first - 1))
-        after = last + 1
-    return union(others)
+        after = max(after, last + 1)
+    return _no_surrogates(others)
+
+
+def _no_surrogates(ranges: list[tuple[int, int]]) -> Ranges:
+    if not any(first <= 0xDFFF and last >= 0xD800 for first, last in ranges):
+        return tuple(ranges)
+    return tuple(
+        (low, high)
+        for first, last in ranges
+        for low, high in ((first, min(last, 0xD7FF)), (max(first, 0xE000), last))
+        if low <= high
+    )
 
 
 def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
@@ -77,14 +83,11 @@ ASCII: dict[str, Ranges] = {
     "space": ((9, 13), (32, 32)),
     "word": ((48, 57), (65, 90), (95, 95), (97, 122)),
 }
-_UNICODE: dict[str, Callable[[str], bool]] = {
-    "digit": str.isdecimal,
-    "space": lambda char: char.isspace() or char == "\ufeff",
-    "word": lambda char: char.isalnum() or char == "_",
-}
+_UNICODE = {"digit": r"\d+", "space": "[\\s\ufeff]+", "word": r"\w+"}
 
 
 @cache
 def unicode(name: str) -> Ranges:
     """Of "digit", "space" and "word", as Unicode has them."""
-    return union((code, code) for code in range(LAST + 1) if _UNICODE[name](chr(code)))
+    every = np.arange(LAST + 1, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    return union((found.start(), found.end() - 1) for found in re.finditer(_UNICODE[name], every))

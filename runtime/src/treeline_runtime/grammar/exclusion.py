@@ -10,16 +10,15 @@ may allow less than was said, and never more. Where nothing would be left the wo
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterable
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
-from treeline_runtime.grammar.disjoint import apart, same, types_of
 from treeline_runtime.grammar.formats import FORMATS
-from treeline_runtime.grammar.patterns import as_regex, none_of
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError
-from treeline_runtime.grammar.schema_words import listed
+from treeline_runtime.grammar.schema_words import listed, same, types, types_of
 
 Alternatives = list[Any]
 """Schemas, of which one at least holds."""
@@ -27,8 +26,9 @@ Alternatives = list[Any]
 _DEEPEST = 6
 _MOST = 64
 """Alternatives of one schema, all conditions together: libraries go through those that can be."""
-_MOST_CHARACTERS = 2048
-"""Of the texts that one may not be."""
+_MOST_CHARACTERS, _LONGEST = 2048, 100
+"""Of the texts that one may not be, all together and each: the pattern of what is none of them has a group within a
+group for each character."""
 _MOST_VALUES = 6
 """Of lists whose items differ: they have as many sublists as a schema may have alternatives."""
 _MOST_NAMES = 16
@@ -112,7 +112,7 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
     options = [document.resolved(option) for option in schema["oneOf"]]
     made: Alternatives = []
     for i, option in enumerate(options):
-        others = [other for j, other in enumerate(options) if j != i and not apart(option, other)]
+        others = [other for j, other in enumerate(options) if j != i and not _apart(option, other)]
         most = max(1, int((_MOST / len(options)) ** (1 / max(1, len(others)))))
         without = [sorted(_negated(document, other), key=partial(_loss, option))[:most] for other in others]
         if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
@@ -178,8 +178,46 @@ _RULES = {
 }
 
 
+def _apart(a: Any, b: Any) -> bool:
+    """Whether no value is of both schemas: by types, values, one property that both require, or one that one requires
+    and the other has not."""
+    if a is False or b is False:
+        return True
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return False
+    values_a, values_b = _finite(a), _finite(b)
+    if values_a is not None and values_b is not None:
+        return not any(same(x, y) for x in values_a for y in values_b)
+    types_a, types_b = (_possible(one, values) for one, values in ((a, values_a), (b, values_b)))
+    if types_a and types_b and not types_a & types_b:
+        return True
+    if a.get("type") != "object" or b.get("type") != "object":
+        return False
+    if _lacks(a, b) or _lacks(b, a):
+        return True
+    tags = set(a.get("required", ())) & set(b.get("required", ()))
+    return any(_apart(*(one.get("properties", {}).get(tag, True) for one in (a, b))) for tag in tags)
+
+
+def _lacks(a: Schema, b: Schema) -> bool:
+    if a.get("additionalProperties") is not False or "patternProperties" in a:
+        return False
+    return not set(b.get("required", ())) <= a.get("properties", {}).keys()
+
+
+def _finite(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _possible(schema: Schema, values: list[Any] | None) -> set[str]:
+    """The types of a schema's values; none where it says nothing about them."""
+    return _with_integers(types(schema)) if values is None else set().union(*map(types_of, values))
+
+
 def _only_types(schema: Any) -> bool:
-    return isinstance(schema, dict) and schema.keys() == {"type"} and "integer" not in _types(schema)
+    return isinstance(schema, dict) and schema.keys() == {"type"} and "integer" not in types(schema)
 
 
 def _loss(option: Any, alternative: Any) -> int:
@@ -187,24 +225,20 @@ def _loss(option: Any, alternative: Any) -> int:
     if not isinstance(option, dict) or not isinstance(alternative, dict):
         return 1
     absent = {name for name, inner in alternative.get("properties", {}).items() if inner is False}
-    types = {*_types(option)} & _with_integers(_types(alternative))
-    if absent & {*option.get("required", ())} or ({"type"} <= option.keys() & alternative.keys() and not types):
+    shared = {*types(option)} & _with_integers(types(alternative))
+    if absent & {*option.get("required", ())} or ({"type"} <= option.keys() & alternative.keys() and not shared):
         return _ALL
     return 0 if absent else 1
 
 
-def _types(schema: Schema) -> list[str]:
-    return listed(schema.get("type", []))
-
-
-def _of_no(types: Container[str]) -> Alternatives:
+def _of_no(names: Container[str]) -> Alternatives:
     """All values of other types."""
-    others = [type for type in _BASIC if type not in types]
+    others = [name for name in _BASIC if name not in names]
     return [{"type": others}] if others else []
 
 
-def _with_integers(types: Iterable[str]) -> set[str]:
-    return {*types, *(("integer", "number") if {"integer", "number"} & {*types} else ())}
+def _with_integers(names: Iterable[str]) -> set[str]:
+    return {*names, *(("integer", "number") if {"integer", "number"} & {*names} else ())}
 
 
 def _without(name: str) -> Schema:
@@ -251,12 +285,23 @@ def _word_negated(document: Document, word: str, value: Any, depth: int) -> Alte
     return []
 
 
+def _other_texts(texts: list[str]) -> str:
+    """A pattern of all texts but these."""
+    rest = dict[str, list[str]]()
+    for text in filter(None, texts):
+        rest.setdefault(text[0], []).append(text[1:])
+    choices = [] if "" in texts else [""]
+    choices += [re.escape(char) + _other_texts(more) for char, more in rest.items()]
+    choices.append((f"[^{''.join(map(re.escape, rest))}]" if rest else "(?s:.)") + "(?s:.)*")
+    return f"(?:{'|'.join(choices)})"
+
+
 def _none_of(values: list[Any]) -> Alternatives:
     """Texts and numbers that are none of these, and what is of no type of theirs."""
     found = _of_no({type for value in values for type in types_of(value)})
     texts = [value for value in values if isinstance(value, str)]
-    if texts and sum(map(len, texts)) <= _MOST_CHARACTERS:
-        found.append({"type": "string", "pattern": f"^(?:{as_regex(none_of(texts))})$"})
+    if texts and sum(map(len, texts)) <= _MOST_CHARACTERS and max(map(len, texts)) <= _LONGEST:
+        found.append({"type": "string", "pattern": f"^{_other_texts(texts)}$"})
     truths = {value for value in values if isinstance(value, bool)}
     if len(truths) == 1:
         found.append({"enum": [not truths.pop()]})
@@ -279,7 +324,7 @@ def _name_properties(document: Document, schema: Schema) -> None:
     names = document.resolved(schema.get("propertyNames"), alone=True)
     if not isinstance(names, dict):
         return
-    if names.keys() == {"type"} and "string" in _types(names):
+    if names.keys() == {"type"} and "string" in types(names):
         del schema["propertyNames"]
         return
     if {"properties", "patternProperties"} & schema.keys():
@@ -297,6 +342,6 @@ def _name_properties(document: Document, schema: Schema) -> None:
             made = {"patternProperties": {f"^[\\s\\S]{{{least},{'' if most is None else int(most)}}}$": others}}
         case _:
             return
-    if "string" in (_types(names) or ["string"]):
+    if "string" in (types(names) or ["string"]):
         del schema["propertyNames"]
         schema |= made | {"additionalProperties": False}

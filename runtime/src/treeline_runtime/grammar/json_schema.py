@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.disjoint import same, types_of
 from treeline_runtime.grammar.exclusion import in_plain_words
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
 from treeline_runtime.grammar.patterns import as_regex, within
@@ -38,12 +37,30 @@ from treeline_runtime.grammar.schema_words import (
     UNEVALUATED,
     VALUES,
     listed,
+    same,
+    types_of,
 )
 
 _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
+_MOST_PROPERTIES = 300
+"""What llguidance can go through in one step."""
 _LARGEST = 2**53
 """Integers beyond are not the same in every library."""
+
+
+def for_llguidance(source: str) -> str:
+    """The same schema as JSON for llguidance 1.9.1, which intersects schemas, and refuses by itself what it has not: a
+    `oneOf` whose members may share a value, schemas that leave no value together, a number that is within no bounds or
+    no multiple, a pattern without a text of the length. Raises GrammarError."""
+    document = Document(source)
+    simplify(document)
+    for path, schema in document.schemas:
+        check_free_keys(schema, path)
+        if len(schema.get("properties", ())) > _MOST_PROPERTIES:
+            raise UnsupportedError("properties", path, f"with more than {_MOST_PROPERTIES} is not supported")
+    _check_near_bounds(document)
+    return document.written()
 
 
 def simplify(document: Document) -> None:
@@ -65,60 +82,23 @@ def simplify(document: Document) -> None:
     for path, schema in document.schemas:
         _simplify_one(schema, path)
     _check_cycles(document)
-    _check_finite(document)
 
 
 def _check_cycles(document: Document) -> None:
     """A value would be of a schema if it is of this schema: the standard leaves that undefined, and validators look it
     up for ever."""
-    known = {id(schema) for _path, schema in document.schemas}
-
-    def is_clear(schema: Schema, clear: set[int]) -> bool:
-        same_value = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("oneOf", ())]
+    waiting = dict[int, tuple[str, set[int]]]()
+    for path, schema in document.schemas:
+        same_value = [one for word in ("anyOf", "allOf", "oneOf") for one in schema.get(word, ())]
         if "$ref" in schema:
             same_value.append(document.target(schema))
-        return not {id(other) for other in same_value} & known - clear
-
-    if (path := _without_end(document, is_clear)) is not None:
+        waiting[id(schema)] = path, set(map(id, same_value))
+    while clear := [key for key, (_path, others) in waiting.items() if not others & waiting.keys()]:
+        for key in clear:
+            del waiting[key]
+    if waiting:
+        path = min((path for path, _others in waiting.values()), key=len)
         raise GrammarError(f"the schema at {path or '/'} refers to itself for the same value")
-
-
-def _check_finite(document: Document) -> None:
-    """Each value of a schema would have to hold such a value again: an output would never come to its end."""
-
-    def has_value(schema: Schema, finite: set[int]) -> bool:
-        def known(one: Any) -> bool:
-            return one is True or id(one) in finite
-
-        if "enum" in schema:
-            return True
-        needed = [*schema.get("allOf", ()), *([document.target(schema)] if "$ref" in schema else ())]
-        options = [schema[word] for word in ("anyOf", "oneOf") if word in schema]
-        if not all(map(known, needed)) or not all(any(map(known, one)) for one in options):
-            return False
-        names, least = schema.get("properties", {}), schema.get("minItems", 0)
-        prefix, others = schema.get("prefixItems", [])[:least], [schema.get("items", True)]
-        held = {
-            "object": [names[name] for name in schema.get("required", ()) if name in names],
-            "array": prefix + (others if least > len(prefix) else []),
-        }
-        return any(all(map(known, held.get(name, ()))) for name in listed(schema.get("type", "null")))
-
-    if (path := _without_end(document, has_value)) is not None:
-        raise unsatisfiable(path, "each value would have to hold another one of its kind:")
-
-
-def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]) -> str | None:
-    """The path of a schema that is never done, whatever others are. is_done: of a schema, where those with these ids
-    are."""
-    waiting, done = document.schemas, set[int]()
-    while waiting:
-        still = [(path, schema) for path, schema in waiting if not is_done(schema, done)]
-        if len(still) == len(waiting):
-            return min((path for path, _schema in still), key=len)
-        done = {id(schema) for _path, schema in document.schemas} - {id(schema) for _path, schema in still}
-        waiting = still
-    return None
 
 
 def _simplify_one(schema: Schema, path: str) -> None:
@@ -423,3 +403,24 @@ def _dependencies(schema: Schema, path: str) -> None:
 def _nullable(schema: Schema) -> None:
     if schema.pop("nullable", None) is True and "type" in schema:
         schema["type"] = [*listed(schema["type"]), "null"]
+
+
+def check_free_keys(schema: Schema, path: str) -> None:
+    """Where keys are free, an output may say one twice: it counts once."""
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    if schema.get("minProperties", 0) > 1 and not closed:
+        raise UnsupportedError("minProperties", path, "above 1 is not supported where keys are free")
+
+
+def _check_near_bounds(document: Document) -> None:
+    """llguidance 1.9.1 takes 0 where it is between 0 and 0.25, both exclusive. Bounds of one number may stand in
+    several schemas, so each is held against all."""
+    lows, highs = set[float](), set[float]()
+    for _path, schema in document.schemas:
+        lows.add(max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=-math.inf))
+        highs.add(min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=math.inf))
+    for path, schema in document.schemas:
+        for key, others, side in (("exclusiveMinimum", highs, 1), ("exclusiveMaximum", lows, -1)):
+            bound = schema.get(key, 0.5)
+            if bound == round(bound) and any(0 < side * (other - bound) < 1 for other in others):
+                raise UnsupportedError(key, path, "within 1 of the other bound is not supported")

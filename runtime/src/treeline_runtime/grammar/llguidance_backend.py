@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from treeline_runtime.grammar.backend import (
     Matcher,
     certain_text,
 )
+from treeline_runtime.grammar.json_schema import for_llguidance
 from treeline_runtime.grammar.patterns import as_regex, whole
-from treeline_runtime.grammar.schema_support import for_llguidance
 from treeline_runtime.grammar.vocabulary import Vocabulary
 from treeline_runtime.messages import Grammar
 
@@ -102,8 +103,7 @@ class LLGuidanceBackend:
 
     def load(self, compiled: bytes) -> Compiled:
         text = compiled.decode()
-        copies = FILL_THREADS if len(text) <= _COPIED_CHARS else 1
-        return _Compiled([self._new(text) for _ in range(copies)], len(compiled))
+        return _Compiled(partial(self._new, text), len(compiled), FILL_THREADS if len(text) <= _COPIED_CHARS else 1)
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         filled = self._masks(len(matchers))
@@ -161,11 +161,15 @@ class _Tokenizer:
 
 
 class _Compiled:
-    def __init__(self, fresh: list[Any], length: int) -> None:
-        """fresh: matchers that have seen nothing. A copy shares its automaton, which one thread at a time works with:
-        with several of them, masks of one grammar are filled side by side."""
-        self._fresh = cycle(fresh)
-        self._num_bytes = (length * _BYTES_PER_CHAR + _STATE_BYTES) * len(fresh)
+    def __init__(self, new: Callable[[], Any], length: int, copies: int) -> None:
+        """new: reads the grammar. What is copied from one reading shares its automaton, which one thread at a time
+        works with: with `copies` of them, masks of one grammar are filled side by side. The others are read when a
+        second output begins."""
+        self._new = new
+        self._fresh = [new()]
+        self._begun = 0
+        self._copies = copies
+        self._num_bytes = (length * _BYTES_PER_CHAR + _STATE_BYTES) * copies
         self._forces = length <= _MOST_FORCING
 
     @property
@@ -173,7 +177,21 @@ class _Compiled:
         return self._num_bytes
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
-        return LLGuidanceMatcher(next(self._fresh).deep_copy(), tuple(stop_ids), forces=self._forces)
+        self._begun += 1
+        if self._begun == 2 and self._copies > 1:
+            _reader().submit(self._read_others)
+        fresh = self._fresh[self._begun % len(self._fresh)]
+        return LLGuidanceMatcher(fresh.deep_copy(), tuple(stop_ids), forces=self._forces)
+
+    def _read_others(self) -> None:
+        for _ in range(self._copies - 1):
+            self._fresh.append(self._new())
+
+
+@cache
+def _reader() -> ThreadPoolExecutor:
+    """Reads grammars while outputs go on."""
+    return ThreadPoolExecutor(1, thread_name_prefix="treeline grammar copies")
 
 
 class LLGuidanceMatcher:

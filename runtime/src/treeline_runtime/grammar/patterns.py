@@ -63,17 +63,22 @@ _NAMED_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<(?![=!])", re.DO
 
 def whole(pattern: str) -> Node:
     """The texts that are matches of the pattern (`re.fullmatch`). Raises GrammarError."""
-    return _trim(_parse(pattern), EMPTY)
+    return _parse(pattern, EMPTY)
 
 
 def within(pattern: str) -> Node:
     """The texts that have a match somewhere (`re.search`), as JSON Schema means it. Raises GrammarError."""
-    return _trim(_parse(pattern), Repeat(Chars(all_but(())), 0, None))
+    return _parse(pattern, Repeat(Chars(all_but(())), 0, None))
 
 
-def _parse(pattern: str) -> Node:
-    node = _read(pattern)
-    if (length := shortest(node)) > MAX_SHORTEST:
+def _parse(pattern: str, beyond: Node) -> Node:
+    """beyond: see `_trim`."""
+    try:
+        node = _trim(_read(pattern), beyond)
+        length = shortest(node)
+    except RecursionError:
+        raise GrammarError(f"the pattern {_short(pattern)} is nested too deeply") from None
+    if length > MAX_SHORTEST:
         raise GrammarError(
             f"too long: the shortest text of the pattern {_short(pattern)} has {length} characters; "
             f"{MAX_SHORTEST} are the most"
@@ -105,8 +110,6 @@ def _read(pattern: str) -> Node:
         return _sequence(parsed, parsed.state.flags)
     except (re.error, OverflowError) as error:
         raise GrammarError(f"the pattern {_short(pattern)} is not a regular expression: {error}") from None
-    except RecursionError:
-        raise GrammarError(f"the pattern {_short(pattern)} is nested too deeply") from None
     except _RefusedError as refused:
         raise GrammarError(f"{refused} in the pattern {_short(pattern)} is not supported") from None
 
@@ -261,20 +264,6 @@ _CATEGORIES = {
 }
 
 
-def none_of(texts: Iterable[str]) -> Node:
-    """All texts but these."""
-    ends, rest = False, dict[str, list[str]]()
-    for text in texts:
-        ends = ends or not text
-        if text:
-            rest.setdefault(text[0], []).append(text[1:])
-    any_text = Repeat(Chars(all_but(())), 0, None)
-    choices: list[Node] = [] if ends else [EMPTY]
-    choices += [Sequence((Chars(((ord(char), ord(char)),)), none_of(texts))) for char, texts in rest.items()]
-    choices.append(Sequence((Chars(all_but((ord(char), ord(char)) for char in rest)), any_text)))
-    return Choice(tuple(choices))
-
-
 class EmptyError(Exception):
     """Nothing is left."""
 
@@ -300,16 +289,24 @@ def but(node: Node, unwanted: Ranges) -> Node:
 
 
 def as_regex(node: Node) -> str:
-    """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups."""
+    """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups. Raises
+    GrammarError."""
+    try:
+        return _written(node)
+    except RecursionError:
+        raise GrammarError("a pattern is nested too deeply") from None
+
+
+def _written(node: Node) -> str:
     match node:
         case Chars(ranges):
             return _chars(ranges)
         case Sequence(parts):
-            return "".join(f"(?:{as_regex(p)})" if isinstance(p, Choice) else as_regex(p) for p in parts)
+            return "".join(f"(?:{_written(p)})" if isinstance(p, Choice) else _written(p) for p in parts)
         case Choice(parts):
-            return "|".join(map(as_regex, parts))
+            return "|".join(map(_written, parts))
         case Repeat(part, least, most):
-            text = as_regex(part)
+            text = _written(part)
             return (text if isinstance(part, Chars) else f"(?:{text})") + _count(least, most) if text else ""
     raise AssertionError(node)
 

@@ -74,6 +74,11 @@ def listed(types: Any) -> list[Any]:
     return types if isinstance(types, list) else [types]
 
 
+def types(schema: dict[str, Any]) -> list[str]:
+    """That a schema names."""
+    return listed(schema.get("type", []))
+
+
 def is_annotation(word: str) -> bool:
     return word in ANNOTATIONS or word.startswith("x-")
 
@@ -94,3 +99,33 @@ def ignored(schema: Any) -> list[str]:
             found[f"format.{name}"] = None
         waiting += reversed([below for _, below in inner(one, *DEFINITIONS)])
     return list(found)
+
+
+def types_of(value: Any) -> set[str]:
+    """Of a value; a whole number is of two."""
+    match value:
+        case None:
+            return {"null"}
+        case bool():
+            return {"boolean"}
+        case int():
+            return {"integer", "number"}
+        case float():
+            return {"number", "integer"} if value.is_integer() else {"number"}
+        case str():
+            return {"string"}
+        case list():
+            return {"array"}
+        case _:
+            return {"object"}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal as JSON Schema means it: 1 is 1.0, but true is not 1."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)

@@ -1,20 +1,43 @@
-"""Structural tags as xgrammar reads them, with the schemas and patterns in them treated as those that stand alone."""
+"""Structural tags as xgrammar reads them, with the schemas and patterns in them treated as those that stand alone.
+
+What xgrammar 0.2.8 would ignore of a schema is refused here, by keyword and path. It looks at one of `$ref`, `enum`,
+`anyOf`, `allOf` and `type`, in this order, and at no keyword beside it; of a string at either its pattern or its
+length.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 from treeline_runtime.grammar.backend import GrammarError
-from treeline_runtime.grammar.patterns import as_regex, whole
-from treeline_runtime.grammar.schema_support import AS_RULES, for_xgrammar
+from treeline_runtime.grammar.json_schema import check_free_keys, simplify
+from treeline_runtime.grammar.patterns import EmptyError, as_regex, but, whole
+from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError
+from treeline_runtime.grammar.schema_words import DEFINITIONS, types
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 
 MAX_SPACES = 1
 """Between two words of JSON, where a tag does not say. Without a bound a model may write white space for ever, as some
 do; xgrammar cannot be made to write it as outside of tags, and takes no 0."""
+
+_AS_RULES = "(?:\u00e9){0}"
+"""Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,
+where an optional part may be entered in its middle (`(?:xy+)?` takes `y`)."""
+_ESCAPED = ((0, 31), (34, 34), (92, 92))
+_IN_TAGS = "is not supported in structural tags and strict tools"
+_NOT_IN_TAGS = {
+    "oneOf": (),
+    "multipleOf": ("number",),
+    "exclusiveMinimum": ("number",),  # an exclusive 0 is taken, as a number
+    "exclusiveMaximum": ("number",),
+}
+"""By the types that it says something of; (): of all."""
+_MOST_MULTIPLE = 1024
+_MOST_RANGE = 10_000
 
 
 def for_xgrammar_tags(source: str) -> str:
@@ -68,12 +91,101 @@ def _prepared(part: Any) -> Any:
         case {"type": "json_schema", "any_order": True}:
             raise GrammarError("'any_order' is not supported: what is required could be left out")
         case {"type": "qwen_xml_parameter", "json_schema": schema}:
-            return {**part, "json_schema": json.loads(for_xgrammar(json.dumps(schema)))}
+            return {**part, "json_schema": _schema(schema)}
         case {"type": "json_schema", "json_schema": schema}:
             # null is "not said" too
             most = MAX_SPACES if part.get("max_whitespace_cnt") is None else part["max_whitespace_cnt"]
-            return {**part, "json_schema": json.loads(for_xgrammar(json.dumps(schema))), "max_whitespace_cnt": most}
+            return {**part, "json_schema": _schema(schema), "max_whitespace_cnt": most}
         case {"type": "regex", "pattern": str(pattern)}:
-            return {"type": "regex", "pattern": AS_RULES + as_regex(whole(pattern))}
+            return {"type": "regex", "pattern": _AS_RULES + as_regex(whole(pattern))}
         case _:
             return {key: _prepared(inner) for key, inner in part.items()}
+
+
+def _schema(schema: Any) -> Any:
+    """The same schema as xgrammar is to be given it, or UnsupportedError for what it would pass over."""
+    document = Document(json.dumps(schema))
+    simplify(document)
+    for path, one in document.schemas:
+        _check_in_tags(one, path)
+        check_free_keys(one, path)
+        _close(one)
+    return json.loads(document.written())
+
+
+def _check_in_tags(schema: Schema, path: str) -> None:
+    names = types(schema)
+    leading = next((key for key in ("$ref", "enum", "anyOf", "allOf") if key in schema), "type")
+    for key in schema:
+        if key != leading and leading != "type" and key not in DEFINITIONS:
+            raise UnsupportedError(key, path, f"beside {leading!r} {_IN_TAGS}")
+        if key in _NOT_IN_TAGS and (not _NOT_IN_TAGS[key] or set(_NOT_IN_TAGS[key]) & set(names)):
+            raise UnsupportedError(key, path, _IN_TAGS)
+    if len(schema.get("allOf", ())) > 1:
+        raise UnsupportedError("allOf", path, f"of more than one schema {_IN_TAGS}")
+    if "string" in names and "pattern" in schema:
+        if {"minLength", "maxLength"} & set(schema):
+            raise UnsupportedError("pattern", path, f"beside a length {_IN_TAGS}")
+        schema["pattern"] = _unescaped(schema["pattern"], f"{path}/pattern")
+    for key in ("minimum", "maximum"):
+        if "number" in names and key in schema and round(schema[key], 6) != schema[key]:
+            raise UnsupportedError(key, path, f"with more than 6 digits after the point {_IN_TAGS}")
+    if "integer" in names and "multipleOf" in schema:
+        _check_multiple(schema, path)
+    if "array" in names:
+        prefix = schema.get("prefixItems", [])
+        if len(prefix) > schema.get("maxItems", math.inf) or False in prefix:
+            raise UnsupportedError("prefixItems", path, f"of which some cannot be there {_IN_TAGS}")
+    if "object" in names:
+        _check_object_in_tags(schema, path)
+
+
+def _check_object_in_tags(schema: Schema, path: str) -> None:
+    names, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    if any(inner is False for inner in names.values()):
+        raise UnsupportedError("properties", path, f"with false {_IN_TAGS}")
+    if names and schema.get("additionalProperties", False) is not False:
+        # the keys of others may be those of properties, spelt with escapes
+        raise UnsupportedError("additionalProperties", path, f"beside 'properties' {_IN_TAGS}")
+    if schema.get("required") and not names:
+        raise UnsupportedError("required", path, f"of others than 'properties' {_IN_TAGS}")
+    if len(patterns) > 1 or (patterns and names):
+        raise UnsupportedError("patternProperties", path, f"of several, or beside 'properties', {_IN_TAGS}")
+    if patterns:
+        there = f"{path}/patternProperties"
+        schema["patternProperties"] = {_unescaped(key, there): inner for key, inner in patterns.items()}
+
+
+def _check_multiple(schema: Schema, path: str) -> None:
+    """xgrammar counts the remainder, or lists what is between two bounds."""
+    low = max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=None)
+    high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=None)
+    if not isinstance(schema["multipleOf"], int) or schema["multipleOf"] > _MOST_MULTIPLE:
+        raise UnsupportedError("multipleOf", path, f"of a fraction, or above {_MOST_MULTIPLE}, {_IN_TAGS}")
+    if (low is None) != (high is None):
+        raise UnsupportedError("multipleOf", path, f"beside one bound {_IN_TAGS}")
+    if low is not None and high is not None and high - low > _MOST_RANGE:
+        raise UnsupportedError("multipleOf", path, f"within more than {_MOST_RANGE} {_IN_TAGS}")
+
+
+def _unescaped(pattern: str, path: str) -> str:
+    """Without the characters that JSON writes with a backslash, which xgrammar would write as they are."""
+    try:
+        return _AS_RULES + as_regex(but(whole(pattern), _ESCAPED))
+    except EmptyError:
+        raise UnsupportedError("pattern", path, f"with a character that JSON escapes {_IN_TAGS}") from None
+
+
+def _close(schema: Schema) -> None:
+    """xgrammar is strict: without a word about others, there are none. That is meant for properties that are named and
+    items that are counted out; where none are, others are what is there."""
+    names = types(schema)
+    if "array" in names and "items" not in schema:
+        counted = len(schema.get("prefixItems", ()))
+        if not counted or schema.get("minItems", 0) > counted:
+            schema["items"] = {}
+    if "array" in names and "prefixItems" in schema:
+        schema["prefixItems"] = [{} if item is True else item for item in schema["prefixItems"]]
+    named = {"properties", "patternProperties", "additionalProperties"} & set(schema)
+    if "object" in names and not named and len(schema) > 1:
+        schema["additionalProperties"] = {}

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treeline_runtime.grammar.backend import FILL_THREADS, Compiled, GrammarError, Matcher, certain_text
+from treeline_runtime.grammar.backend import (
+    FILL_THREADS,
+    MAX_COMPILED_BYTES,
+    Compiled,
+    GrammarError,
+    Matcher,
+    certain_text,
+)
 from treeline_runtime.grammar.satisfiable import Kind, check_satisfiable
 from treeline_runtime.grammar.structural_tags import for_xgrammar_tags
 from treeline_runtime.grammar.vocabulary import Vocabulary
@@ -58,7 +65,13 @@ class XGrammarBackend:
             if "bad_alloc" in str(error):
                 raise MemoryError from None
             raise GrammarError(_reason(error)) from None
-        return _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
+        written = _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
+        if len(written) > MAX_COMPILED_BYTES:
+            raise GrammarError(
+                f"the grammar is too large: it is compiled to {len(written) >> 20} MiB, {MAX_COMPILED_BYTES >> 20} are "
+                "the most; use fewer rules, or fewer choices between them"
+            )
+        return written
 
     def load(self, compiled: bytes) -> Compiled:
         info = self._info(compiled[:1] == _MARKED[True])
