@@ -14,7 +14,6 @@ import msgspec
 from treeline_epp.picking.policies.base import Candidates, Choice, Policy, PolicyError, read_parameters
 from treeline_epp.picking.policies.bucket import Bucket
 from treeline_epp.picking.policies.cache_aware import CacheAware
-from treeline_epp.picking.policies.consistent_hashing import ConsistentHashing
 from treeline_epp.picking.policies.least_load import LeastLoad
 from treeline_epp.picking.policies.lora_affinity import LoraAffinity
 from treeline_epp.picking.policies.power_of_two import PowerOfTwo
@@ -46,13 +45,12 @@ POLICIES: dict[str, type[Policy]] = {
         PowerOfTwo,
         LeastLoad,
         PrefixHash,
-        ConsistentHashing,
         Bucket,
         LoraAffinity,
     )
 }
-ALIASES = {"treeline": PredictedTtft.name}
-"""Names that policies had before."""
+ALIASES = {"treeline": PredictedTtft.name, "consistent_hashing": PrefixHash.name}
+"""Other names of policies."""
 
 
 def choice_of(text: str) -> Choice:

@@ -22,6 +22,8 @@ from treeline_epp.picking.table import Floats, Mask, Rows, Table
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 _NONE: Floats = np.zeros(0)
+BYTES_PER_TOKEN = 4
+"""Of text, where a policy counts a prompt's tokens."""
 
 
 def _nobody(_name: str) -> int | None:
@@ -112,8 +114,10 @@ class Policy(ABC):
     """Looks at nothing but costs and what is cached. Then a session's next request goes where its last one went, while
     that costs little more (`sessions`)."""
 
-    @abstractmethod
-    def __init__(self, parameters: Any, rng: Random) -> None: ...
+    def __init__(self, parameters: Any, rng: Random) -> None:
+        """`parameters` are of the class's own type."""
+        self._set = parameters
+        self._rng = rng
 
     @abstractmethod
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
@@ -214,6 +218,11 @@ def one_of(places: npt.NDArray[np.int64], rng: Random) -> int:
 def lightest(load: Floats, rng: Random) -> int:
     """The place of the lowest value, one of equals at random. O(n)."""
     return one_of(np.flatnonzero(load == load.min()), rng)
+
+
+def least_loaded(load: Floats, count: int, rng: Random) -> list[int]:
+    """The lightest `count`, the first one of equals at random. O(n)."""
+    return led_by(lightest(load, rng), lowest(load, count), count)
 
 
 def led_by(first: int, order: list[int], count: int) -> list[int]:
