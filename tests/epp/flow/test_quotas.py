@@ -23,8 +23,8 @@ from treeline_epp.flow.quotas import (
     Quotas,
     QuotaTable,
 )
-from treeline_epp.flow.refused import FlowRefused
 from treeline_epp.flow.settings import FlowSettings
+from treeline_epp.picking.decision import FlowRefused
 from treeline_epp.watched_file import read_file
 from treeline_wire import headers as names
 
