@@ -40,7 +40,7 @@ from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.pool_policies import PoolPolicies
+from treeline_epp.picking.policies import PoolPolicies
 from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation

@@ -11,7 +11,7 @@ import msgspec
 
 from treeline_epp.endpoints.http_client import BadAnswer, HttpClient, HttpError
 from treeline_epp.endpoints.spec import split_address
-from treeline_epp.watched_file import read_file
+from treeline_epp.files import read_file
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,8 @@ from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoint
 from treeline_epp.picking.endpoint import AuditResult, Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import Saturation, rows_left
-from treeline_epp.picking.policies import Policy
+from treeline_epp.picking.policies import Policy, PoolPolicies
 from treeline_epp.picking.policies.base import candidates_of, led_by
-from treeline_epp.picking.pool_policies import PoolPolicies
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Candidate, Scored, Work, follow_s, score, waits_and_costs, with_followers
 from treeline_epp.picking.sessions import Sessions, stays

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.candidates import candidates
-from treeline_epp.picking.policies import POLICIES, Choice, PolicyError, choice_of, create_policy
-from treeline_epp.picking.pool_policies import PoolPolicies
+from treeline_epp.picking.policies import POLICIES, Choice, PolicyError, PoolPolicies, choice_of, create_policy
 from treeline_epp.picking.request import Request
 from treeline_wire.namespaces import join_namespace
 
