@@ -94,7 +94,7 @@ def test_a_subset_that_is_no_json_allows_nothing() -> None:
 
 def test_a_mode_that_is_not_known_is_none() -> None:
     request = envoys_messages()["request headers"]
-    request.protocol_config.request_body_mode = 77  # type: ignore[assignment]
+    request.protocol_config.request_body_mode = 77
     assert READER.read(request.SerializeToString()).modes == (0, 0)
 
 
