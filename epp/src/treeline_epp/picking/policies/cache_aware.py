@@ -53,4 +53,4 @@ class CacheAware(Policy):
 
     def _uneven(self, least: float, most: float) -> bool:
         apart = most - least > self._set.balance_abs_threshold
-        return apart and most > self._set.balance_rel_threshold * least
+        return bool(apart and most > self._set.balance_rel_threshold * least)
