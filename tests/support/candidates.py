@@ -29,7 +29,6 @@ def candidates(
         prompt - held,
         np.array([identity_of(name) for name in names]),
         np.array(load or zeros, float),
-        lambda text: names.index(text) if text in names else None,
         lambda lora: np.array([lora in known.get(name, ()) for name in names]),
         now,
     )

@@ -30,7 +30,7 @@ def eligible(picker: Picker, request: Request, now: float) -> list[Endpoint]:
         places = {e.spec.name: split_address(e.spec.address) for e in serving}
         serving = [e for e in serving if {places[e.spec.name], (places[e.spec.name][0], "")} & allowed]
     if not serving:
-        raise NoEndpoints
+        raise NoEndpoints("no endpoint")
     willing = [e for e in serving if now >= e.breaker.closed_until and not e.load.silent(now)]
     return willing or serving
 

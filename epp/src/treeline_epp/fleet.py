@@ -26,17 +26,15 @@ from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadRepor
 from treeline_epp.endpoints.engine_http import EngineKey
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames
-from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.endpoints.sweep import Sweep
-from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
+from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace, Sweep
 from treeline_epp.index.pods import Pod
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats, Load, Ticker, new_context
 from treeline_epp.kvevents.hearing import Hearing
 from treeline_epp.kvevents.subscription import KvSubscription
-from treeline_epp.member import Member
+from treeline_epp.member import Member, RankLoads
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers

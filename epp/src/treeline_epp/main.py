@@ -40,7 +40,7 @@ from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.peers.seal import peer_key
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.pool_policies import PoolPolicies
+from treeline_epp.picking.policies import PoolPolicies
 from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
@@ -103,7 +103,8 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
     picker = _picker(options)
     async with contextlib.AsyncExitStack() as stack:
         observing = await stack.enter_async_context(_observing(options, picker, metrics))
-        fleet = _fleet(options, picker, registry, eds, curve, tokenizers, observing)
+        key, gone = options.engine_key_file, observing.forget
+        fleet = Fleet(picker, registry, eds, curve=curve, tokenizers=tokenizers, key_file=key, on_gone=gone)
         metrics.observe(lambda: fleet_report.samples(fleet))
         rules = GatewayRules(trust_headers=options.trust_request_headers, fairness_header=options.fairness_header)
         kube = await _kubernetes(options, registry, rules, metrics, picker.policies, stack)
@@ -158,26 +159,6 @@ def _picker(options: Options) -> Picker:
     picker = Picker(config)
     log.info("policy %s", options.policy)
     return picker
-
-
-def _fleet(
-    options: Options,
-    picker: Picker,
-    registry: ModelRegistry,
-    eds: Eds,
-    curve: CurveKeys | None,
-    tokenizers: TokenizerSources,
-    observing: Observing,
-) -> Fleet:
-    return Fleet(
-        picker,
-        registry,
-        eds,
-        curve=curve,
-        tokenizers=tokenizers,
-        key_file=options.engine_key_file,
-        on_gone=observing.forget,
-    )
 
 
 async def _talk(
@@ -330,13 +311,6 @@ def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tupl
     return Http2Server(methods, most, most_held_bytes=options.max_waiting_body_bytes + most), control
 
 
-def _certificate(options: Options) -> Certificate | None:
-    """Of the ext_proc port."""
-    if not options.secure_serving:
-        return None
-    return Certificate(options.cert_path, clients=options.require_client_certificates)
-
-
 async def _listen(
     options: Options,
     metrics: PageServer,
@@ -349,7 +323,8 @@ async def _listen(
     try:
         port, flag = options.grpc_port, "--grpc-port"
         _can_listen(options.host, port)
-        await ext_proc.start(options.host, port, _certificate(options))
+        certificate = Certificate(options.cert_path, clients=options.require_client_certificates)
+        await ext_proc.start(options.host, port, certificate if options.secure_serving else None)
         port, flag = options.grpc_health_port, "--grpc-health-port"
         _can_listen(options.host, port)
         if options.require_client_certificates and options.cert_path is not None:

@@ -27,7 +27,8 @@ class Observing:
 
     def __init__(self, options: Options, picker: Picker, metrics: Metrics) -> None:
         self._metrics, self._shows_ours = metrics, OURS in options.metrics_families
-        self._gie = GieMetrics(picker) if GIE in options.metrics_families else None
+        namespace = options.pool_namespace if options.kubernetes else ""
+        self._gie = GieMetrics(picker, namespace) if GIE in options.metrics_families else None
         self._tracing = _tracing() if options.tracing else None
         found: Sequence[Observer | None] = (self._gie, self._tracing)
         self.observers = Observers([observer for observer in found if observer is not None])
@@ -42,6 +43,8 @@ class Observing:
     def forget(self, endpoint: str) -> None:
         """It has gone for good."""
         self._metrics.forget(endpoint)
+        if self._gie is not None:
+            self._gie.forget(endpoint)
 
     def page(self) -> bytes:
         """What a scrape gets: each family in turn."""

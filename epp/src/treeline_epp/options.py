@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
+from treeline_wire.headers import CREDENTIALS
 from treeline_wire.logs import LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
 from treeline_epp.compat.flags import add_foreign, flag_bool, ignored, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.flow.settings import FlowSettings, flow_flag, flow_help, header_name
+from treeline_epp.flow.settings import FlowSettings, flow_flag, flow_help
 from treeline_epp.peers.driver import peer_names
 from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
@@ -51,6 +53,17 @@ def _ports(text: str) -> tuple[int, ...]:
     if not all(word.isascii() and word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(words) > 8:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of one to eight ports")
     return tuple(dict.fromkeys(int(word) for word in words))
+
+
+def _header_name(text: str) -> str:
+    """The name of a header that may be told in messages and traces, in lower case."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text.lower()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a header")
+    if text.lower() in CREDENTIALS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} carries a secret, and a client's name is told in messages and traces: choose another header"
+        )
+    return text.lower()
 
 
 def _for_model(text: str) -> ForModel:
@@ -266,7 +279,7 @@ class Options:
         None,
         group=_FLOW,
         metavar="NAME",
-        parse=header_name,
+        parse=_header_name,
         help="request header that says whose a request is, believed as it is: whoever can send it chooses. It takes "
         "the place of those of --trust-request-headers; API keys (--trust-edge) go before it",
     )

@@ -12,7 +12,7 @@ from treeline_wire.signals import CONTENT_TYPE, PATH, Signals
 
 from treeline_epp import fleet_report, signals
 from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
-from treeline_epp.console.pages import console_pages
+from treeline_epp.console.view import console_pages
 from treeline_epp.fleet import Fleet
 from treeline_epp.health import Health
 from treeline_epp.observing import Observing

@@ -16,6 +16,7 @@ from support.proxy import NONE, Proxy
 from treeline_epp.compat import gie_metrics
 from treeline_epp.compat.gie_metrics import CHOICES, REQUESTS, GieMetrics, Histogram, head, label_text, shown
 from treeline_epp.endpoints.scraped import ScrapedLoad
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.options import options_of
 from treeline_epp.picking.picker import Picker
 from treeline_wire import headers as names
@@ -29,6 +30,7 @@ inference_objective_prompt_cached_tokens inference_objective_normalized_time_per
 inference_pool_average_kv_cache_utilization inference_pool_average_queue_size inference_pool_average_running_requests
 inference_pool_ready_pods inference_pool_per_pod_queue_size inference_extension_scheduler_e2e_duration_seconds
 inference_extension_prefix_indexer_size inference_extension_prefix_indexer_hit_ratio
+inference_extension_prefix_indexer_hit_bytes inference_extension_scheduler_attempts_total
 """
 
 
@@ -36,7 +38,7 @@ class Page:
     """A picker that counts under GIE's names."""
 
     def __init__(self) -> None:
-        self.metrics = GieMetrics(Picker())
+        self.metrics = GieMetrics(Picker(), "team")
         self.proxy = Proxy([self.metrics])
         self.metrics._picker = self.proxy.picker
 
@@ -145,6 +147,8 @@ def test_refusals_and_errors_of_engines_are_counted_by_code(page: Page) -> None:
     assert page.value(name, model_name="", target_model_name="", error_code="NotFound") == 1
     assert page.value(name, model_name="tiny", target_model_name="tiny", error_code="ModelServerError") == 1
     assert page.value(name, model_name="tiny", error_code="ServiceUnavailable") == 1
+    failed = page.value("inference_extension_scheduler_attempts_total", status="failure", target_model_name="tiny")
+    assert failed == 1
     assert page.value("inference_objective_request_total") == 1
 
 
@@ -156,6 +160,33 @@ def test_a_client_that_leaves_and_a_request_that_is_only_shown_are_no_errors(pag
     assert page.value("inference_objective_request_total") == 2
     assert page.value("inference_objective_request_error_total") is None
     assert page.value("inference_objective_running_requests") == 0
+
+
+def test_a_choice_counts_for_the_pod_of_its_rank_until_the_endpoint_is_gone(page: Page) -> None:
+    for name in ("e0", "e1"):
+        page.proxy.picker.remove_endpoint(name)
+    page.proxy.picker.add_endpoint(EndpointSpec("vllm-7-rank-1", "10.0.0.9:8001", models=("tiny",)))
+    page.proxy.router.registry.set_endpoint("vllm-7-rank-1", "default", ("tiny",), None)
+    page.proxy.stream()
+    pod = {"pod_name": "vllm-7", "namespace": "team", "port": "8001"}
+    assert page.value("inference_extension_scheduler_attempts_total", status="success", **pod) == 1
+    page.metrics.forget("vllm-7-rank-1")
+    assert page.value("inference_extension_scheduler_attempts_total") is None
+
+
+def test_the_hit_of_a_choice_is_counted_in_bytes_where_the_prompt_was_looked_up(page: Page) -> None:
+    page.proxy.stream()
+    counted = page.value("inference_extension_prefix_indexer_hit_bytes_count")
+    assert counted == page.value("inference_extension_prefix_indexer_hit_ratio_count") == 1
+    assert page.value("inference_extension_prefix_indexer_hit_bytes_sum") == 0
+    page.proxy.stream()
+    assert (page.value("inference_extension_prefix_indexer_hit_bytes_sum") or 0) > 0
+
+
+def test_pairs_of_models_and_endpoints_are_bounded(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gie_metrics, "_MOST_ATTEMPTS", 0)
+    page.proxy.stream()
+    assert page.value("inference_extension_scheduler_attempts_total", pod_name="other") == 1
 
 
 def test_a_name_of_unreasonable_length_is_another(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

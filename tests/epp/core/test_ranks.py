@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from support.epp_core import KEYS, WIDTH, Prompt
-from treeline_epp.endpoints.rank_loads import RankLoads
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.member import RankLoads
 from treeline_epp.picking.decision import Outcome
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request

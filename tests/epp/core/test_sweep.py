@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treeline_epp.endpoints.sweep import AT_ONCE, EACH_SECOND, MIN_INTERVAL_S, Sweep
+from treeline_epp.endpoints.watcher import SWEEP_INTERVAL_S, SWEPT_AT_ONCE, SWEPT_EACH_SECOND, Sweep
 
 BEAT_S = 0.05
 
@@ -17,9 +17,11 @@ def test_whoever_asks_however_often_engines_are_asked_at_a_bounded_rate(count: i
     for beat in range(beats):
         sweep.begin(names, beat * BEAT_S)
         now = sweep.take()
-        assert len(now) <= AT_ONCE
+        assert len(now) <= SWEPT_AT_ONCE
         asked += now
-    assert len(asked) <= count + EACH_SECOND * beats * BEAT_S + count * (beats * BEAT_S / MIN_INTERVAL_S) * (count < 50)
+    assert len(asked) <= count + SWEPT_EACH_SECOND * beats * BEAT_S + count * (beats * BEAT_S / SWEEP_INTERVAL_S) * (
+        count < 50
+    )
     assert asked == (names * (len(asked) // max(1, count) + 1))[: len(asked)], "each in turn"
 
 
@@ -28,7 +30,7 @@ def test_a_miss_asks_at_the_next_beat_and_a_second_one_not_before_its_time() -> 
     sweep.begin(["a", "b"], 0.0)
     sweep.begin(["a", "b"], 0.0)
     assert sweep.take() == ["a", "b"]
-    sweep.begin(["a", "b"], MIN_INTERVAL_S - 0.01)
+    sweep.begin(["a", "b"], SWEEP_INTERVAL_S - 0.01)
     assert sweep.take() == []
-    sweep.begin(["a", "b"], MIN_INTERVAL_S)
+    sweep.begin(["a", "b"], SWEEP_INTERVAL_S)
     assert sweep.take() == ["a", "b"]

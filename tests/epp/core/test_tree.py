@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 from support.epp_core import NaiveTree
-from treeline_epp.index.block_run import KEY_MASK
 from treeline_epp.index.matching import Level, match, walk
+from treeline_epp.index.node import KEY_MASK
 from treeline_epp.index.predictions import Predictions
 from treeline_epp.index.radix_tree import RadixTree
 

@@ -12,11 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_checks import check_control
-from treeline_epp.flow.control import MOST_AT_ONCE, MOST_ENDED, MOST_LOOKS, OUTCOMES, FlowControl, Held
-from treeline_epp.flow.refused import FlowRefused, queue_full, waited_too_long
+from treeline_epp.flow.control import (
+    MOST_AT_ONCE,
+    MOST_ENDED,
+    MOST_LOOKS,
+    OUTCOMES,
+    FlowControl,
+    Held,
+    queue_full,
+    waited_too_long,
+)
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import Ticket
-from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.decision import FlowRefused, NoEndpoints, PickError, Saturated
 from treeline_epp.picking.request import Request
 
 ON = FlowSettings(mode="wait", ttl_seconds=60.0)
@@ -340,6 +348,19 @@ def test_who_comes_when_the_queue_fails_gets_the_error_and_leaves_nothing(monkey
     world.room["m"] = 1
     world.pump()
     assert waiting.result() == "1"
+
+
+def test_a_queue_that_fails_once_a_requests_turn_has_come_is_in_the_log_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(room={"m": 0, "n": 1})
+    world.held("1")
+    pump = world.control.pump
+    with monkeypatch.context() as broken:
+        broken.setattr(world.control, "pump", lambda: pump() or 1 // 0)
+        world.send("2", model="n")
+    assert world.decided == ["2"]
+    assert "ZeroDivisionError" in caplog.text
 
 
 def test_refusals_have_words_for_the_client() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_world import MODES, Caller, FlowWorld
+from treeline_epp.files import read_file
 from treeline_epp.flow import quotas as quotas_module
 from treeline_epp.flow.assembly import quota_samples
 from treeline_epp.flow.quotas import (
@@ -23,9 +24,8 @@ from treeline_epp.flow.quotas import (
     Quotas,
     QuotaTable,
 )
-from treeline_epp.flow.refused import FlowRefused
 from treeline_epp.flow.settings import FlowSettings
-from treeline_epp.watched_file import read_file
+from treeline_epp.picking.decision import FlowRefused
 from treeline_wire import headers as names
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import gzip
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from support.epp_io import FakeEngine, small_bundle, until
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
 from treeline_epp.endpoints.engine_http import EngineError
-from treeline_epp.endpoints.http_client import HttpClient
+from treeline_epp.endpoints.http_client import HttpClient, HttpTimeout
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 
@@ -245,6 +246,65 @@ async def test_why_an_engine_is_not_ready_is_logged(
     await engine.stop()
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.DOWN
     assert any(f"endpoint e is down: http://{engine.address}: HttpError" in text for text in caplog.messages)
+
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+async def _bomb(writer: asyncio.StreamWriter) -> None:
+    packed = gzip.compress(b" " * 5_000_000)
+    writer.write(
+        _HEAD + b"connection: close\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed) + packed
+    )
+
+
+async def _endless(writer: asyncio.StreamWriter) -> None:
+    writer.write(_HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        await writer.drain()
+
+
+async def _dripping(writer: asyncio.StreamWriter) -> None:
+    writer.write(_HEAD + b"content-length: 60000\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def _crumbs(writer: asyncio.StreamWriter) -> None:
+    writer.write(_HEAD + b"transfer-encoding: chunked\r\n\r\n")
+    while not writer.is_closing():
+        writer.write(b"1\r\n \r\n" * 10_000)
+        await writer.drain()
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (_bomb, "encoded"),
+        (_endless, "longer than"),
+        (_dripping, "no whole answer within"),
+        (_crumbs, "longer than"),
+    ],
+)
+async def test_no_engine_takes_the_pickers_memory_or_time_by_its_answer(
+    http: HttpClient, answer: Answer, error: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            await answer(writer)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        client = EngineClient(http, f"{host}:{port}")
+        with pytest.raises((HttpTimeout, EngineError), match=error):
+            await client.ready()
 
 
 async def test_a_list_of_models_has_a_bounded_length_and_usable_names(http: HttpClient, engine: FakeEngine) -> None:

@@ -11,9 +11,8 @@ import pytest
 from treeline_epp.compat.flags import ConfigError, check_config
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_file, read_endpoints
 from treeline_epp.endpoints.engine_http import EngineKey
+from treeline_epp.files import decode_yaml, read_file
 from treeline_epp.flow.quotas import Limits, QuotaFile, QuotaFileError
-from treeline_epp.watched_file import read_file
-from treeline_epp.yaml_text import decode_yaml
 
 VALUES = [
     "2001-99-99",

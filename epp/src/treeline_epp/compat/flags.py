@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from treeline_epp.yaml_text import decode_yaml
+from treeline_epp.files import decode_yaml
 
 TABLE = "docs/migrating.md#endpointpickerconfig"
 UNFOLLOWED = f"the configuration is not followed; {TABLE} says which flags do what it asks for"

@@ -19,13 +19,17 @@ from typing import NamedTuple
 
 from prometheus_client.utils import floatToGoString
 
+from treeline_epp.endpoints.spec import split_address
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
+from treeline_epp.picking.score import Candidate
 from treeline_epp.requests.exchange import Exchange, Observer
 
 OTHER = "other"
 MOST_SETS = 100
 """Sets of labels. Each has some 300 lines, and the loop waits while they are written."""
+_MOST_ATTEMPTS = 10_000
+"""Pairs of a model and an endpoint; what comes later is `OTHER`."""
 _LONGEST = 256
 """Letters of a label; a longer one is `OTHER`."""
 
@@ -41,16 +45,26 @@ _OUT = (1.0, *(float(1 << power) for power in range(3, 14)))
 _OUT_BYTES = (*_OUT, 16384.0, 32778.0, 65536.0)
 _IN = (*_OUT_BYTES, 131072.0, 262144.0, 524288.0, 1048576.0)
 _SCHEDULING = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+_HIT_BYTES = (0.0, *(float(1 << power) for power in range(4, 17)))
 _RATIO = tuple(tenth / 10 for tenth in range(11))
 
 
-def _hit_ratio(exchange: Exchange) -> float | None:
-    """The share of the prompt that the chosen endpoint is believed to hold, if the prompt was looked up."""
+def _looked_up(exchange: Exchange) -> Candidate | None:
+    """The chosen endpoint, if the prompt was looked up."""
     decision = exchange.decision
-    if decision is None or decision.request.key is None:
-        return None
-    best = decision.best.candidate
-    return min(1.0, best.cached_tokens / max(1, best.cached_tokens + best.uncached_tokens))
+    return None if decision is None or decision.request.key is None else decision.best.candidate
+
+
+def _hit_ratio(exchange: Exchange) -> float | None:
+    """The share of the prompt that the chosen endpoint is believed to hold."""
+    best = _looked_up(exchange)
+    return None if best is None else min(1.0, best.cached_tokens / max(1, best.cached_tokens + best.uncached_tokens))
+
+
+def _hit_bytes(exchange: Exchange) -> float | None:
+    """The same in bytes of text."""
+    best = _looked_up(exchange)
+    return None if best is None else best.hit.reach
 
 
 def _tpot(exchange: Exchange) -> float | None:
@@ -107,6 +121,12 @@ CHOICES = (
         _hit_ratio,
         _RATIO,
     ),
+    Row(
+        f"{_E}prefix_indexer_hit_bytes",
+        "Bytes of a prompt that the chosen endpoint is believed to hold.",
+        _hit_bytes,
+        _HIT_BYTES,
+    ),
 )
 """Over all requests that were decided. Without labels."""
 ERRORS = {404: "NotFound", 429: "ResourceExhausted", 503: "ServiceUnavailable"}
@@ -159,13 +179,16 @@ def shown(name: str, kind: str, text: str, labels: Sequence[str], values: Mappin
 
 
 class GieMetrics(Observer):
-    """Keeps them."""
+    """Keeps them. `namespace` is that of the pods, as a label."""
 
-    def __init__(self, picker: Picker) -> None:
+    def __init__(self, picker: Picker, namespace: str = "") -> None:
         self._picker = picker
+        self._namespace = namespace
         self._sets: set[Labels] = set()
         self._requests: Counter[Labels] = Counter()
         self._errors: Counter[Labels] = Counter()
+        self._attempts: Counter[Labels] = Counter()
+        """By status, target, endpoint and port."""
         self._of_requests: dict[Labels, list[Histogram | None]] = {}
         self._of_choices: list[Histogram | None] = [None] * len(CHOICES)
         self._running: dict[Exchange, Labels] = {}
@@ -176,11 +199,23 @@ class GieMetrics(Observer):
         """The text that a scrape gets."""
         return "".join((*self._counters(), *self._histograms(), *self._of_pools())).encode()
 
+    def forget(self, endpoint: str) -> None:
+        """The endpoint has gone for good."""
+        for key in [key for key in self._attempts if key[2] == endpoint]:
+            del self._attempts[key]
+
     def decided(self, exchange: Exchange) -> None:
         """Counts the choice, and what is known of it by then."""
-        if exchange.decision is None:
+        decision = exchange.decision
+        if decision is None:
+            if exchange.refusal is not None:
+                self._attempts["failure", self._labels(exchange)[1], "", ""] += 1
             return
-        labels = self._labels(exchange)
+        labels, spec = self._labels(exchange), decision.endpoint
+        attempt: Labels = "success", labels[1], spec.name, split_address(spec.address)[1]
+        if attempt not in self._attempts and len(self._attempts) >= _MOST_ATTEMPTS:
+            attempt = "success", OTHER, OTHER, ""
+        self._attempts[attempt] += 1
         self._requests[labels] += 1
         _observe(CHOICES, self._of_choices, exchange)
         if exchange.shows_body:
@@ -215,6 +250,13 @@ class GieMetrics(Observer):
         yield shown(f"{_O}request_total", "counter", text, (*_MODEL, "priority"), self._requests)
         text = "Requests that were refused, or that an engine answered with 400 or more."
         yield shown(f"{_O}request_error_total", "counter", text, (*_MODEL, "error_code"), self._errors)
+        attempts: Counter[Labels] = Counter()
+        for (status, target, endpoint, port), count in self._attempts.items():
+            pod = endpoint.partition("-rank-")[0]
+            attempts[status, target, pod, self._namespace if pod else "", port] += count
+        names = ("status", "target_model_name", "pod_name", "namespace", "port")
+        text = "Choices, by what was chosen."
+        yield shown(f"{_E}scheduler_attempts_total", "counter", text, names, attempts)
         running = Counter({labels[:1]: 0 for labels in self._shown})
         running.update(labels[:1] for labels in self._running.values())
         text = "Requests without their response's end, where the proxy shows it."

@@ -23,8 +23,7 @@ from msgspec import Meta
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
 from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
-from treeline_epp.watched_file import WatchedFile, read_file
-from treeline_epp.yaml_text import decode_yaml
+from treeline_epp.files import WatchedFile, decode_yaml, read_file
 
 log = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ import contextlib
 import enum
 import logging
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final
 
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
 from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
-from treeline_epp.endpoints.http_answer import HttpError, HttpTimeout, NotHttp
-from treeline_epp.endpoints.http_client import HttpClient
+from treeline_epp.endpoints.http_client import HttpClient, HttpError, HttpTimeout, NotHttp
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 log = logging.getLogger(__name__)
@@ -269,3 +269,38 @@ class EngineWatcher:
             return EngineState.DOWN, self.info
         was_serving = self.state in (EngineState.READY, EngineState.DRAINING)
         return (EngineState.DRAINING if was_serving else EngineState.STARTING), self.info
+
+
+SWEEP_INTERVAL_S: Final = 1.0
+SWEPT_EACH_SECOND: Final = 50.0
+"""Engines asked on average, however often something is missed. Asking one takes a third of a millisecond."""
+SWEPT_AT_ONCE: Final = 16
+"""Engines asked at each beat of the fleet."""
+
+
+class Sweep:
+    """Asking all engines once more what they serve, because a request named a model that none is known to have. Names
+    are those of endpoints.
+
+    An engine that pushes its load is asked seldom, and may have got a model since. A client that asks for a name that
+    no engine has could keep a picker busy with sweeps. So there is one at a time, spread over time, and the next one
+    comes no sooner than the engines would be asked anyway.
+    """
+
+    def __init__(self) -> None:
+        self._due: deque[str] = deque()
+        self._again_at = float("-inf")
+
+    def due(self, now: float) -> bool:
+        """None is under way, nor was lately."""
+        return not self._due and now >= self._again_at
+
+    def begin(self, names: Sequence[str], now: float) -> None:
+        """Something was missed: ask these, unless a sweep is under way or was lately."""
+        if self.due(now):
+            self._due.extend(names)
+            self._again_at = now + max(SWEEP_INTERVAL_S, len(names) / SWEPT_EACH_SECOND)
+
+    def take(self) -> list[str]:
+        """Those to be asked at this beat; each once, some may have gone meanwhile."""
+        return [self._due.popleft() for _ in range(min(SWEPT_AT_ONCE, len(self._due)))]

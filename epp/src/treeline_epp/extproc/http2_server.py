@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol, cast
 
+from treeline_epp.extproc.tls import Certificate
 from treeline_epp.http2 import grpc
 from treeline_epp.http2.connection import Connection
-from treeline_epp.http2.events import Came, Ended, Event, Limits, Requested, Roomy
+from treeline_epp.http2.events import Came, Event, Limits, Requested, Roomy
 from treeline_epp.http2.fields import Fields
 from treeline_epp.http2.grpc import CallError, MessageReader, Status
 
@@ -70,16 +71,6 @@ class Call(Protocol):
 
     def close(self, *, lost: bool) -> None:
         """The call is over. `lost`: its connection has broken, and the peer may go on without us or not."""
-
-
-class Certificate(Protocol):
-    """What TLS is spoken with."""
-
-    def context(self) -> ssl.SSLContext:
-        """For the first time."""
-
-    def changed(self) -> ssl.SSLContext | None:
-        """A new one, if there is."""
 
 
 Methods = dict[str, Callable[[Fields], Call]]
@@ -277,18 +268,13 @@ class _Peer(asyncio.Protocol):
             (self._transport.resume_reading if more else self._transport.pause_reading)()
 
     def _on_event(self, event: Event) -> None:
-        kind = type(event)
-        if kind is Came:
-            assert isinstance(event, Came)
+        if isinstance(event, Came):
             self._on_data(event)
-        elif kind is Requested:
-            assert isinstance(event, Requested)
+        elif isinstance(event, Requested):
             self._on_request(event)
-        elif kind is Roomy:
-            assert isinstance(event, Roomy)
+        elif isinstance(event, Roomy):
             self._work(event.stream)
         else:
-            assert isinstance(event, Ended)
             self._forget(event.stream, lost=self._connection.finished)
 
     # ---- calls --------------------------------------------------------------------------------------------------

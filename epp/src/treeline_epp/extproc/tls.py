@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from treeline_epp.watched_file import read_file
+from treeline_epp.files import read_file
 
 log = logging.getLogger(__name__)
 

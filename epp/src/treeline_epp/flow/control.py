@@ -9,18 +9,20 @@ once: by its turn, the end of its time, the end of the picker, or because its ca
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import islice, takewhile
 from typing import Generic, NamedTuple
 
 from treeline_epp.flow.fair_queue import FairQueue
-from treeline_epp.flow.refused import queue_full, shutting_down, waited_too_long
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import R, Target, Ticket
-from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.decision import FlowRefused, NoEndpoints, PickError, Saturated
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
+
+log = logging.getLogger(__name__)
 
 OUTCOMES = ("dispatched", "refused", "expired", "cancelled", "shutting_down", "failed", "displaced", "queue_full")
 """How a ticket ends; `displaced`: by a flow that had less waiting; `queue_full`: there was none, for want of room."""
@@ -127,6 +129,7 @@ class FlowControl(Generic[R]):
                 if not ticket.done:  # its caller gets the error, and no ticket to cancel
                     self.cancel(ticket)
                     raise
+                log.exception("flow control failed on another request")
         return ticket
 
     def pump(self) -> bool:
@@ -237,6 +240,7 @@ class FlowControl(Generic[R]):
         try:
             self._check_room(ticket, now)
             result = ticket.decide()
+            tokens = max(1.0, self._cost(result))
         except (Saturated, NoEndpoints) as error:
             # A request that waits for room keeps its place while endpoints are gone: most come back.
             if isinstance(error, NoEndpoints) or not self._may_not_wait(ticket.asked, error):
@@ -248,7 +252,9 @@ class FlowControl(Generic[R]):
             queue.remove(ticket)
             self._end(ticket, "failed", error=error)
         else:
-            self._serve(queue, ticket, result, now)
+            queue.serve(ticket, tokens)
+            self._dispatched(now - ticket.since)
+            self._end(ticket, "dispatched", result)
         return True
 
     def _check_room(self, ticket: Ticket[R], now: float) -> None:
@@ -259,11 +265,6 @@ class FlowControl(Generic[R]):
                 self._picker.check_room(asked, now)
                 return
         self._picker.check_room(last, now)
-
-    def _serve(self, queue: Queue, ticket: Ticket[R], result: R, now: float) -> None:
-        queue.serve(ticket, max(1.0, self._cost(result)))
-        self._dispatched(now - ticket.since)
-        self._end(ticket, "dispatched", result)
 
     def _expire(self, now: float) -> bool:
         """Whether there may be more."""
@@ -295,3 +296,22 @@ class FlowControl(Generic[R]):
             del self._by_limit[ticket.limit_s]
         self.outcomes[outcome] += 1
         ticket.finish(result, error)
+
+
+def queue_full(why: str, *, empty: bool) -> FlowRefused:
+    """429: as many requests wait as may; 503 where they wait for a pool without an endpoint."""
+    status, reason = (503, "rejected-no-endpoints") if empty else (429, "rejected-saturated")
+    return FlowRefused(f"Too many requests: {why}.", status, reason, "queue_full")
+
+
+def waited_too_long(waited_s: float, *, empty: bool) -> FlowRefused:
+    """429: its time is over; 503 where there still is no endpoint."""
+    why = "no endpoint of its pool was ready" if empty else "every endpoint had enough to do"
+    message = f"The request waited {waited_s:.3g} s, and {why}."
+    return FlowRefused(message, 503 if empty else 429, "rejected-ttl-expired", "waited_too_long")
+
+
+def shutting_down() -> FlowRefused:
+    """503: the picker stops. Another one may take the request."""
+    message = "The endpoint picker that held the request is shutting down."
+    return FlowRefused(message, 503, "rejected-shutting-down", "shutting_down")

@@ -21,9 +21,8 @@ from typing import Annotated, NoReturn
 
 import msgspec
 
-from treeline_epp.flow.refused import FlowRefused
-from treeline_epp.watched_file import WatchedFile, read_file
-from treeline_epp.yaml_text import decode_yaml
+from treeline_epp.files import WatchedFile, decode_yaml, read_file
+from treeline_epp.picking.decision import FlowRefused
 
 log = logging.getLogger(__name__)
 

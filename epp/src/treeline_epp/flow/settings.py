@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from treeline_wire.headers import CREDENTIALS
 
 from treeline_epp.picking.filters import Saturation
 from treeline_epp.picking.policies.base import Choice, Count, PolicyError
@@ -67,14 +65,3 @@ def flow_help() -> str:
         "before it), requests (every one has endpoint_requests) or off, with parameters as --policy has them "
         f"({', '.join(fields)}); docs/flow-control.md (default off)"
     )
-
-
-def header_name(text: str) -> str:
-    """The name of a header that may be told in messages and traces, in lower case."""
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text.lower()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a header")
-    if text.lower() in CREDENTIALS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} carries a secret, and a client's name is told in messages and traces: choose another header"
-        )
-    return text.lower()

@@ -18,9 +18,9 @@ from itertools import islice
 
 from msgspec import Struct
 
-from treeline_epp.index.block_run import NO_PARENT, BlockRun, common_prefix
-from treeline_epp.index.node import Node, PredictedRange
+from treeline_epp.index.node import NO_PARENT, BlockRun, Node, common_prefix
 from treeline_epp.index.radix_tree import RadixTree
+from treeline_epp.index.ranges import PredictedRange
 
 GUARD_BYTES = 8
 """Bytes beyond a block's end that must match, too."""

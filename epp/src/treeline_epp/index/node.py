@@ -1,22 +1,32 @@
 """A node of the radix tree: an edge of text, the block runs and predicted ranges on it, and what hangs below.
 
 A node changes itself alone: `RadixTree` keeps what is known of all nodes (hashes, sizes) in step.
+
+A block run is consecutive blocks of one hash chain inside one edge, packed. A block costs ten bytes here: eight of
+hash, two of the byte offset in the edge at which it ends. Which pods hold it is kept once per segment: slots that the
+same pods hold. Nearly every edge has exactly one run with one segment; further runs appear where chains fork without
+their text forking (another tokenization, a publisher with its own hash seed, another block size).
+
+A slot that no pod holds any more, with held ones before and after it, is a hole: it keeps its hash and its end, since
+an engine may drop an ancestor and keep its descendants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import islice
+import struct
+import sys
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence, Set
+from itertools import pairwise
 
-from treeline_epp.index.block_run import BlockRun
+from treeline_epp.index.ranges import Ranges, join_ranges
 
-PredictedRange = tuple[int, int, float]
-"""A part of an edge: first byte, byte after the last, time at which the prediction ends."""
+assert sys.byteorder == "little", "`BlockRun.count_until` reads packed offsets in the machine's order"
 
-_MOST_GROUPS = 64
-"""Of an edge that a match looks at. Ranges of one prompt on many pods are one group; a client that sends a prompt
-longer and longer, to another pod each time, makes one each time."""
-_NEVER = float("-inf")
+NO_PARENT = bytes(8)
+"""The parent of a prompt's first block."""
+KEY_MASK = (1 << 60) - 1
+"""`RadixTree.blocks` is keyed by the low 60 bits of a hash: an int of them takes 32 bytes, of all 64 it takes 48."""
 NO_CHILDREN: dict[int, Node] = {}
 """The children of every leaf: one dict, never written."""
 MAX_POD_RUNS, MAX_RUNS = 64, 1024
@@ -26,36 +36,257 @@ the seed of their hashes have one each (vLLM without PYTHONHASHSEED); salts that
 (`extra_key` of SGLang)."""
 
 
-class Ranges(dict[int, PredictedRange]):
-    """Pod's bit → range. `groups` is kept until something changes, since a hot prefix is predicted for every pod."""
+def pack_hashes(hashes: Sequence[int]) -> bytes:
+    """u64 hashes as bytes, eight each. Raises struct.error if one is out of range. O(n)."""
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
 
-    __slots__ = ("_groups", "_until")
 
-    def __init__(self, given: Mapping[int, PredictedRange] | None = None) -> None:
-        super().__init__(given or {})
-        self._groups: Sequence[tuple[int, int, int]] = ()
-        self._until = _NEVER
+def pack_ends(ends: Sequence[int], delta: int) -> bytes:
+    """Offsets, moved by `delta`, as bytes, two each. O(n)."""
+    return struct.pack(f"<{len(ends)}H", *[end + delta for end in ends])
 
-    def __setitem__(self, bit: int, known: PredictedRange) -> None:
-        super().__setitem__(bit, known)
-        self._until = _NEVER
 
-    def __delitem__(self, bit: int) -> None:
-        super().__delitem__(bit)
-        self._until = _NEVER
+def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
+    """How many bytes `text` from `offset` and `data` from `at` have in common. O(bytes), in O(log) steps."""
+    low, high = 0, min(len(text) - offset, len(data) - at)
+    while low < high:
+        middle = (low + high + 1) >> 1
+        if data.startswith(text[offset + low : offset + middle], at + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
-    def groups(self, now: float) -> Sequence[tuple[int, int, int]]:
-        """`(first byte, byte after the last, bits of pods)` of the ranges that have not ended. O(1), after a change and
-        where one has ended O(ranges)."""
-        if now >= self._until:
-            found: dict[tuple[int, int], int] = {}
-            self._until = float("inf")
-            for bit, (low, high, ends_at) in self.items():
-                if ends_at > now:
-                    found[low, high] = found.get((low, high), 0) | bit
-                    self._until = min(self._until, ends_at)
-            self._groups = [(low, high, bits) for (low, high), bits in islice(found.items(), _MOST_GROUPS)]
-        return self._groups
+
+def end_of_unknown(keys: Sequence[int], start: int, known: Set[int]) -> int:
+    """The first place behind `start`, whose key is not known, with a key that is; len(keys) if there is none."""
+    if known.isdisjoint(keys[start:] if start else keys):
+        return len(keys)
+    return next(i for i in range(start + 1, len(keys)) if keys[i] in known)
+
+
+def same_hashes(chain: bytes, offset: int, packed: bytes, at: int) -> int:
+    """Bytes of whole hashes that `chain` from `offset` and `packed` from `at` have in common. O(bytes)."""
+    size = min(len(chain) - offset, len(packed) - at)
+    if chain[offset : offset + size] == packed[at : at + size]:
+        return size
+    return common_prefix(chain, offset, packed, at) & ~7
+
+
+class BlockRun:
+    """`node` is the edge; `base` counts the tokens before the first block, `width` those of each block.
+
+    `chain` is the parent's hash and then each block's; `ends` each block's end in the edge's text, not decreasing;
+    `sets` the bitset of pods that hold all blocks, or, if they differ, a list [end, set, end, set, …] of segments,
+    where `end` is the slot after the segment and neighbouring sets differ.
+    """
+
+    __slots__ = ("base", "chain", "ends", "node", "sets", "width")
+
+    def __init__(self, node: Node, base: int, width: int, chain: bytes, ends: bytes, sets: int | list[int]) -> None:
+        self.node = node
+        self.base = base
+        self.width = width
+        self.chain = chain
+        self.ends = ends
+        self.sets = sets
+
+    def __len__(self) -> int:
+        return len(self.ends) >> 1
+
+    def end(self, slot: int) -> int:
+        """Where the block ends in the edge's text, in bytes."""
+        return self.ends[2 * slot] | self.ends[2 * slot + 1] << 8
+
+    def last_end(self) -> int:
+        """Where the last block ends."""
+        return self.ends[-2] | self.ends[-1] << 8
+
+    def hashes(self) -> tuple[int, ...]:
+        """All hashes, holes included. O(n)."""
+        return struct.unpack(f"<{len(self)}Q", self.chain[8:])
+
+    def find(self, packed: bytes) -> int:
+        """The slot of a hash (packed), -1 if it is not here. One scan at memory speed."""
+        at = self.chain.find(packed, 8)
+        while at > 0 and at & 7:  # straddles two hashes: not a hit
+            at = self.chain.find(packed, at + 1)
+        return (at >> 3) - 1 if at > 0 else -1
+
+    def slot(self, block: int) -> int:
+        """The slot of a hash, -1 if it is not here. One scan at memory speed."""
+        return self.find(block.to_bytes(8, "little"))
+
+    def has_holes(self) -> bool:
+        """Is there a slot that no pod holds? O(segments)."""
+        return isinstance(self.sets, list) and not all(self.sets[1::2])
+
+    def after(self) -> int:
+        """The tokens before whatever block comes behind the last."""
+        return self.base + len(self) * self.width
+
+    def is_of(self, bit: int) -> bool:
+        """Does the pod with `bit` hold any of it? O(segments)."""
+        sets = self.sets
+        return bool(sets & bit) if isinstance(sets, int) else any(members & bit for members in sets[1::2])
+
+    def is_continued_by(self, back: BlockRun) -> bool:
+        """Whether `back`, which is on the same edge, could be the end of this run. O(1) for runs without holes."""
+        return (
+            bool(back.ends)
+            and back is not self
+            and back.width == self.width
+            and back.base == self.after()
+            and back.chain[:8] == self.chain[-8:]
+            and self.last_end() <= back.end(0)
+            and disjoint(self, back.chain[8:], back)
+        )
+
+    def count_until(self, limit: int) -> int:
+        """How many blocks end at or before byte `limit` of the edge. O(log n)."""
+        return bisect_right(memoryview(self.ends).cast("H"), limit)
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """`(first slot, slot after the last, set)` of each segment."""
+        sets = _flat(self.sets, len(self.ends) >> 1)
+        starts = [0, *sets[:-2:2]]
+        return list(zip(starts, sets[::2], sets[1::2], strict=True))
+
+    def paint(self, start: int, stop: int, add: int, remove: int) -> list[tuple[int, int, int, int]]:
+        """In slots start … stop−1 add and remove pods. Returns the parts that existed: (start, stop, old, new set).
+
+        O(1) for a whole run of one segment, else O(segments).
+        """
+        sets = self.sets
+        count = len(self.ends) >> 1
+        if isinstance(sets, int) and start == 0 and stop == count:
+            new = (sets | add) & ~remove
+            self.sets = new
+            return [(0, count, sets, new)]
+        parts: list[tuple[int, int, int, int]] = []
+        out: list[int] = []
+        for first, after, old in self.segments():
+            low, high = max(first, start), min(after, stop)
+            if low >= high:
+                _emit(out, after, old)
+                continue
+            if first < low:
+                _emit(out, low, old)
+            new = (old | add) & ~remove
+            parts.append((low, high, old, new))
+            _emit(out, high, new)
+            if high < after:
+                _emit(out, after, old)
+        self.sets = out if len(out) > 2 else out[1]
+        return parts
+
+    def append(self, chain: bytes, ends: bytes, sets: int | list[int]) -> None:
+        """Add blocks at the end; `sets` as in the class. O(bytes)."""
+        mine = self.sets
+        count = len(self.ends) >> 1
+        self.chain += chain
+        self.ends += ends
+        if isinstance(mine, int) and mine == sets:
+            return
+        out = list(_flat(mine, count))
+        added = _flat(sets, len(ends) >> 1)
+        for after, members in zip(added[::2], added[1::2], strict=True):
+            _emit(out, count + after, members)
+        self.sets = out if len(out) > 2 else out[1]
+
+    def cut(self, slot: int) -> tuple[bytes, bytes, int | list[int]]:
+        """Keep the slots before `slot` (> 0) and return the rest's `chain` (with parent), `ends` and `sets`. O(n)."""
+        rest_chain, rest_ends = self.chain[8 * slot :], self.ends[2 * slot :]
+        sets = self.sets
+        self.chain = self.chain[: 8 * slot + 8]
+        self.ends = self.ends[: 2 * slot]
+        if isinstance(sets, int):
+            return rest_chain, rest_ends, sets
+        kept: list[int] = []
+        rest: list[int] = []
+        for after, members in zip(sets[::2], sets[1::2], strict=True):
+            if not kept or kept[-2] < slot:
+                _emit(kept, min(after, slot), members)
+            if after > slot:
+                _emit(rest, after - slot, members)
+        self.sets = kept if len(kept) > 2 else kept[1]
+        return rest_chain, rest_ends, rest if len(rest) > 2 else rest[1]
+
+    def trim(self) -> None:
+        """Forget the holes at both ends; a run of nothing but holes becomes empty. O(bytes) if there are any."""
+        sets = self.sets
+        if isinstance(sets, int):
+            if not sets:
+                self.chain, self.ends = self.chain[:8], b""
+            return
+        if not sets[-1]:
+            self.cut(sets[-4])
+        if not sets[1]:
+            slot = sets[0]
+            self.chain, self.ends, self.sets = self.cut(slot)
+            self.base += slot * self.width
+
+    def shift(self, delta: int) -> None:
+        """The edge's text begins `delta` bytes earlier (later if negative): move all ends. O(n)."""
+        self.ends = pack_ends(struct.unpack(f"<{len(self)}H", self.ends), delta)
+
+    def check(self) -> None:
+        """Assert what always holds of a run in a tree."""
+        count = len(self)
+        assert count > 0
+        assert len(self.chain) == 8 + 8 * count
+        ends = struct.unpack(f"<{count}H", self.ends)
+        assert list(ends) == sorted(ends), ends
+        assert ends[0] >= 1, ends
+        assert ends[-1] <= len(self.node.text), (ends, len(self.node.text))
+        assert self.width > 0
+        assert self.base >= 0
+        assert (self.base == 0) <= (self.chain[:8] == NO_PARENT)
+        if isinstance(self.sets, list):
+            assert len(self.sets) >= 4, self.sets
+            afters, members = self.sets[::2], self.sets[1::2]
+            assert afters == sorted(set(afters)), afters
+            assert afters[0] > 0
+            assert afters[-1] == count
+            assert all(a != b for a, b in pairwise(members)), members
+        assert self.segments()[0][2], "holes at the beginning"
+        assert self.segments()[-1][2], "holes at the end"
+        assert all(members >= 0 for _, _, members in self.segments())
+
+    def check_known(self, blocks: Mapping[int, BlockRun]) -> int:
+        """Assert that `blocks` leads from each held hash to this run; returns how many there are."""
+        held = 0
+        hashes = self.hashes()
+        assert len(set(hashes)) == len(hashes), "a hash twice in one run"
+        for first, after, pods in self.segments():
+            for block in hashes[first:after] if pods else ():
+                assert blocks[block & KEY_MASK] is self
+                held += 1
+        return held
+
+
+def disjoint(run: BlockRun, packed: bytes, other: BlockRun | None = None) -> bool:
+    """Is none of these hashes in the run already? They are held nowhere, or they are those of `other`.
+
+    Only holes can make it so, where publishers contradict each other. O(1) for runs without holes.
+    """
+    if not run.has_holes() and (other is None or not other.has_holes()):
+        return True
+    return not set(run.hashes()).intersection(struct.unpack(f"<{len(packed) >> 3}Q", packed))
+
+
+def _flat(sets: int | list[int], count: int) -> list[int]:
+    """Segments as a list, also where all `count` blocks have the same set. The list may be the run's own."""
+    return [count, sets] if isinstance(sets, int) else sets
+
+
+def _emit(out: list[int], after: int, members: int) -> None:
+    """Append a segment, joined with the last one if it has the same members."""
+    if out and out[-1] == members:
+        out[-2] = after
+    else:
+        out.append(after)
+        out.append(members)
 
 
 class Node:
@@ -221,12 +452,3 @@ class Node:
         assert self.predicted != {}
         for lo, hi, _ in (self.predicted or {}).values():
             assert 0 <= lo < hi <= len(self.text)
-
-
-def join_ranges(old: PredictedRange | None, new: PredictedRange) -> PredictedRange:
-    """One range for two of the same pod: their union if they touch, else the one that ends later in time."""
-    if old is None:
-        return new
-    if old[0] <= new[1] and new[0] <= old[1]:
-        return min(old[0], new[0]), max(old[1], new[1]), max(old[2], new[2])
-    return old if old[2] > new[2] else new

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from treeline_epp.index.block_run import BlockRun
 from treeline_epp.index.matching import GUARD_BYTES, Level, Walk, unite, walk
-from treeline_epp.index.node import Node, Ranges, join_ranges
+from treeline_epp.index.node import BlockRun, Node
 from treeline_epp.index.radix_tree import RadixTree
+from treeline_epp.index.ranges import Ranges, join_ranges
 
 _RENEW_SHARE = 0.75
 """A range is not renewed while at least this share of its life is left: hot prefixes would flood the queue."""

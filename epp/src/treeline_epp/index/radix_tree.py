@@ -24,9 +24,11 @@ from itertools import accumulate, repeat
 from msgspec import Struct
 
 from treeline_epp.index.all_nodes import AllNodes
-from treeline_epp.index.block_run import (
+from treeline_epp.index.node import (
     KEY_MASK,
+    NO_CHILDREN,
     BlockRun,
+    Node,
     common_prefix,
     disjoint,
     end_of_unknown,
@@ -34,7 +36,7 @@ from treeline_epp.index.block_run import (
     pack_hashes,
     same_hashes,
 )
-from treeline_epp.index.node import NO_CHILDREN, Node, Ranges
+from treeline_epp.index.ranges import Ranges
 
 MAX_EDGE = 8192
 """Longest edge in bytes. Long enough that a match costs few steps, short enough that cutting an edge is cheap."""

@@ -63,29 +63,43 @@ class Elsewhere(Protocol):
 
 class PickError(Exception):
     """No destination can be given. `status` is the HTTP status for the client, `reason` the value for
-    `x-llm-d-request-dropped-reason` and for metrics."""
+    `x-llm-d-request-dropped-reason` and for metrics, `code` that of the client's error; `retry_after_s` says when to
+    come back, `told` are response headers besides."""
 
-    status = 500
-    reason = "internal"
+    def __init__(
+        self,
+        message: str,
+        status: int = 500,
+        reason: str = "internal",
+        code: str = "internal_error",
+        retry_after_s: float = 1.0,
+        told: tuple[tuple[str, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.told = told
 
 
 class NoEndpoints(PickError):
     """No endpoint is ready for this request: none known, none ready, or the subset leaves none. 503."""
 
-    status = 503
-    reason = "rejected-no-endpoints"
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 503, "rejected-no-endpoints", "no_endpoints")
 
 
 class Saturated(PickError):
     """Endpoints are ready, but the queue of each is too long for a request that may be shed. 429; `retry_after_s` is a
     guess from the queues."""
 
-    status = 429
-    reason = "rejected-saturated"
-
     def __init__(self, message: str, retry_after_s: float) -> None:
-        self.retry_after_s = retry_after_s
-        super().__init__(message)
+        super().__init__(message, 429, "rejected-saturated", "saturated", retry_after_s)
+
+
+class FlowRefused(PickError):
+    """It waited in the picker, or would have had to; or its client has had what it may have."""
 
 
 class Outcome(StrEnum):

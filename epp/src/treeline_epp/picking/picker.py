@@ -10,6 +10,7 @@ import copy
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,9 +24,8 @@ from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoint
 from treeline_epp.picking.endpoint import AuditResult, Endpoint
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import Saturation, rows_left
-from treeline_epp.picking.policies import Policy
-from treeline_epp.picking.policies.base import candidates_of, led_by
-from treeline_epp.picking.pool_policies import PoolPolicies
+from treeline_epp.picking.policies import Policy, PoolPolicies
+from treeline_epp.picking.policies.base import NO_FLOATS, Candidates, led_by
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Candidate, Scored, Work, follow_s, score, waits_and_costs, with_followers
 from treeline_epp.picking.sessions import Sessions, stays
@@ -64,13 +64,6 @@ class PickerConfig:
     seed: int = 0
     saturation: Saturation | None = None
     scored: int = 3
-
-
-def _staying(at: int | None, cost_s: Floats, order: list[int], count: int) -> list[int]:
-    """The order with the place of a session's endpoint first, unless it is no candidate or costs too much."""
-    if at is None or not stays(float(cost_s[at]), float(cost_s[order[0]])):
-        return order
-    return led_by(at, order, count)
 
 
 def _scope(spec: EndpointSpec) -> str:
@@ -201,7 +194,7 @@ class Picker:
         matches = self._match(request, now)
         work = Work.of(request, matches.values())
         each: list[Scored] = []
-        identity: Floats | None = None
+        identity = NO_FLOATS  # a policy that asks for costs alone looks at none
         if len(rows) <= _FEW and policy.by_cost and self.config.saturation is None:
             each = self._one_by_one(rows, matches, work, now)
             known = np.array([one.known(now) for one in each], np.float64).T
@@ -220,11 +213,11 @@ class Picker:
             self._shed(float(wait_s.min()))
         followers_s = follow_s(arrivals, arrived_at, later_s, now)
         cost_s = cost_s + followers_s
-        tokens = cached, work.prompt_tokens - cached
-        candidates = candidates_of(table, self.endpoints, rows, identity, in_flight, tokens, cost_s, now)
+        uncached, has_adapter = work.prompt_tokens - cached, partial(table.has_adapter, rows)
+        candidates = Candidates(cost_s, cached, uncached, identity, in_flight, has_adapter, now)
         order = policy.rank(request, candidates, count)
-        if policy.by_cost and request.session and (name := self.sessions.endpoint(request.session, now)) is not None:
-            order = _staying(candidates.find(name), cost_s, order, count)
+        if policy.by_cost and request.session:
+            order = self._staying(request.session, rows, cost_s, order, count, now)
         best = [table.at_row(int(rows[at])) for at in order]
         scores = [
             with_followers(
@@ -234,6 +227,14 @@ class Picker:
             for one, at in zip(best[:scored], order, strict=False)
         ]
         return best, tuple(scores)
+
+    def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
+        """The order with the place of a session's endpoint first, unless it is no candidate or costs too much."""
+        known = self.endpoints.get(self.sessions.endpoint(session, now) or "")
+        at = len(rows) if known is None else int(np.searchsorted(rows, known.pod.row))
+        if known is None or at == len(rows) or rows[at] != known.pod.row:
+            return order
+        return led_by(at, order, count) if stays(float(cost_s[at]), float(cost_s[order[0]])) else order
 
     def _one_by_one(self, rows: Rows, matches: dict[str, Match], work: Work, now: float) -> list[Scored]:
         """The scores of few endpoints."""

@@ -192,6 +192,11 @@ class Table:
         self._stale.clear()
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
 
+    def has_adapter(self, rows: Rows, lora: str) -> Mask:
+        """Which of these rows are known to have loaded an adapter. O(rows), one by one."""
+        found = (self.endpoints[row] for row in rows.tolist())
+        return np.array([one is not None and any(lora in pod.adapters for pod in one.pods) for one in found], np.bool_)
+
     def at(self, addresses: Iterable[str]) -> Rows:
         """The rows at any of these addresses (`ip:port`, or `ip` for all its ports), in order. O(addresses)."""
         found: dict[int, None] = {}

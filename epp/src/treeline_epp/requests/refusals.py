@@ -12,8 +12,7 @@ import msgspec
 from treeline_wire.anthropic_errors import anthropic_error_body, is_anthropics
 from treeline_wire.openai_errors import error_body
 
-from treeline_epp.flow.refused import FlowRefused
-from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
+from treeline_epp.picking.decision import PickError
 
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
 """Response header naming, for machines, why a request was dropped."""
@@ -99,17 +98,10 @@ def client_gone() -> Refusal:
 
 def of_pick(error: PickError) -> Refusal:
     """The picker's own way to say no: 429 with a hint when to come back, 503 when nothing is ready, else 500."""
-    match error:
-        case Saturated():
-            wait = max(1, math.ceil(error.retry_after_s))
-            return Refusal(error.status, str(error), "saturated", reason=error.reason, retry_after_s=wait)
-        case FlowRefused():
-            wait = max(1, math.ceil(error.retry_after_s))
-            return Refusal(error.status, str(error), error.code, None, error.reason, wait, error.told)
-        case NoEndpoints():
-            return Refusal(error.status, str(error), "no_endpoints", reason=error.reason, retry_after_s=1)
-        case _:
-            return internal_error()
+    if error.status == 500:
+        return internal_error()
+    wait = max(1, math.ceil(error.retry_after_s))
+    return Refusal(error.status, str(error), error.code, None, error.reason, wait, error.told)
 
 
 def internal_error() -> Refusal:

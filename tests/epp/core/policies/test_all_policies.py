@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.candidates import candidates
-from treeline_epp.picking.policies import POLICIES, Choice, PolicyError, choice_of, create_policy
-from treeline_epp.picking.pool_policies import PoolPolicies
+from treeline_epp.picking.policies import POLICIES, Choice, PolicyError, PoolPolicies, choice_of, create_policy
 from treeline_epp.picking.request import Request
 from treeline_wire.namespaces import join_namespace
 
@@ -72,7 +71,7 @@ def test_a_choice_reads_what_it_writes() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("best", "unknown policy 'best'; valid: bucket, cache_aware, consistent_hashing"),
+        ("best", "unknown policy 'best'; valid: bucket, cache_aware, least_load"),
         ("", "unknown policy ''"),
         ("random:seed=1", "policy random has no parameter 'seed'; it has none"),
         ("cache_aware:threshold=1", "it has cache_threshold, balance_abs_threshold, balance_rel_threshold"),
@@ -85,7 +84,7 @@ def test_a_choice_reads_what_it_writes() -> None:
         ("cache_aware:", "'' is not of the form key=value"),
         ("prefix_hash:load_factor=2,load_factor=3", "'load_factor' is there twice"),
         ("prefix_hash:prefix_token_count=0", "prefix_token_count"),
-        ("consistent_hashing:key=cookie", "it has load_factor"),
+        ("consistent_hashing:key=cookie", "it has prefix_token_count, load_factor"),
         ("bucket:bucket_adjust_interval_secs=0", "bucket_adjust_interval_secs"),
     ],
 )

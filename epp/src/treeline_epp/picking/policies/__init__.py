@@ -7,6 +7,9 @@ one: a module with a `Policy`, and its place in `POLICIES`; `--policy` then list
 from __future__ import annotations
 
 import argparse
+import logging
+import zlib
+from collections.abc import Mapping
 from random import Random
 
 import msgspec
@@ -14,7 +17,6 @@ import msgspec
 from treeline_epp.picking.policies.base import Candidates, Choice, Policy, PolicyError, read_parameters
 from treeline_epp.picking.policies.bucket import Bucket
 from treeline_epp.picking.policies.cache_aware import CacheAware
-from treeline_epp.picking.policies.consistent_hashing import ConsistentHashing
 from treeline_epp.picking.policies.least_load import LeastLoad
 from treeline_epp.picking.policies.lora_affinity import LoraAffinity
 from treeline_epp.picking.policies.power_of_two import PowerOfTwo
@@ -30,6 +32,7 @@ __all__ = [
     "Choice",
     "Policy",
     "PolicyError",
+    "PoolPolicies",
     "choice_of",
     "create_policy",
     "policy_flag",
@@ -46,13 +49,14 @@ POLICIES: dict[str, type[Policy]] = {
         PowerOfTwo,
         LeastLoad,
         PrefixHash,
-        ConsistentHashing,
         Bucket,
         LoraAffinity,
     )
 }
-ALIASES = {"treeline": PredictedTtft.name}
-"""Names that policies had before."""
+log = logging.getLogger(__name__)
+
+ALIASES = {"treeline": PredictedTtft.name, "consistent_hashing": PrefixHash.name}
+"""Other names of policies."""
 
 
 def choice_of(text: str) -> Choice:
@@ -97,3 +101,45 @@ def _described(name: str) -> str:
     fields = msgspec.structs.fields(POLICIES[name].parameters)
     given = ", ".join(f"{field.name}={field.default}" for field in fields)
     return f"{name} ({given})" if given else name
+
+
+class PoolPolicies:
+    """Which policy chooses for which pool: one for all, and those that pools have chosen themselves, each with state of
+    its own; `set` changes what pools choose while the picker runs."""
+
+    def __init__(self, default: str, seed: int) -> None:
+        """Raises `PolicyError` for a default that there is not."""
+        self.default = choice_of(default)
+        self._seed = seed
+        self._told: dict[str, str] = {}
+        self._chosen: dict[str, Choice] = {}
+        self._policies: dict[str | None, Policy] = {None: create_policy(str(self.default), Random(seed))}
+
+    def of(self, pool: str | None) -> Policy:
+        """The policy for requests of a pool; None: of no pool. O(1)."""
+        return self._policies.get(pool, self._policies[None])
+
+    def name_of(self, pool: str | None) -> str:
+        """The policy of a pool with its parameters, as `--policy` takes it."""
+        return str(self._chosen.get(pool or "", self.default))
+
+    def set(self, chosen: Mapping[str, str]) -> None:
+        """What pools have chosen; all others have the default. One that stays as it was keeps its state. A pool whose
+        choice there is not gets the default, too, and a log line says so once."""
+        wanted: dict[str, Choice] = {}
+        kept: dict[str | None, Policy] = {None: self._policies[None]}
+        for pool, text in chosen.items():
+            news = self._told.get(pool) != text
+            try:
+                choice = wanted[pool] = choice_of(text)
+            except PolicyError as error:
+                if news:
+                    log.error("pool %s: %s; --policy's is used, %s", pool, error, self.default)
+                continue
+            if news:
+                log.info("pool %s: policy %s", pool, choice)
+            if choice == self._chosen.get(pool):
+                kept[pool] = self._policies[pool]
+            else:
+                kept[pool] = create_policy(text, Random(self._seed ^ zlib.crc32(pool.encode())))
+        self._told, self._chosen, self._policies = dict(chosen), wanted, kept

@@ -14,18 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
 
-from treeline_epp.index.pods import Pod
-from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import Request
-from treeline_epp.picking.table import Floats, Mask, Rows, Table
+from treeline_epp.picking.table import Floats, Mask
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-_NONE: Floats = np.zeros(0)
-
-
-def _nobody(_name: str) -> int | None:
-    return None
+NO_FLOATS: Floats = np.zeros(0)
+BYTES_PER_TOKEN = 4
+"""Of text, where a policy counts a prompt's tokens."""
 
 
 def _no_adapter(_name: str) -> Mask:
@@ -37,58 +33,17 @@ class Candidates(Struct, frozen=True):
 
     `cost_s`, `cached_tokens` and `uncached_tokens` (of the prompt) are those of each; `identity` is a number below 2⁵²
     that is the endpoint's own, whichever picker asks (see `Endpoint.identity`); `in_flight` are its requests, by its
-    last report and the reservations since, or the reservations alone where it does not report. `find(name)` is the
-    place of the one with this name, None if it is no candidate; `has_adapter(lora)` those that are known to have loaded
-    an adapter.
+    last report and the reservations since, or the reservations alone where it does not report.
+    `has_adapter(lora)` are those that are known to have loaded an adapter.
     """
 
     cost_s: Floats
     cached_tokens: Floats
-    uncached_tokens: Floats = _NONE
-    identity: Floats = _NONE
-    in_flight: Floats = _NONE
-    find: Callable[[str], int | None] = _nobody
+    uncached_tokens: Floats = NO_FLOATS
+    identity: Floats = NO_FLOATS
+    in_flight: Floats = NO_FLOATS
     has_adapter: Callable[[str], Mask] = _no_adapter
     now: float = 0.0
-
-
-def candidates_of(
-    table: Table,
-    known: Mapping[str, Endpoint],
-    rows: Rows,
-    identity: Floats | None,
-    in_flight: Floats,
-    tokens: tuple[Floats, Floats],
-    cost_s: Floats,
-    now: float,
-) -> Candidates:
-    """The endpoints in these rows; `tokens` are the prompt's `(cached, uncached)`. `identity` is None for a policy that
-    asks for costs alone. `known` are all endpoints by name. O(1); the rest when it is asked for.
-    """
-
-    def find(name: str) -> int | None:
-        named = known.get(name)
-        if named is None:
-            return None
-        at = int(np.searchsorted(rows, named.pod.row))
-        return at if at < len(rows) and rows[at] == named.pod.row else None
-
-    def has_adapter(lora: str) -> Mask:
-        owners = (table.endpoints[row] for row in rows.tolist())
-        pods: list[tuple[Pod, ...]] = [() if owner is None else owner.pods for owner in owners]
-        found = [lora in own[0].adapters if len(own) == 1 else any(lora in pod.adapters for pod in own) for own in pods]
-        return np.array(found, np.bool_)
-
-    return Candidates(
-        cost_s,
-        tokens[0],
-        tokens[1],
-        _NONE if identity is None else identity,
-        in_flight,
-        find,
-        has_adapter,
-        now,
-    )
 
 
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -112,8 +67,10 @@ class Policy(ABC):
     """Looks at nothing but costs and what is cached. Then a session's next request goes where its last one went, while
     that costs little more (`sessions`)."""
 
-    @abstractmethod
-    def __init__(self, parameters: Any, rng: Random) -> None: ...
+    def __init__(self, parameters: Any, rng: Random) -> None:
+        """`parameters` are of the class's own type."""
+        self._set = parameters
+        self._rng = rng
 
     @abstractmethod
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
@@ -214,6 +171,11 @@ def one_of(places: npt.NDArray[np.int64], rng: Random) -> int:
 def lightest(load: Floats, rng: Random) -> int:
     """The place of the lowest value, one of equals at random. O(n)."""
     return one_of(np.flatnonzero(load == load.min()), rng)
+
+
+def least_loaded(load: Floats, count: int, rng: Random) -> list[int]:
+    """The lightest `count`, the first one of equals at random. O(n)."""
+    return led_by(lightest(load, rng), lowest(load, count), count)
 
 
 def led_by(first: int, order: list[int], count: int) -> list[int]:

@@ -9,12 +9,20 @@ each worker; ours is what engines say they hold. The defaults are those of its c
 
 from __future__ import annotations
 
-from random import Random
-
 import numpy as np
 from msgspec import Struct
 
-from treeline_epp.picking.policies.base import Amount, Candidates, Factor, Policy, Share, led_by, lightest, lowest
+from treeline_epp.picking.policies.base import (
+    Amount,
+    Candidates,
+    Factor,
+    Policy,
+    Share,
+    least_loaded,
+    led_by,
+    lightest,
+    lowest,
+)
 from treeline_epp.picking.request import Request
 
 
@@ -32,21 +40,17 @@ class CacheAware(Policy):
     name = "cache_aware"
     parameters = CacheAwareParameters
 
-    def __init__(self, parameters: CacheAwareParameters, rng: Random) -> None:
-        self._set = parameters
-        self._rng = rng
-
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
         load, cached = candidates.in_flight, candidates.cached_tokens
         share = cached / (cached + candidates.uncached_tokens)
         longest = float(share.max())
         if self._uneven(float(load.min()), float(load.max())) or longest <= self._set.cache_threshold:
-            return led_by(lightest(load, self._rng), lowest(load, count), count)
+            return least_loaded(load, count, self._rng)
         holders = np.flatnonzero(share == longest)
         first = int(holders[lightest(load[holders], self._rng)])
         return led_by(first, lowest(-share, count), count)
 
     def _uneven(self, least: float, most: float) -> bool:
         apart = most - least > self._set.balance_abs_threshold
-        return apart and most > self._set.balance_rel_threshold * least
+        return bool(apart and most > self._set.balance_rel_threshold * least)

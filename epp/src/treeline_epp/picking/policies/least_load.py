@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random
-
-from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy, led_by, lightest, lowest
+from treeline_epp.picking.policies.base import Candidates, Policy, least_loaded
 from treeline_epp.picking.request import Request
 
 
@@ -13,10 +11,6 @@ class LeastLoad(Policy):
 
     name = "least_load"
 
-    def __init__(self, parameters: NoParameters, rng: Random) -> None:
-        self._rng = rng
-
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""
-        load = candidates.in_flight
-        return led_by(lightest(load, self._rng), lowest(load, count), count)
+        return least_loaded(candidates.in_flight, count, self._rng)

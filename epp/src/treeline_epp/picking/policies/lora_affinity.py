@@ -37,8 +37,7 @@ class LoraAffinity(Policy):
     parameters = LoraAffinityParameters
 
     def __init__(self, parameters: LoraAffinityParameters, rng: Random) -> None:
-        self._set = parameters
-        self._rng = rng
+        super().__init__(parameters, rng)
         self._sent: Recent[str, dict[float, float]] = Recent(_ADAPTERS)
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random
-
-from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
+from treeline_epp.picking.policies.base import Candidates, Policy
 from treeline_epp.picking.request import Request
 
 
@@ -13,9 +11,6 @@ class PowerOfTwo(Policy):
     sending every request to the endpoint that was the lightest in the last report."""
 
     name = "power_of_two"
-
-    def __init__(self, parameters: NoParameters, rng: Random) -> None:
-        self._rng = rng
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) for the loads, O(count) besides."""

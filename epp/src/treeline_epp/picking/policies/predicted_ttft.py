@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy, led_by, lowest, one_of
+from treeline_epp.picking.policies.base import Candidates, Policy, led_by, lowest, one_of
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats
 
@@ -19,9 +19,6 @@ class PredictedTtft(Policy):
 
     name = "predicted_ttft"
     by_cost = True
-
-    def __init__(self, parameters: NoParameters, rng: Random) -> None:
-        self._rng = rng
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(n) at memory speed."""

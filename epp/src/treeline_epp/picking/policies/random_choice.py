@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from random import Random
-
-from treeline_epp.picking.policies.base import Candidates, NoParameters, Policy
+from treeline_epp.picking.policies.base import Candidates, Policy
 from treeline_epp.picking.request import Request
 
 
@@ -12,9 +10,6 @@ class RandomChoice(Policy):
     """Blind, to compare with."""
 
     name = "random"
-
-    def __init__(self, parameters: NoParameters, rng: Random) -> None:
-        self._rng = rng
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
         """O(count)."""

@@ -17,7 +17,7 @@ class RoundRobin(Policy):
     name = "round_robin"
 
     def __init__(self, parameters: NoParameters, rng: Random) -> None:
-        self._rng = rng
+        super().__init__(parameters, rng)
         self._last: Recent[tuple[str | None, str | None], float] = Recent(256)
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
