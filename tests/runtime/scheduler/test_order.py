@@ -54,7 +54,7 @@ def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int
     for i in range(3):
         engine.submit(str(i), prompt(1, 40) + prompt(10 + i, 8), max_new_tokens=1)
     engine.run()
-    assert engine.prefills() == ([["0"], ["1", "2"]] if waits else [["0", "1", "2"]])
+    assert engine.prefills == ([["0"], ["1", "2"]] if waits else [["0", "1", "2"]])
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed"])

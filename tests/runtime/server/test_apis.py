@@ -57,6 +57,21 @@ def test_a_response_is_an_answer_to_the_chat_that_it_stands_for(client: openai.O
         client.responses.retrieve(made.id)
 
 
+def test_a_stream_of_a_response_adds_up_to_the_response(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "random", "input": "hello world", "max_output_tokens": 8}
+    whole = client.responses.create(**asked)
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created"
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 1, "it comes as it is made"
+    assert "".join(deltas) == whole.output_text
+    last = events[-1]
+    assert last.type == "response.incomplete"
+    assert last.response.output_text == whole.output_text
+    assert last.response.usage == whole.usage
+
+
 def test_a_message_is_an_answer_to_the_chat_that_it_stands_for(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     prompt = ids(http, [{"role": "system", "content": "S"}, *MESSAGES])
     made = claude.messages.create(model="random", system="S", messages=MESSAGES, max_tokens=9)
