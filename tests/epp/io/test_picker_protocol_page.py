@@ -104,9 +104,9 @@ def test_a_diagram_is_what_happens(section: str) -> None:
         elif who == "E":
             (request,) = waiting
             assert isinstance(request, RouteRequest), "the picker thinks when it knows enough"
-            whole = "prompt" in said or "nobody" in said or section == "No body"
+            whole = "prompt" in said or "no endpoint" in said or section == "No body"
             assert (request.body is not None) == whole
-            waiting = state.refuse(of_pick(NoEndpoints(""))) if "nobody" in said else state.answer(DESTINATION)
+            waiting = state.refuse(of_pick(NoEndpoints(""))) if "no endpoint" in said else state.answer(DESTINATION)
         elif who == "E-->>P":
             assert spoken(waiting.pop(0)) == said
             answered += 1

@@ -7,12 +7,11 @@ of them agree, and a wide one, which is what any of them counts in.
 from __future__ import annotations
 
 import re
+import struct
 import sys
 from collections.abc import Iterable
 from functools import cache
 from re._casefix import _EXTRA_CASES  # type: ignore[import-not-found]
-
-import numpy as np
 
 Ranges = tuple[tuple[int, int], ...]
 """Characters, as first and last of ascending ranges that do not touch."""
@@ -89,5 +88,5 @@ _UNICODE = {"digit": r"\d+", "space": "[\\s\ufeff]+", "word": r"\w+"}
 @cache
 def unicode(name: str) -> Ranges:
     """Of "digit", "space" and "word", as Unicode has them."""
-    every = np.arange(LAST + 1, dtype="<u4").tobytes().decode("utf-32-le", "surrogatepass")
+    every = struct.pack(f"<{LAST + 1}I", *range(LAST + 1)).decode("utf-32-le", "surrogatepass")
     return union((found.start(), found.end() - 1) for found in re.finditer(_UNICODE[name], every))
