@@ -7,7 +7,6 @@ of them agree, and a wide one, which is what any of them counts in.
 from __future__ import annotations
 
 import re
-import struct
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -88,5 +87,5 @@ _UNICODE = {"digit": r"\d+", "space": "[\\s\ufeff]+", "word": r"\w+"}
 @cache
 def unicode(name: str) -> Ranges:
     """Of "digit", "space" and "word", as Unicode has them."""
-    every = struct.pack(f"<{LAST + 1}I", *range(LAST + 1)).decode("utf-32-le", "surrogatepass")
+    every = "".join(map(chr, range(LAST + 1)))
     return union((found.start(), found.end() - 1) for found in re.finditer(_UNICODE[name], every))
