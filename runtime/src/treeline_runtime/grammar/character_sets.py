@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from array import array
 from collections.abc import Iterable
 from functools import cache
 from re._casefix import _EXTRA_CASES  # type: ignore[import-not-found]
@@ -87,5 +88,5 @@ _UNICODE = {"digit": r"\d+", "space": "[\\s\ufeff]+", "word": r"\w+"}
 @cache
 def unicode(name: str) -> Ranges:
     """Of "digit", "space" and "word", as Unicode has them."""
-    every = "".join(map(chr, range(LAST + 1)))
+    every = array("I", range(LAST + 1)).tobytes().decode("utf-32-le", "surrogatepass")
     return union((found.start(), found.end() - 1) for found in re.finditer(_UNICODE[name], every))
