@@ -11,8 +11,7 @@ import lark
 import pytest
 import torch
 from support.grammar_walks import Walker, synthetic_vocabulary
-from treeline_runtime.grammar import llguidance_backend
-from treeline_runtime.grammar.backend import FILL_THREADS, GrammarBackend, GrammarError
+from treeline_runtime.grammar.backend import GrammarBackend, GrammarError
 from treeline_runtime.grammar.backends import Backends
 from treeline_runtime.messages import Grammar
 
@@ -363,16 +362,3 @@ def test_a_step_behind_the_first_that_is_too_much_is_found_by_the_compilation() 
     patterns = [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,99}}$"} for n in range(50, 90)]
     with pytest.raises(GrammarError, match="too many"):
         Backends(VOCABULARY).compile(Grammar("json", json.dumps({"anyOf": patterns, "minLength": 50})))
-
-
-def test_a_schema_is_read_again_only_when_a_second_output_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = llguidance_backend.LLGuidanceBackend(VOCABULARY)
-    text, new, readings = backend.compile(Grammar("json", '{"type": "integer"}')), backend._new, list[str]()
-    monkeypatch.setattr(backend, "_new", lambda text: readings.append(text) or new(text))
-    compiled = backend.load(text)
-    counts = []
-    for _ in range(3):
-        assert compiled.matcher([END]).accept(VOCABULARY.texts.index(b"1"))
-        llguidance_backend._reader().submit(lambda: None).result(60)
-        counts.append(len(readings))
-    assert counts == [1, FILL_THREADS, FILL_THREADS]

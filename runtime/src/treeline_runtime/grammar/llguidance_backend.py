@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,7 +102,8 @@ class LLGuidanceBackend:
 
     def load(self, compiled: bytes) -> Compiled:
         text = compiled.decode()
-        return _Compiled(partial(self._new, text), len(compiled), FILL_THREADS if len(text) <= _COPIED_CHARS else 1)
+        copies = FILL_THREADS if len(text) <= _COPIED_CHARS else 1
+        return _Compiled([self._new(text) for _ in range(copies)], len(compiled))
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
         filled = self._masks(len(matchers))
@@ -161,15 +161,11 @@ class _Tokenizer:
 
 
 class _Compiled:
-    def __init__(self, new: Callable[[], Any], length: int, copies: int) -> None:
-        """new: reads the grammar. What is copied from one reading shares its automaton, which one thread at a time
-        works with: with `copies` of them, masks of one grammar are filled side by side. The others are read when a
-        second output begins."""
-        self._new = new
-        self._fresh = [new()]
-        self._begun = 0
-        self._copies = copies
-        self._num_bytes = (length * _BYTES_PER_CHAR + _STATE_BYTES) * copies
+    def __init__(self, fresh: list[Any], length: int) -> None:
+        """fresh: matchers that have seen nothing. A copy shares its automaton, which one thread at a time works with:
+        with several of them, masks of one grammar are filled side by side."""
+        self._fresh = cycle(fresh)
+        self._num_bytes = (length * _BYTES_PER_CHAR + _STATE_BYTES) * len(fresh)
         self._forces = length <= _MOST_FORCING
 
     @property
@@ -177,21 +173,7 @@ class _Compiled:
         return self._num_bytes
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
-        self._begun += 1
-        if self._begun == 2 and self._copies > 1:
-            _reader().submit(self._read_others)
-        fresh = self._fresh[self._begun % len(self._fresh)]
-        return LLGuidanceMatcher(fresh.deep_copy(), tuple(stop_ids), forces=self._forces)
-
-    def _read_others(self) -> None:
-        for _ in range(self._copies - 1):
-            self._fresh.append(self._new())
-
-
-@cache
-def _reader() -> ThreadPoolExecutor:
-    """Reads grammars while outputs go on."""
-    return ThreadPoolExecutor(1, thread_name_prefix="treeline grammar copies")
+        return LLGuidanceMatcher(next(self._fresh).deep_copy(), tuple(stop_ids), forces=self._forces)
 
 
 class LLGuidanceMatcher:
