@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from google.protobuf import struct_pb2
 from google.protobuf.message import DecodeError
 from treeline_epp.extproc.convert import USED_HEADERS, Reader, UnknownMessage, to_response
 from treeline_epp.extproc.state import Kind, Message, Reply
@@ -89,8 +88,7 @@ def test_whatever_bytes_come_are_a_message_or_a_typed_error(name: str) -> None:
 
 def test_a_subset_that_is_no_json_allows_nothing() -> None:
     request = envoys_messages()["request headers"]
-    hint = request.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET]
-    hint.CopyFrom(struct_pb2.Value(number_value=float("nan")))
+    request.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].number_value = float("nan")
     assert READER.read(request.SerializeToString()).subset == frozenset()
 
 
