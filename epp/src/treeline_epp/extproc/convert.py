@@ -114,7 +114,7 @@ def _metadata(metadata: Mapping[str, struct_pb2.Struct]) -> tuple[frozenset[str]
     if names.LB_SUBSET in metadata:
         hint = metadata[names.LB_SUBSET].fields
         if names.SUBSET in hint:
-            subset = _subset(hint[names.SUBSET].SerializeToString())
+            subset = _subset(hint[names.SUBSET])
     if names.LB in metadata:
         chosen = metadata[names.LB].fields
         if names.SERVED in chosen:
@@ -124,11 +124,10 @@ def _metadata(metadata: Mapping[str, struct_pb2.Struct]) -> tuple[frozenset[str]
     return subset, pool, served
 
 
-@functools.lru_cache(maxsize=256)  # a proxy sends few different ones, some with each message
-def _subset(serialized: bytes) -> frozenset[str]:
-    """What a hint (a `Value`) allows; nothing where it has no JSON (it holds a number that is none)."""
+def _subset(hint: struct_pb2.Value) -> frozenset[str]:
+    """What a hint allows; nothing where it has no JSON (it holds a number that is none)."""
     try:
-        return parse_subset(json_format.MessageToDict(struct_pb2.Value.FromString(serialized)))
+        return parse_subset(json_format.MessageToDict(hint))
     except (json_format.Error, ValueError, RecursionError):
         return NOTHING
 
