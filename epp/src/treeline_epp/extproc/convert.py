@@ -27,8 +27,7 @@ from treeline_epp.requests.subset import NOTHING, parse_subset
 
 _OURS = (names.CACHED_TOKENS, names.PROMPT_TOKENS)
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_KINDS: Mapping[str | None, Kind] = {kind.value: kind for kind in Kind}
-_MODES: Mapping[int, BodyMode] = {mode.value: mode for mode in BodyMode}
+_KINDS = {kind.value: kind for kind in Kind}
 
 
 USED_HEADERS: Final = frozenset(
@@ -83,7 +82,7 @@ class Reader:
         """What the proxy says. Raises protobuf's `DecodeError`, `UnknownMessage`."""
         request = pb.ProcessingRequest.FromString(data)
         name = request.WhichOneof("request")
-        kind = _KINDS.get(name)
+        kind = _KINDS.get(name or "")
         if kind is None:
             raise UnknownMessage(f"ext_proc message of unknown kind {name!r}", request.observability_mode)
         observed, modes = request.observability_mode, None
@@ -93,15 +92,12 @@ class Reader:
         subset = pool = served = None
         if request.HasField("metadata_context"):
             subset, pool, served = _metadata(request.metadata_context.filter_metadata)
-        part = getattr(request, name)
+        part = getattr(request, kind.value)
         if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
             return Message(kind, part.end_of_stream, {}, part.body, subset, pool, None, modes, observed)
         if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
-            headers: dict[str, str] = {}
-            used = self._used
-            for header in part.headers.headers:
-                if (key := header.key) in used:
-                    headers[key] = header.raw_value.decode("latin-1") or header.value
+            used = ((key, h) for h in part.headers.headers if (key := h.key) in self._used)
+            headers = {key: h.raw_value.decode("latin-1") or h.value for key, h in used}
             return Message(kind, part.end_of_stream, headers, b"", subset, pool, served, modes, observed)
         return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed)
 
@@ -133,7 +129,10 @@ def _subset(hint: struct_pb2.Value) -> frozenset[str]:
 
 
 def _mode(value: int) -> BodyMode:
-    return _MODES.get(value, BodyMode.NONE)
+    try:
+        return BodyMode(value)
+    except ValueError:
+        return BodyMode.NONE
 
 
 def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = False) -> bytes:
