@@ -1,17 +1,22 @@
-"""Messages as bytes: what is read of them, and that what is written past protobuf's objects is what it writes."""
+"""Messages as bytes: what is read and written past protobuf's objects is what protobuf reads and writes."""
 
 from __future__ import annotations
 
 import ast
-import contextlib
 from pathlib import Path
 
 import pytest
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from google.protobuf import struct_pb2
 from google.protobuf.message import DecodeError
-from treeline_epp.extproc.convert import USED_HEADERS, Reader, UnknownMessage, to_response
+from hypothesis import given
+from hypothesis import strategies as st
+from treeline_epp.extproc import wire_reader
+from treeline_epp.extproc.convert import Reader, UnknownMessage, to_response
 from treeline_epp.extproc.state import Kind, Message, Reply
+from treeline_epp.extproc.wire_reader import USED_HEADERS
+from treeline_epp.protowire import field
 from treeline_epp.requests.body import Body
 from treeline_wire import headers as names
 
@@ -37,6 +42,31 @@ def header_list(request: pb.ProcessingRequest, part: str, pairs: list[tuple[str,
 
 
 READER = Reader()
+WIRE = READER._wire
+
+
+def as_read(data: bytes) -> Message | str:
+    """Read twice, since what was read once may be remembered."""
+    try:
+        first, again = comparable(READER.read(data)), comparable(READER.read(data))
+        assert again == first
+        return first
+    except (DecodeError, UnknownMessage) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def as_protobuf_reads(data: bytes) -> Message | str:
+    try:
+        return comparable(READER.read_by_protobuf(data))
+    except (DecodeError, UnknownMessage) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def comparable(message: Message) -> Message:
+    return Message(
+        message.kind, message.end_of_stream, dict(message.headers), bytes(message.data), message.subset,
+        message.pool, message.served, message.modes, message.observed,
+    )  # fmt: skip
 
 
 def envoys_messages() -> dict[str, pb.ProcessingRequest]:
@@ -63,6 +93,14 @@ def envoys_messages() -> dict[str, pb.ProcessingRequest]:
     }
 
 
+@pytest.mark.parametrize("name", envoys_messages())
+def test_what_envoy_writes_is_read_without_protobuf_and_alike(name: str) -> None:
+    data = envoys_messages()[name].SerializeToString()
+    quick = WIRE.read(data)
+    assert quick is not None
+    assert comparable(quick) == as_protobuf_reads(data)
+
+
 def test_values_are_those_that_were_sent() -> None:
     messages = {name: READER.read(request.SerializeToString()) for name, request in envoys_messages().items()}
     head = messages["request headers"]
@@ -72,30 +110,97 @@ def test_values_are_those_that_were_sent() -> None:
     assert head.subset == {"10.0.0.1:8000"}
     assert head.modes == (2, 0)
     assert messages["response headers"].served == "10.0.0.1:8000"
-    assert messages["large body"].data == b"x" * 300_000
+    assert isinstance(messages["large body"].data, memoryview)
     assert [name for name, message in messages.items() if message.observed] == ["observed chunk"]
 
 
+def test_what_is_remembered_of_header_lists_is_bounded_and_holds_no_keys() -> None:
+    for number in range(wire_reader._REMEMBERED_ENTRIES + 10):
+        pairs = [("authorization", f"Bearer {number}"), ("x-forwarded-for", f"10.0.0.{number}"), ("x" * 99, "y" * 99)]
+        message = READER.read(header_list(pb.ProcessingRequest(), "request_headers", pairs).SerializeToString())
+        assert message.headers == {"x-forwarded-for": f"10.0.0.{number}"}
+    assert 0 < len(WIRE._known) <= wire_reader._REMEMBERED_ENTRIES
+    assert not any(b"Bearer" in entry or b"yyy" in entry for entry in WIRE._known)
+
+
+HEADER_VALUES = st.builds(
+    lambda key, value, raw: base_pb2.HeaderValue(key=key, value=value, raw_value=raw),
+    st.sampled_from([*sorted(USED_HEADERS), "cookie", "é", "", "k" * 130]),
+    st.sampled_from(["", "", "", "v", "é"]),
+    st.sampled_from([b"", b"v", b"\xff", b"x" * 200]),
+)
+BODIES = st.builds(
+    lambda size, ends, more: pb.HttpBody(body=b"b" * size, end_of_stream=ends, grpc_message_compressed=more),
+    st.sampled_from([0, 1, 127, 128, 20_000, 270_000]),
+    st.booleans(),
+    st.sampled_from([False, False, False, True]),
+)
+
+
+@st.composite
+def one_field(draw: st.DrawFn) -> bytes:
+    """A serialized `ProcessingRequest` with one field, or bytes that stand where one could."""
+    request = pb.ProcessingRequest()
+    match draw(st.integers(0, 9)):
+        case 0 | 1:
+            part = draw(st.sampled_from(["request_headers", "response_headers", "request_trailers"]))
+            header_list(request, part, [])
+            filled = getattr(request, part)
+            fields = filled.trailers if part.endswith("trailers") else filled.headers
+            fields.headers.extend(draw(st.lists(HEADER_VALUES, max_size=4)))
+            if part.endswith("headers") and draw(st.booleans()):
+                filled.end_of_stream = True
+        case 2 | 3:
+            getattr(request, draw(st.sampled_from(["request_body", "response_body"]))).CopyFrom(draw(BODIES))
+        case 4:
+            space = request.metadata_context.filter_metadata[draw(st.sampled_from([names.LB, names.LB_SUBSET, "x"]))]
+            key = draw(st.sampled_from([names.SERVED, names.SUBSET, names.POOL_METADATA]))
+            space.fields[key].string_value = draw(st.sampled_from(["", "10.0.0.1:8000", "é" * 1200]))
+        case 5:
+            space = request.metadata_context.filter_metadata[names.LB_SUBSET]
+            number = struct_pb2.Value(number_value=draw(st.sampled_from([1.0, float("nan")])))
+            space.fields[names.SUBSET].CopyFrom(number)
+        case 6:
+            request.protocol_config.request_body_mode = draw(st.sampled_from([0, 2, 4, 77]))
+        case 7:
+            request.observability_mode = draw(st.booleans())
+        case 8:
+            request.attributes["a"].fields["b"].string_value = "c"
+        case _:
+            return field(draw(st.sampled_from([1, 2, 4, 5, 8, 11, 15, 16, 1000])), draw(st.binary(max_size=12)))
+    return request.SerializeToString()
+
+
+@given(st.lists(one_field(), max_size=4), st.data())
+def test_any_message_is_read_as_protobuf_reads_it(fields: list[bytes], more: st.DataObject) -> None:
+    """Fields in any order and more than once, unknown ones, cut anywhere, with any byte changed."""
+    data = b"".join(fields)
+    match more.draw(st.sampled_from(["whole", "cut", "changed"])):
+        case "cut":
+            data = data[: more.draw(st.integers(0, min(len(data), 600)))]
+        case "changed" if data:
+            at = more.draw(st.integers(0, min(len(data), 200) - 1))
+            data = data[:at] + bytes([more.draw(st.integers(0, 255))]) + data[at + 1 :]
+    assert as_read(data) == as_protobuf_reads(data)
+
+
 @pytest.mark.parametrize("name", envoys_messages())
-def test_whatever_bytes_come_are_a_message_or_a_typed_error(name: str) -> None:
+def test_every_cut_and_every_changed_byte_is_read_as_protobuf_reads_it(name: str) -> None:
     data = envoys_messages()[name].SerializeToString()
     for at in range(min(len(data), 120)):
-        for byte in (0, 1, 0x0A, 0x7F, 0x80, 0xFF, data[at] ^ 0x10):
-            for changed in (data[:at], data[:at] + bytes([byte]) + data[at + 1 :]):
-                with contextlib.suppress(DecodeError, UnknownMessage):
-                    assert isinstance(READER.read(changed), Message)
+        assert as_read(data[:at]) == as_protobuf_reads(data[:at])
+        for byte in (0, 1, 0x0A, 0x7F, 0x80, 0xFF, data[at] + 1 & 0xFF, data[at] - 1 & 0xFF, data[at] ^ 0x10):
+            changed = data[:at] + bytes([byte]) + data[at + 1 :]
+            assert as_read(changed) == as_protobuf_reads(changed), (at, byte)
 
 
-def test_a_subset_that_is_no_json_allows_nothing() -> None:
-    request = envoys_messages()["request headers"]
-    request.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].number_value = float("nan")
-    assert READER.read(request.SerializeToString()).subset == frozenset()
-
-
-def test_a_mode_that_is_not_known_is_none() -> None:
-    request = envoys_messages()["request headers"]
-    request.protocol_config.request_body_mode = 77
-    assert READER.read(request.SerializeToString()).modes == (0, 0)
+@pytest.mark.parametrize(
+    "length", [b"\xff\xff\xff\xff\x0f", b"\xff" * 9 + b"\x01", b"\x80\x80\x80\x80\x80\x01", b"\x81\x00"]
+)
+def test_huge_and_padded_lengths_are_read_as_protobuf_reads_them(length: bytes) -> None:
+    for tag in (b"\x12", b"\x22", b"\x42", b"\x5a"):
+        for rest in (b"", b"\x00", b"x" * 300):
+            assert as_read(tag + length + rest) == as_protobuf_reads(tag + length + rest)
 
 
 def test_every_header_that_the_picker_asks_for_is_converted() -> None:
@@ -172,3 +277,10 @@ def test_chunks_have_the_bytes_that_protobuf_writes_around_them(kind: Kind) -> N
             for end in (False, True):
                 reply = Reply(kind, chunk=chunk, end_of_stream=end)
                 assert to_response(reply) == built(reply)
+
+
+def test_headers_for_the_picker_alone_are_taken_out_where_that_is_asked() -> None:
+    data = to_response(Reply(Kind.RESPONSE_HEADERS), strip_response_headers=True)
+    mutation = pb.ProcessingResponse.FromString(data).response_headers.response.header_mutation
+    assert list(mutation.remove_headers) == [names.CACHED_TOKENS, names.PROMPT_TOKENS]
+    assert to_response(Reply(Kind.REQUEST_HEADERS), strip_response_headers=True) == b"\x0a\x00"

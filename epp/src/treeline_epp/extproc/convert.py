@@ -1,67 +1,30 @@
 """Between the proxy's serialized messages and the session's own.
 
-Messages are read by protobuf. Answers that are always the same are serialized once, those with a destination once per
-destination list, and a body is put between bytes that protobuf would have written around it: it is never decoded and
-copied once.
+Messages are read by `wire_reader` where they are as Envoy writes them, by protobuf otherwise. Answers that are always
+the same are serialized once, those with a destination once per destination list, and a body is put between bytes that
+protobuf would have written around it: it is never decoded and copied once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Final
 
 from envoy.config.core.v3 import base_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from envoy.type.v3 import http_status_pb2
-from google.protobuf import json_format, struct_pb2
 from treeline_wire import headers as names
 
-from treeline_epp.extproc.state import BodyMode, Kind, Message, Reply
+from treeline_epp.extproc.state import Kind, Message, Reply
+from treeline_epp.extproc.wire_reader import NO_METADATA, WireReader, metadata_of, modes_of
 from treeline_epp.flow.settings import LONGEST_WAIT_S
 from treeline_epp.protowire import field, field_head, field_numbers
 from treeline_epp.requests.body import Body, Buffer, Immediate
-from treeline_epp.requests.isolation import ROUTING_KEY
-from treeline_epp.requests.subset import NOTHING, parse_subset
 
 _OURS = (names.CACHED_TOKENS, names.PROMPT_TOKENS)
 _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _KINDS = {kind.value: kind for kind in Kind}
-
-
-USED_HEADERS: Final = frozenset(
-    {
-        ":authority",
-        ":method",
-        ":path",
-        ":status",
-        "content-encoding",
-        "content-length",
-        "content-type",
-        names.CACHED_TOKENS,
-        names.CLIENT,
-        names.DESTINATION,
-        names.FAIRNESS_ID,
-        names.FAIRNESS_ID_LLMD,
-        names.FORK,
-        names.FORWARDED_FOR,
-        names.ISOLATION,
-        names.MODEL_REWRITE,
-        names.MODEL_REWRITE_LLMD,
-        names.OBJECTIVE,
-        names.OBJECTIVE_LLMD,
-        names.OVERLOADED,
-        names.PROMPT_TOKENS,
-        names.REQUEST_ID,
-        names.SELECTION,
-        names.SESSION_ID,
-        names.TRACEPARENT,
-        names.TRACESTATE,
-        ROUTING_KEY,
-    }
-)
-"""The headers that every picker looks at; the others of a message are not converted."""
 
 
 class UnknownMessage(ValueError):
@@ -73,13 +36,18 @@ class UnknownMessage(ValueError):
 
 
 class Reader:
-    """Reads the proxy's messages; of header lists `USED_HEADERS` and `wanted` (lower-case names)."""
+    """Reads the proxy's messages; `wanted` are headers (lower-case names) beside those that every picker looks at."""
 
     def __init__(self, wanted: Iterable[str] = ()) -> None:
-        self._used = USED_HEADERS.union(wanted)
+        self._wire = WireReader(wanted)
 
     def read(self, data: bytes) -> Message:
-        """What the proxy says. Raises protobuf's `DecodeError`, `UnknownMessage`."""
+        """What the proxy says; a large body is a view of `data`. Raises protobuf's `DecodeError`, `UnknownMessage`."""
+        message = self._wire.read(data)
+        return self.read_by_protobuf(data) if message is None else message
+
+    def read_by_protobuf(self, data: bytes) -> Message:
+        """As `read`, for any message: what `read` must agree with."""
         request = pb.ProcessingRequest.FromString(data)
         name = request.WhichOneof("request")
         kind = _KINDS.get(name or "")
@@ -87,52 +55,18 @@ class Reader:
             raise UnknownMessage(f"ext_proc message of unknown kind {name!r}", request.observability_mode)
         observed, modes = request.observability_mode, None
         if request.HasField("protocol_config"):
-            config = request.protocol_config
-            modes = _mode(config.request_body_mode), _mode(config.response_body_mode)
-        subset = pool = served = None
+            modes = modes_of(request.protocol_config.SerializeToString())
+        subset, pool, served = NO_METADATA
         if request.HasField("metadata_context"):
-            subset, pool, served = _metadata(request.metadata_context.filter_metadata)
+            subset, pool, served = metadata_of(request.metadata_context.SerializeToString())
         part = getattr(request, kind.value)
         if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
             return Message(kind, part.end_of_stream, {}, part.body, subset, pool, None, modes, observed)
         if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
-            used = ((key, h) for h in part.headers.headers if (key := h.key) in self._used)
-            headers = {key: h.raw_value.decode("latin-1") or h.value for key, h in used}
+            used = (h for h in part.headers.headers if self._wire.uses(h.key))
+            headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in used}
             return Message(kind, part.end_of_stream, headers, b"", subset, pool, served, modes, observed)
         return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed)
-
-
-def _metadata(metadata: Mapping[str, struct_pb2.Struct]) -> tuple[frozenset[str] | None, str | None, str | None]:
-    """`(subset hint, pool, served endpoint)` as far as they are there."""
-    subset: frozenset[str] | None = None
-    pool: str | None = None
-    served: str | None = None
-    if names.LB_SUBSET in metadata:
-        hint = metadata[names.LB_SUBSET].fields
-        if names.SUBSET in hint:
-            subset = _subset(hint[names.SUBSET])
-    if names.LB in metadata:
-        chosen = metadata[names.LB].fields
-        if names.SERVED in chosen:
-            served = chosen[names.SERVED].string_value or None
-        if names.POOL_METADATA in chosen:
-            pool = chosen[names.POOL_METADATA].string_value or None
-    return subset, pool, served
-
-
-def _subset(hint: struct_pb2.Value) -> frozenset[str]:
-    """What a hint allows; nothing where it has no JSON (it holds a number that is none)."""
-    try:
-        return parse_subset(json_format.MessageToDict(hint))
-    except (json_format.Error, ValueError, RecursionError):
-        return NOTHING
-
-
-def _mode(value: int) -> BodyMode:
-    try:
-        return BodyMode(value)
-    except ValueError:
-        return BodyMode.NONE
 
 
 def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = False) -> bytes:
