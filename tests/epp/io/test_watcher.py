@@ -11,7 +11,8 @@ import pytest
 from support.epp_io import FakeEngine, small_bundle, until
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
 from treeline_epp.endpoints.engine_http import EngineError
-from treeline_epp.endpoints.http_client import HttpClient, HttpTimeout
+from treeline_epp.endpoints.http_answer import HttpTimeout
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 

@@ -9,7 +9,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from treeline_epp.endpoints.http_client import BadAnswer, HttpClient, HttpError
+from treeline_epp.endpoints.http_answer import BadAnswer, HttpError
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.files import read_file
 

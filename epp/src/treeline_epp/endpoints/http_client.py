@@ -1,103 +1,175 @@
-"""GETs to engines, by aiohttp, without TLS: bounded in time and size, whatever answers.
+"""GETs to engines: one kept connection for each server, without TLS. A client of a thousand engines costs what a
+thousand requests cost, and nothing by how many connections there are.
 
-Redirects are answers like any other: no engine chooses with whom the picker talks. Nothing is taken from the
-environment; only loopback and cluster addresses are asked, and a proxy would be in the way.
+What answers is read by `AnswerReader`, which says what it bounds. Redirects are answers like any other: no engine
+chooses with whom the picker talks. Nothing is taken from the environment; only loopback and cluster addresses are
+asked, and a proxy would be in the way.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 from urllib.parse import quote
 
-import aiohttp
-from msgspec import Struct
+from treeline_epp.endpoints.http_answer import Answer, AnswerReader, HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.spec import split_address
 
 IDLE_S: Final = 60.0
 """A connection on which nothing was asked for so long is not kept: its server may have gone without a word."""
 _TARGET_SAFE: Final = "/?#[]@!$&'()*+,;=:%~"
-_FEW_PIECES, _PIECE_BYTES = 256, 256
-"""A body may come in so many pieces, and in more where they have this size on average: each costs as much as a hundred
-kilobytes."""
-_NOT_HTTP = (aiohttp.ClientResponseError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError)
-
-
-class HttpError(Exception):
-    """A server could not be asked, or its answer is none."""
-
-
-class HttpTimeout(HttpError):
-    """There was no whole answer in time."""
-
-
-class NotHttp(HttpError):
-    """Something answers, in a protocol that is not ours, or breaks off."""
-
-
-class BadAnswer(HttpError):
-    """An answer whose body cannot be had within the bounds: it is too long, or compressed, which was not asked for: a
-    few kilobytes may unpack to gigabytes."""
-
-
-class Answer(Struct, frozen=True):
-    """A whole answer."""
-
-    status: int
-    body: bytes
 
 
 class HttpClient:
-    """See the module. `bearer` gives the API key to show, "" for none."""
+    """See the module. `bearer` gives the API key to show, "" for none.
+
+    Two requests to one server at the same time have a connection each, of which one is kept.
+    """
 
     def __init__(self, bearer: Callable[[], str] = lambda: "") -> None:
         self._bearer = bearer
-        self._session: aiohttp.ClientSession | None = None
+        self._kept: dict[str, _Connection] = {}
+        """Those that were used last are at the end."""
+        self._closed = False
 
     async def get(self, address: str, path: str, *, within_s: float, most: int, accept: str = "*/*") -> Answer:
-        """The whole answer, whose body may have `most` bytes; `address` as in `EndpointSpec`. Raises `HttpError`."""
-        url = f"http://{address}{quote(path, safe=_TARGET_SAFE)}"
-        headers = {"accept": accept, "accept-encoding": "identity"}
-        if key := self._bearer():
-            headers["authorization"] = f"Bearer {key}"
+        """The whole answer, whose body may have `most` bytes; `address` as in `EndpointSpec`.
+
+        A kept connection that is closed before anything of an answer has come says nothing: servers close those that
+        were idle. Then the request is made again, once, on a new one. Raises `HttpError`.
+        """
+        request = self._request(address, path, accept)
         try:
-            async with (
-                asyncio.timeout(within_s),
-                self._opened().get(url, headers=headers, allow_redirects=False) as answer,
-            ):
-                return Answer(answer.status, await _body(answer, most))
+            async with asyncio.timeout(within_s):
+                kept = self._kept.pop(address, None)
+                if kept is not None and kept.open:
+                    try:
+                        return await self._ask(address, kept, request, AnswerReader(most))
+                    except _Unanswered:
+                        pass
+                return await self._ask(address, await _connect(address), request, AnswerReader(most))
         except TimeoutError:
             raise HttpTimeout(f"no whole answer within {within_s:g} s") from None
-        except _NOT_HTTP as error:
-            raise NotHttp(str(error) or repr(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except _Unanswered as error:
+            raise error.why from None
+        except OSError as error:
             raise HttpError(str(error) or repr(error)) from error
 
     async def close(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        """Close the kept connections; those in use are closed after their answers."""
+        self._closed = True
+        for connection in self._kept.values():
+            connection.close()
+        self._kept.clear()
 
-    def _opened(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-            )
-        return self._session
+    async def _ask(self, address: str, connection: _Connection, request: bytes, reader: AnswerReader) -> Answer:
+        try:
+            answer = await connection.ask(request, reader)
+        except BaseException:
+            connection.close()
+            raise
+        if answer.keeps and connection.open and address not in self._kept and not self._closed:
+            self._keep(address, connection)
+        else:
+            connection.close()
+        return answer
+
+    def _keep(self, address: str, connection: _Connection) -> None:
+        """Keep it, and close those unused for `IDLE_S`: engines come and go under new addresses."""
+        connection.used_at = asyncio.get_running_loop().time()
+        self._kept[address] = connection
+        while (oldest := next(iter(self._kept.items())))[1].used_at < connection.used_at - IDLE_S:
+            oldest[1].close()
+            del self._kept[oldest[0]]
+
+    def _request(self, address: str, path: str, accept: str) -> bytes:
+        key = self._bearer()
+        shown = f"authorization: Bearer {key}\r\n" if key else ""
+        target = quote(path, safe=_TARGET_SAFE)
+        return (
+            f"GET {target} HTTP/1.1\r\nhost: {address}\r\naccept: {accept}\r\naccept-encoding: identity\r\n{shown}\r\n"
+        ).encode("ascii")
 
 
-async def _body(answer: aiohttp.ClientResponse, most: int) -> bytes:
-    if answer.headers.get("content-encoding", "identity").lower() != "identity":
-        raise BadAnswer("the answer is encoded, which was not asked for")
-    body, pieces = bytearray(), 0
-    async for piece in answer.content.iter_any():
-        pieces += 1
-        body += piece
-        if len(body) > most:
-            raise BadAnswer(f"the answer is longer than {most} bytes")
-        if pieces > _FEW_PIECES + len(body) // _PIECE_BYTES:
-            raise BadAnswer("the answer comes in crumbs")
-    return bytes(body)
+class _Unanswered(Exception):
+    """The connection ended before anything of an answer came; `why` is what that means of one that was new."""
+
+    def __init__(self, why: HttpError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
+async def _connect(address: str) -> _Connection:
+    host, port = split_address(address)
+    _, connection = await asyncio.get_running_loop().create_connection(_Connection, host, int(port or 80))
+    return connection
+
+
+class _Connection(asyncio.Protocol):
+    """A connection on which one request at a time is made."""
+
+    def __init__(self) -> None:
+        self.used_at = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._reader: AnswerReader | None = None
+        self._answered: asyncio.Future[Answer] | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether a request may be tried on it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def ask(self, request: bytes, reader: AnswerReader) -> asyncio.Future[Answer]:
+        """The answer to the request. Raises `HttpError` and `_Unanswered`."""
+        assert self._transport is not None
+        assert self._reader is None, "one request at a time"
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._reader, self._answered = reader, answered
+        if self._transport.is_closing():  # nothing will ever be heard of it
+            self._settle(_Unanswered(NotHttp("it ended the connection, or spoke, before it was asked")))
+        else:
+            self._transport.write(request)
+        return answered
+
+    def close(self) -> None:
+        """Drop it, whatever is on its way."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio's side -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._reader is None:  # no request is open
+            self.close()
+            return
+        try:
+            answer = self._reader.feed(data)
+        except HttpError as error:
+            self._settle(error)
+            self.close()
+            return
+        if answer is not None:
+            self._settle(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if (reader := self._reader) is None:
+            return
+        try:
+            if error is not None:
+                raise HttpError(str(error) or repr(error))
+            self._settle(reader.end())
+        except HttpError as broken:
+            self._settle(broken if reader.heard else _Unanswered(broken))
+
+    def _settle(self, what: Answer | Exception) -> None:
+        answered, self._answered, self._reader = self._answered, None, None
+        if answered is None or answered.done():  # who asked has gone
+            return
+        if isinstance(what, Answer):
+            answered.set_result(what)
+        else:
+            answered.set_exception(what)

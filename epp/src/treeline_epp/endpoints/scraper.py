@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from treeline_epp.endpoints.http_client import Answer, BadAnswer, HttpClient, HttpError, HttpTimeout
+from treeline_epp.endpoints.http_answer import Answer, BadAnswer, HttpError, HttpTimeout
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import split_address

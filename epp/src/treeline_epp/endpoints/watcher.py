@@ -16,7 +16,8 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
 from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
-from treeline_epp.endpoints.http_client import HttpClient, HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_answer import HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from treeline_wire.tokenizer import BundleError, TokenizerBundle
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports
 from treeline_epp.endpoints.adapters.sglang import ServerInfo, SGLangAdapter
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
-from treeline_epp.endpoints.http_client import HttpError
+from treeline_epp.endpoints.http_answer import HttpError
 from treeline_epp.endpoints.spec import KvPorts
 
 _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES = 30.0, 256 << 20
