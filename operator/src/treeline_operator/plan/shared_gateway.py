@@ -75,9 +75,8 @@ def in_force(
     stated before.
     """
     known = {name: one for name, one in before.items() if name in FIELDS}
-    everyone: list[InferencePool | Observed] = [*members, *unreadable]
     uids, found = set(), dict[str, Protection]()
-    for pool in sorted(everyone, key=precedence):
+    for pool in sorted((*members, *unreadable), key=precedence):
         if isinstance(pool, Observed):
             uid, states = pool.uid, {name: one.secret for name, one in known.items() if pool.uid in one.pools}
         else:
@@ -252,8 +251,7 @@ def precedence(pool: InferencePool | Observed) -> tuple[bool, datetime, str]:
 
 def unread_owner(pools: Collection[InferencePool], unreadable: Collection[Observed]) -> str:
     """The name of the pool that comes before all others of a gateway, where it is one that cannot be read."""
-    everyone: list[InferencePool | Observed] = [*pools, *unreadable]
-    first = min(everyone, key=precedence) if unreadable else None
+    first = min((*pools, *unreadable), key=precedence) if unreadable else None
     return first.ref.name if isinstance(first, Observed) else ""
 
 
