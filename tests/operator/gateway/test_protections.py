@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import json
 from typing import Any
 
@@ -11,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gateway_cluster import Cluster, container, pool
-from treeline_operator.actions import Plan
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.gateway import plan_gateway, shared
 from treeline_operator.plan.shared_gateway import FIELDS, Protection, SharedGateway, in_force, read, stated, written
-from treeline_operator.world import Observed
 
 KEYS = {"apiKeysSecretRef": {"name": "clients"}}
 TLS = {"tls": {"secretRef": {"name": "certificate"}}}
@@ -108,73 +104,6 @@ def test_of_two_secrets_that_of_the_oldest_pool_holds_and_the_other_pool_hears_o
     assert envoy(cluster)["api-keys"] == "clients"
     (told,) = seen(cluster, a, b).conflicts["b"]
     assert told == "gateway.standalone.apiKeysSecretRef.name is others here, clients in pool a (older)"
-
-
-def unreadable(name: str, created: int = 0) -> Observed:
-    """A pool that was written under a newer CRD."""
-    meta = {
-        "name": name,
-        "namespace": "ns",
-        "uid": f"uid-{name}",
-        "creationTimestamp": f"2026-11-{created + 1:02}T00:00:00Z",
-    }
-    spec = {"model": {"uri": "new://scheme"}}
-    return Observed.of({"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta, "spec": spec})
-
-
-def plan_beside(cluster: Cluster, strange: Observed, *pools: InferencePool) -> Plan:
-    return plan_gateway(dataclasses.replace(cluster.world(*pools), unreadable=(strange,)))
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "another Secret": {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "others"}}}},
-    "unprotected": {"gateway": {"unprotected": ["ApiKeys", "Tls", "PickerTls", "FailClose"]}},
-    "a Gateway's": {"gateway": {"parentRefs": [{"name": "front"}]}},
-}
-
-
-@pytest.mark.parametrize("name", STATEMENTS)
-@pytest.mark.parametrize("other", OTHERS)
-def test_the_gateway_stays_as_it_is_while_its_oldest_pool_cannot_be_read(name: str, other: str) -> None:
-    cluster, b = Cluster(), pool("b", created=1, **OTHERS[other])
-    cluster.converge(pool("a", **STATEMENTS[name]))
-    before = copy.deepcopy({ref: obj for ref, obj in cluster.objects.items() if ref.name != "treeline-gateway"})
-    record = cluster.get("ConfigMap", "treeline-gateway")["data"]
-    for _ in range(3):
-        plan = plan_beside(cluster, unreadable("a"), b)
-        cluster.do(plan.actions)
-    assert plan.actions == ()
-    assert {ref: obj for ref, obj in cluster.objects.items() if ref.name != "treeline-gateway"} == before
-    anchor = cluster.get("ConfigMap", "treeline-gateway")
-    assert anchor["data"] == record
-    assert [owner["name"] for owner in anchor["metadata"]["ownerReferences"]] == ["b", "a"], "it must not go with a"
-
-
-def test_no_gateway_is_made_while_its_oldest_pool_cannot_be_read() -> None:
-    assert plan_beside(Cluster(), unreadable("a"), pool("b", created=1)).actions == ()
-
-
-@pytest.mark.parametrize("name", STATEMENTS)
-def test_what_a_younger_pool_stated_stays_while_it_cannot_be_read_whatever_others_drop(name: str) -> None:
-    cluster = Cluster()
-    cluster.converge(pool("a"), pool("b", created=1, **STATEMENTS[name]))
-    before, dropping = envoy(cluster), pool("a", gateway={"unprotected": [name]})
-    for _ in range(3):
-        cluster.do(plan_beside(cluster, unreadable("b", 1), dropping, pool("c", created=2, **STATEMENTS[name])).actions)
-    assert envoy(cluster) == before
-    found = shared(dataclasses.replace(cluster.world(dropping), unreadable=(unreadable("b", 1),)))
-    assert found is not None
-    assert found.retained == [], "the pool that states it is there"
-
-
-def test_the_secret_of_an_older_pool_that_cannot_be_read_holds_before_that_of_a_younger() -> None:
-    other = {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "others"}}, "isolation": "Shared"}}
-    cluster, c = Cluster(), pool("c", created=2, **other)
-    cluster.converge(pool("a"), pool("b", created=1, **STATEMENTS["ApiKeys"]))
-    for _ in range(3):
-        cluster.do(plan_beside(cluster, unreadable("b", 1), pool("a"), c).actions)
-    assert envoy(cluster)["api-keys"] == "clients"
 
 
 @pytest.mark.parametrize("record", ["", "{", "[]", '{"ApiKeys": 1}', '{"Unknown": {"secret": "", "pools": ["u"]}}'])

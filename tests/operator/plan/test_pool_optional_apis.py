@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from support.pool_world import EVERY_API, SimCluster, a_pool, kinds
-from treeline_operator.actions import Delete, Plan
-from treeline_operator.plan.pool import plan_pool
-from treeline_operator.world import Observed, Platform
+from treeline_operator.actions import Delete
+from treeline_operator.world import Platform
 from treeline_wire.paths import INFERENCE
 
 
@@ -43,21 +40,6 @@ def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
     cluster.platform = Platform()
     gone = {action.ref.kind for action in cluster.plan(a_pool()).actions if isinstance(action, Delete)}
     assert gone == {"HTTPRoute", "InferencePool"}, "what is not asked for any more goes"
-
-
-def test_routes_stay_and_none_is_made_while_the_oldest_pool_of_the_gateway_cannot_be_read() -> None:
-    pool = a_pool(gateway={"parentRefs": [{"name": "front"}]})
-    meta = {"name": "old", "namespace": pool.namespace, "uid": "u", "creationTimestamp": "2020-01-01T00:00:00Z"}
-    strange = Observed.of({"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta})
-
-    def planned(cluster: SimCluster) -> Plan:
-        world = cluster.world(pool)
-        return plan_pool(replace(world, gateway=replace(world.gateway, unreadable=(strange,))))
-
-    cluster = SimCluster(Platform(apis=EVERY_API))
-    assert {"HTTPRoute", "InferencePool"}.isdisjoint(action.ref.kind for action in planned(cluster).actions)
-    cluster.converge(pool)
-    assert planned(cluster).actions == ()
 
 
 def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:

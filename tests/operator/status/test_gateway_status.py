@@ -51,16 +51,6 @@ def test_a_conflict_is_told_without_denying_that_requests_succeed():
     assert pool_status(seen)["gateway"]["owner"] == "older"
 
 
-def test_a_gateway_whose_oldest_pool_cannot_be_read_is_said_to_stay_as_it_is():
-    meta = {"creationTimestamp": "2020-01-01T00:00:00Z"}
-    seen = world(LATE, picker=view(LATE, "late-1"))
-    strange = observed("InferencePool", "older", "treeline.dev/v1alpha1", meta=meta)
-    seen = dataclasses.replace(seen, gateway=dataclasses.replace(seen.gateway, unreadable=(strange,)))
-    told = conditions_of(seen)[T.GATEWAY_READY]
-    assert (told["status"], told["reason"]) == ("True", Reason.GATEWAY_CONFLICT)
-    assert "pool older, whose settings hold, cannot be read" in told["message"]
-
-
 def test_ready_envoys_that_the_service_does_not_lead_to_are_no_ready_gateway():
     """Its Deployment counts them as ready: that is not what clients meet."""
     picker, envoy, service, _ = gateway_children()

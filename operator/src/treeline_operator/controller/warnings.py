@@ -22,6 +22,8 @@ from treeline_operator.world import Event, Key, PoolWorld
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 10.0
+_SELDOM_S: Final = 80.0
+"""Between lists of a namespace in which nothing changes: each one doubles the time."""
 _REFUSED_S: Final = 300.0
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 2000
@@ -42,6 +44,7 @@ class Warnings:
     _waiting: dict[str, dict[Key, list[str]]] = field(default_factory=dict)
     """Namespace → the pools that wait there, each with the names of what Events may be about."""
     _listed: dict[str, _Named] = field(default_factory=dict)
+    _pauses: dict[str, float] = field(default_factory=dict)
     _queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,10 +61,11 @@ class Warnings:
         if world is None:
             self._waiting.get(namespace, {}).pop(key, None)
             return
-        waiting = self._waiting.setdefault(namespace, {})
-        if not waiting:
+        waiting, names = self._waiting.setdefault(namespace, {}), _names(world)
+        if waiting.get(key) != names:
+            self._pauses.pop(namespace, None)
             self._queue.add_after(Key("pool", namespace), _EVERY_S if namespace in self._listed else 0.0)
-        waiting[key] = _names(world)
+        waiting[key] = names
 
     async def run(self) -> None:
         """Until `stop`."""
@@ -76,6 +80,7 @@ class Warnings:
         if not waiting:
             self._waiting.pop(namespace, None)
             self._listed.pop(namespace, None)
+            self._pauses.pop(namespace, None)
             return Outcome("none")
         before = self._listed.setdefault(namespace, {})
         try:
@@ -88,10 +93,13 @@ class Warnings:
             log.info("no list of Events: %s", str(exc) or "no answer in time")
             return Outcome("unavailable", after_s=_EVERY_S)
         self._listed[namespace] = found
+        pause = self._pauses.get(namespace, _EVERY_S)
+        self._pauses[namespace] = min(2 * pause, _SELDOM_S)
         for pool, names in list(waiting.items()):
-            if _of(names, found) != _of(names, before):
+            if _said(names, found) != _said(names, before):
+                self._pauses[namespace] = pause = _EVERY_S
                 self.changed(pool)
-        return Outcome(after_s=_EVERY_S)
+        return Outcome(after_s=pause)
 
     async def _list(self, namespace: str) -> _Named:
         found: _Named = {}
@@ -116,6 +124,11 @@ def _names(world: PoolWorld) -> list[str]:
 
 def _of(names: list[str], listed: _Named) -> tuple[Event, ...]:
     return tuple(event for name in names for event in listed.get(name, ()))
+
+
+def _said(names: list[str], listed: _Named) -> list[Event]:
+    """Without their times: what is said again is no news."""
+    return [event._replace(at="") for event in _of(names, listed)]
 
 
 def is_stuck(world: PoolWorld) -> bool:

@@ -26,7 +26,7 @@ from treeline_operator.plan.gateway_common import (
 from treeline_operator.plan.merge import TemplateInvalid
 from treeline_operator.plan.network import gateway_policies
 from treeline_operator.plan.objects import POD_MONITOR, manifest, pod_monitor
-from treeline_operator.plan.shared_gateway import SharedGateway, precedence, share, unread_owner, written
+from treeline_operator.plan.shared_gateway import SharedGateway, share, written
 from treeline_operator.world import GatewayWorld, Observed, Ref
 
 _GOING_S: Final = 2.0
@@ -36,7 +36,7 @@ _REPLICAS: Final = "spec.replicas"
 
 def shared(world: GatewayWorld) -> SharedGateway | None:
     """Who shares the gateway and whose settings hold; None when no pool names it."""
-    return share(world.pools, protections_record(world), world.unreadable).get(world.name)
+    return share(world.pools, protections_record(world)).get(world.name)
 
 
 def protections_record(world: GatewayWorld) -> str:
@@ -104,17 +104,15 @@ def plan_gateway(world: GatewayWorld) -> Plan:
 
     First the anchor alone: everything else is owned by it, so its uid must be known. When the last pool is deleted
     there is nothing to do, the anchor goes with its last owner and takes the rest along; when the last pool went to
-    another gateway, the anchor is deleted. While the pool whose settings hold cannot be read, all stays as it is.
+    another gateway, the anchor is deleted.
     """
     found = shared(world)
     observed = _anchor(world)
-    if unread := unread_owner(world.pools, world.unreadable):
-        return _unchanged(world, observed, unread)
     if found is None:
         return _abandoned(world, observed)
     if found.leaving:
         return Plan(notes=("every pool is being deleted; the gateway goes with the last one",))
-    first = applying(anchor(world, found), observed, _why(world))
+    first = applying(anchor(world, found), observed, f"pools of gateway {world.name}: {_listed(found)}")
     if observed is None:
         return Plan((first,) if first else ())
     if _is_going(observed):
@@ -128,17 +126,10 @@ def plan_gateway(world: GatewayWorld) -> Plan:
     return Plan(actions, planning.recheck_s, tuple(planning.notes))
 
 
-def _unchanged(world: GatewayWorld, observed: Observed | None, unread: str) -> Plan:
-    """The anchor alone goes on to belong to all pools. With no gateway there yet, none is made: what the oldest pool
-    protects it with is not known."""
-    note = f"pool {unread}, whose settings hold, cannot be read; the gateway stays as it is"
-    if observed is None or _is_going(observed):
-        return Plan(notes=(note,))
-    write = applying(_anchor_of(world, observed.object.get("data") or {}), observed, _why(world))
-    return Plan((write,) if write else (), notes=(note,))
-
-
 def _abandoned(world: GatewayWorld, observed: Observed | None) -> Plan:
+    if world.unreadable:
+        held = ", ".join(sorted(pool.ref.name for pool in world.unreadable))
+        return Plan(notes=(f"pool {held} cannot be read; the gateway stays as it is",))
     if observed is None or _is_going(observed):
         return Plan()
     why = f"no pool names gateway {world.name} any more; everything of it goes with this"
@@ -160,23 +151,19 @@ def _is_left_over(child: Observed, anchor: Observed) -> bool:
 def anchor(world: GatewayWorld, found: SharedGateway) -> dict[str, Any]:
     """The ConfigMap that everything else belongs to, and that belongs to all pools: it goes with the last of them,
     whether an operator runs or not."""
-    data = {
-        "owner": found.owner.name,
-        "pools": "".join(f"{pool.name}\n" for pool in found.members),
-        _PROTECTIONS: written(found.protections),
-    }
-    return _anchor_of(world, data)
-
-
-def _anchor_of(world: GatewayWorld, data: dict[str, str]) -> dict[str, Any]:
     meta = {
         "name": names.anchor(world.name),
         "namespace": world.namespace,
         "labels": {names.MANAGED_BY: names.MANAGER, names.GATEWAY: world.name},
         "ownerReferences": [
-            *(pool.owner_reference(controller=False) for pool in sorted(world.pools, key=precedence)),
+            *(pool.owner_reference(controller=False) for pool in found.members),
             *(_reference(pool) for pool in sorted(world.unreadable, key=lambda pool: pool.ref.name)),
         ],
+    }
+    data = {
+        "owner": found.owner.name,
+        "pools": "".join(f"{pool.name}\n" for pool in found.members),
+        _PROTECTIONS: written(found.protections),
     }
     return manifest("v1", "ConfigMap", meta, data=data)
 
@@ -186,9 +173,8 @@ def _reference(pool: Observed) -> dict[str, Any]:
     return {"apiVersion": ref.api_version, "kind": ref.kind, "name": ref.name, "uid": pool.uid}
 
 
-def _why(world: GatewayWorld) -> str:
-    names_ = [*(pool.name for pool in sorted(world.pools, key=precedence)), *(o.ref.name for o in world.unreadable)]
-    return f"pools of gateway {world.name}: {', '.join(names_)}"
+def _listed(found: SharedGateway) -> str:
+    return ", ".join(pool.name for pool in found.members)
 
 
 class _Planning:

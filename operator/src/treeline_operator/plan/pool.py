@@ -50,7 +50,6 @@ from treeline_operator.plan.runtime import (
     selector,
     template_problem,
 )
-from treeline_operator.plan.shared_gateway import unread_owner
 from treeline_operator.world import Observed, PoolWorld, Ref
 
 _REPLICAS: Final = "spec.replicas"
@@ -265,11 +264,10 @@ class _Planner:
         )
 
     def _network(self, downloading: bool) -> Iterator[Action]:
-        policy = pods_policy(self.pool, self._parents(), self.world.platform, self._meta(f"{self.pool.name}-pods"))
-        if self._unread_owner() and find(self.world.children, "NetworkPolicy", policy["metadata"]["name"]):
-            self.wanted.append(Ref.of(policy))  # which Gateways it is to let in is not known
-        else:
-            yield from self._apply(policy, "who may reach the pods")
+        meta = self._meta(f"{self.pool.name}-pods")
+        yield from self._apply(
+            pods_policy(self.pool, self._parents(), self.world.platform, meta), "who may reach the pods"
+        )
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
             yield from self._apply(policy, "a pod has yet to download the model")
@@ -305,10 +303,6 @@ class _Planner:
 
     def _routes(self) -> Iterator[Action]:
         parents, owner = self._parents(), self._owner()
-        if unread := self._unread_owner():
-            self.notes.append(f"pool {unread}, whose settings of the gateway hold, cannot be read; routes stay")
-            self._leave(ROUTE, UPSTREAM)
-            return
         if not parents:
             return
         if missing := [text for api in (ROUTE, UPSTREAM) if (text := self.world.platform.lacking(api))]:
@@ -354,14 +348,9 @@ class _Planner:
         return next((pool for pool in self.world.gateway.pools if not pool.deleting), self.pool)
 
     def _parents(self) -> Sequence[ParentRef]:
-        """The Gateways that the pool attaches to; none where the gateway is an Envoy of our own, or may be."""
-        if self._unread_owner():
-            return ()
+        """The Gateways that the pool attaches to; none where the gateway is an Envoy of our own."""
         owners = self._owner().spec.gateway.parent_refs
         return (self.pool.spec.gateway.parent_refs or owners) if owners else ()
-
-    def _unread_owner(self) -> str:
-        return unread_owner(self.world.gateway.pools, self.world.gateway.unreadable)
 
     def _meta(self, name: str) -> dict[str, Any]:
         pool = self.pool

@@ -14,8 +14,6 @@ from treeline_operator.api.gateway import EndpointPicker, PickerTls, Standalone,
 from treeline_operator.api.parts import NamedRef
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.facts import created
-from treeline_operator.world import Observed
 
 FIELDS: Final = {
     "ApiKeys": "gateway.standalone.apiKeysSecretRef.name",
@@ -65,29 +63,27 @@ def stated(pool: InferencePool) -> dict[str, str]:
     return found | {name: "" for name, held in holds.items() if held}
 
 
-def in_force(
-    members: Collection[InferencePool], before: Protections, unreadable: Collection[Observed] = ()
-) -> dict[str, Protection]:
-    """The protections of a gateway, by the pools that share it, and by what was in force before.
+def in_force(members: Collection[InferencePool], before: Protections) -> dict[str, Protection]:
+    """The protections of a gateway, by the pools that share it, the oldest first, and by what was in force before.
 
     Of several Secrets that of the oldest pool holds. A pool that takes its own statement back while it is there drops
-    the protection; one that is deleted or goes to another gateway does not. One that cannot be read states what it
-    stated before.
+    the protection; one that is deleted or goes to another gateway does not.
     """
-    known = {name: one for name, one in before.items() if name in FIELDS}
-    uids, found = set(), dict[str, Protection]()
-    for pool in sorted((*members, *unreadable), key=precedence):
-        if isinstance(pool, Observed):
-            uid, states = pool.uid, {name: one.secret for name, one in known.items() if pool.uid in one.pools}
-        else:
-            uid, states = pool.metadata.uid, stated(pool)
-        uids.add(uid)
-        for name, secret in states.items():
-            older = found.get(name, Protection(secret, ()))
-            found[name] = Protection(older.secret, (*older.pools, uid))
+    found: dict[str, Protection] = {}
+    for pool in members:
+        for name, secret in stated(pool).items():
+            known = found.get(name, Protection(secret, ()))
+            found[name] = Protection(known.secret, (*known.pools, pool.metadata.uid))
+    there = {pool.metadata.uid for pool in members}
     off = {name for pool in members for name in pool.spec.gateway.unprotected}
-    kept = {name: one for name, one in known.items() if not uids.issuperset(one.pools) and name not in off}
-    return {**kept, **found}
+    kept = {name: one for name, one in before.items() if name in FIELDS and not there.issuperset(one.pools)}
+    return {**{name: one for name, one in kept.items() if name not in off}, **found}
+
+
+def retained(protections: Protections, members: Collection[InferencePool]) -> list[str]:
+    """Those that no pool states any more."""
+    there = {name for pool in members for name in stated(pool)}
+    return [name for name in FIELDS if name in protections and name not in there]
 
 
 _UNSET: Final = object()
@@ -108,14 +104,6 @@ class SharedGateway:
     name: str
     members: tuple[InferencePool, ...]
     protections: Protections
-    unreadable: tuple[Observed, ...] = ()
-    """Pools that name the gateway and do not fit our types."""
-
-    @cached_property
-    def unread_owner(self) -> str:
-        """The pool whose settings should hold, where it is one that cannot be read: then nobody's do, and the gateway
-        stays as it is. Empty otherwise."""
-        return unread_owner(self.members, self.unreadable)
 
     @property
     def owner(self) -> InferencePool:
@@ -153,10 +141,7 @@ class SharedGateway:
     @property
     def retained(self) -> list[str]:
         """The protections that no pool states any more, and that are in force all the same."""
-        there = {name for pool in self.members for name in stated(pool)}
-        unread = {pool.uid for pool in self.unreadable}
-        there |= {name for name, one in self.protections.items() if not unread.isdisjoint(one.pools)}
-        return [name for name in FIELDS if name in self.protections and name not in there]
+        return retained(self.protections, self.members)
 
     @property
     def failure_mode(self) -> Literal["FailOpen", "FailClose"]:
@@ -224,35 +209,22 @@ class SharedGateway:
         return self.owner.deleting
 
 
-def share(
-    pools: Iterable[InferencePool], record: str = "", unreadable: Collection[Observed] = ()
-) -> Mapping[str, SharedGateway]:
+def share(pools: Iterable[InferencePool], record: str = "") -> Mapping[str, SharedGateway]:
     """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
-    matter. `record` is what the gateway's anchor says of its protections, `unreadable` are pools of it that do not fit
-    our types; with either all pools are of one gateway.
+    matter. `record` is what the gateway's anchor says of its protections; then all pools are of one gateway.
     """
     before = read(record)
     by_gateway: dict[str, list[InferencePool]] = {}
-    for pool in sorted(pools, key=precedence):
+    for pool in sorted(pools, key=_precedence):
         by_gateway.setdefault(pool.spec.gateway.name, []).append(pool)
     return {
-        name: SharedGateway(name, tuple(members), in_force(members, before, unreadable), tuple(unreadable))
+        name: SharedGateway(name, tuple(members), in_force(members, before))
         for name, members in sorted(by_gateway.items())
     }
 
 
-def precedence(pool: InferencePool | Observed) -> tuple[bool, datetime, str]:
-    """The order in which pools' settings count."""
-    if isinstance(pool, Observed):
-        meta = pool.object["metadata"]
-        return "deletionTimestamp" in meta, created(pool.object), pool.ref.name
+def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
     return pool.deleting, pool.born, pool.name
-
-
-def unread_owner(pools: Collection[InferencePool], unreadable: Collection[Observed]) -> str:
-    """The name of the pool that comes before all others of a gateway, where it is one that cannot be read."""
-    first = min((*pools, *unreadable), key=precedence) if unreadable else None
-    return first.ref.name if isinstance(first, Observed) else ""
 
 
 def _conflicts(pool: InferencePool, shared: SharedGateway) -> Iterator[str]:
@@ -285,7 +257,7 @@ def _whose(path: str, pool: InferencePool, shared: SharedGateway) -> str:
             if (pool_of := next((one for one in shared.members if one.metadata.uid in stating), None)) is None:
                 return f"by a pool that is gone; gateway.unprotected: [{name}] drops it"
             found = pool_of
-    how = "older" if precedence(found) < precedence(pool) else "stricter"
+    how = "older" if _precedence(found) < _precedence(pool) else "stricter"
     return f"in pool {found.name}" + ("" if pool.deleting and not found.deleting else f" ({how})")
 
 

@@ -72,9 +72,6 @@ def _was_well(world: PoolWorld) -> bool:
 def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
     """Whether the pool's gateway takes requests."""
     trouble = _standalone(world, shared) if shared.mode == "standalone" else _gateway_api(world, shared)
-    if unread := shared.unread_owner:
-        text = f"pool {unread}, whose settings hold, cannot be read (its status says why); the gateway stays as it is"
-        return ("True", Reason.GATEWAY_CONFLICT, text) if trouble is None else (*trouble[:2], f"{text}; {trouble[2]}")
     if trouble is not None:
         return trouble
     if former := _former_settings(world, shared):

@@ -152,8 +152,7 @@ class _PoolView:
         there = next((member for member in members if member.name == pool.name), None)
         if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
             members = (*(member for member in members if member is not there), pool)
-        world = self.world.gateway
-        return share(members, protections_record(world), world.unreadable)[pool.spec.gateway.name]
+        return share(members, protections_record(self.world.gateway))[pool.spec.gateway.name]
 
     @cached_property
     def existing(self) -> tuple[revisions.ExistingRevision, ...]:
