@@ -52,6 +52,10 @@ def _holds(child: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"k": child}, "required": ["k"]}
 
 
+_N = {"$ref": "#/$defs/n"}
+_ENDLESS = _holds(_N)
+
+
 def _tagged(kind: str, more: dict[str, Any]) -> dict[str, Any]:
     properties = {"kind": {"const": kind}, **more}
     return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
@@ -178,6 +182,14 @@ def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken
         ({"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "string", "pattern": "^b"}]}, "'oneOf' at / is not"),
         ({"type": "string", "not": {"type": "string", "pattern": "^a"}}, "'not' at / is not supported"),
         ({"$ref": "#"}, "the schema at / refers to itself for the same value"),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"], "type": "object"}, "hold another one of its kind"),
+        (_node({"$ref": "#"}), "hold another one of its kind: at /"),
+        (_node({"type": "array", "items": {"$ref": "#"}, "minItems": 2}), "hold another one of its kind: at /"),
+        (_node({"anyOf": [{"$ref": "#"}, {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}]}), "hold"),
+        ({"anyOf": [_ENDLESS, _ENDLESS], "$defs": {"n": _ENDLESS}}, "hold another one of its kind"),
+        ({**_holds(_N), "$defs": {"n": _ENDLESS}}, "hold another one of its kind"),
+        ({"properties": {"a": _N}, "$defs": {"n": _ENDLESS}}, "hold another one"),
+        ({"anyOf": [{"type": "integer"}, _holds({"$ref": "#/anyOf/1"})]}, "hold another one of its kind"),
         ({"$schema": "http://json-schema.org/draft-03/schema#"}, r"'\$schema' at / names a draft before the fourth"),
         ({"$schema": DRAFT_4, "oneOf": [{"const": 1}, {"const": 2}]}, "'const' at /oneOf/1 is no word of draft 4"),
         ({"prefixItems": [True], "items": [True]}, "'items' at / is a list beside"),

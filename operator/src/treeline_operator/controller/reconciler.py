@@ -292,7 +292,7 @@ def _common(shared: SharedGateway | None) -> object:
         return None
     owner, spec = shared.owner, shared.owner.spec
     settings = spec.gateway, spec.endpoint_picker, spec.tracing
-    return shared.unread_owner, owner.metadata.uid, owner.deleting, settings, shared.salts, shared.protections
+    return owner.metadata.uid, owner.deleting, settings, shared.salts, shared.protections
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:

@@ -88,5 +88,5 @@ _UNICODE = {"digit": r"\d+", "space": "[\\s\ufeff]+", "word": r"\w+"}
 @cache
 def unicode(name: str) -> Ranges:
     """Of "digit", "space" and "word", as Unicode has them."""
-    every = array("I", range(LAST + 1)).tobytes().decode("utf-32-le", "surrogatepass")
+    every = array("I", range(LAST + 1)).tobytes().decode("utf-32", "surrogatepass")
     return union((found.start(), found.end() - 1) for found in re.finditer(_UNICODE[name], every))

@@ -26,7 +26,7 @@ Alternatives = list[Any]
 _DEEPEST = 6
 _MOST = 64
 """Alternatives of one schema, all conditions together: libraries go through those that can be."""
-_MOST_CHARACTERS, _LONGEST = 2048, 100
+_MOST_CHARACTERS, _LONGEST = 2048, 80
 """Of the texts that one may not be, all together and each: the pattern of what is none of them has a group within a
 group for each character."""
 _MOST_VALUES = 6

@@ -82,23 +82,60 @@ def simplify(document: Document) -> None:
     for path, schema in document.schemas:
         _simplify_one(schema, path)
     _check_cycles(document)
+    _check_finite(document)
 
 
 def _check_cycles(document: Document) -> None:
     """A value would be of a schema if it is of this schema: the standard leaves that undefined, and validators look it
     up for ever."""
-    waiting = dict[int, tuple[str, set[int]]]()
-    for path, schema in document.schemas:
-        same_value = [one for word in ("anyOf", "allOf", "oneOf") for one in schema.get(word, ())]
+    known = {id(schema) for _path, schema in document.schemas}
+
+    def is_clear(schema: Schema, clear: set[int]) -> bool:
+        same_value = [*schema.get("anyOf", ()), *schema.get("allOf", ()), *schema.get("oneOf", ())]
         if "$ref" in schema:
             same_value.append(document.target(schema))
-        waiting[id(schema)] = path, set(map(id, same_value))
-    while clear := [key for key, (_path, others) in waiting.items() if not others & waiting.keys()]:
-        for key in clear:
-            del waiting[key]
-    if waiting:
-        path = min((path for path, _others in waiting.values()), key=len)
+        return not {id(other) for other in same_value} & known - clear
+
+    if (path := _without_end(document, is_clear)) is not None:
         raise GrammarError(f"the schema at {path or '/'} refers to itself for the same value")
+
+
+def _check_finite(document: Document) -> None:
+    """Each value of a schema would have to hold such a value again: an output would never come to its end."""
+
+    def has_value(schema: Schema, finite: set[int]) -> bool:
+        def known(one: Any) -> bool:
+            return one is True or id(one) in finite
+
+        if "enum" in schema:
+            return True
+        needed = [*schema.get("allOf", ()), *([document.target(schema)] if "$ref" in schema else ())]
+        options = [schema[word] for word in ("anyOf", "oneOf") if word in schema]
+        if not all(map(known, needed)) or not all(any(map(known, one)) for one in options):
+            return False
+        names, least = schema.get("properties", {}), schema.get("minItems", 0)
+        prefix, others = schema.get("prefixItems", [])[:least], [schema.get("items", True)]
+        held = {
+            "object": [names[name] for name in schema.get("required", ()) if name in names],
+            "array": prefix + (others if least > len(prefix) else []),
+        }
+        return any(all(map(known, held.get(name, ()))) for name in listed(schema.get("type", "null")))
+
+    if (path := _without_end(document, has_value)) is not None:
+        raise unsatisfiable(path, "each value would have to hold another one of its kind:")
+
+
+def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]) -> str | None:
+    """The path of a schema that is never done, whatever others are. is_done: of a schema, where those with these ids
+    are."""
+    waiting, done = document.schemas, set[int]()
+    while waiting:
+        still = [(path, schema) for path, schema in waiting if not is_done(schema, done)]
+        if len(still) == len(waiting):
+            return min((path for path, _schema in still), key=len)
+        done = {id(schema) for _path, schema in document.schemas} - {id(schema) for _path, schema in still}
+        waiting = still
+    return None
 
 
 def _simplify_one(schema: Schema, path: str) -> None:
