@@ -15,6 +15,7 @@ import numpy as np
 
 from treeline_runtime.grammar.backend import (
     FILL_THREADS,
+    MAX_BYTES_A_TOKEN,
     MAX_COMPILED_BYTES,
     Compiled,
     GrammarError,
@@ -66,9 +67,10 @@ class XGrammarBackend:
                 raise MemoryError from None
             raise GrammarError(_reason(error)) from None
         written = _MARKED[grammar.kind == "structural_tag"] + compiled.serialize_json().encode()
-        if len(written) > MAX_COMPILED_BYTES:
+        most = max(MAX_COMPILED_BYTES, MAX_BYTES_A_TOKEN * self._size)
+        if len(written) > most:
             raise GrammarError(
-                f"the grammar is too large: it is compiled to {len(written) >> 20} MiB, {MAX_COMPILED_BYTES >> 20} are "
+                f"the grammar is too large: it is compiled to {len(written) >> 20} MiB, {most >> 20} are "
                 "the most; use fewer rules, or fewer choices between them"
             )
         return written
