@@ -24,8 +24,8 @@ a microsecond a character, and in repetitions the square of that: 20 ms to 100 m
 
 MAX_COMPILED_BYTES, MAX_BYTES_A_TOKEN = 32 << 20, 2048
 """Of what one grammar is compiled to, the larger one; the second for each token of the vocabulary, by which masks
-grow: strict parameters of ten ordinary tools are 48 MiB with 128,000 tokens. While the server reads it, it takes about seven times as much of its memory: an
-EBNF of 21 kB, with some hundred rules as one choice, can be 57 MB and then 388."""
+grow: strict parameters of ten ordinary tools are 48 MiB with 128,000 tokens. While the server reads it, it takes about
+seven times as much of its memory: an EBNF of 21 kB, of some hundred rules as one choice, is 57 MB and then 388."""
 
 
 class GrammarError(ValueError):
