@@ -11,6 +11,7 @@ from treeline_kube.errors import NoCluster
 if TYPE_CHECKING:
     from kubernetes.aio.client.configuration import Configuration
 
+SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _SELF_EXPLAINING: Final = frozenset({"ConfigException", "ParserError", "ScannerError"})
 """Errors of the libraries beneath whose text says what is wrong with a file."""
 

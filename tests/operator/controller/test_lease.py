@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from support.control_plane import ControlPlane
 from support.epp_io import until
 from treeline_kube.client import Client
 from treeline_kube.clock import now
-from treeline_kube.errors import LostLease
-from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming, identity_of
+from treeline_kube.errors import LostLease, NotFound
+from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming, identity_of, own_account
 from treeline_operator.world import Ref
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
@@ -260,3 +263,50 @@ async def test_a_lease_that_was_deleted_is_made_again(candidates: Candidates) ->
         await asyncio.sleep(0.02)
     assert (await candidates.lease())["holderIdentity"] == "first"
     holding.cancel()
+
+
+async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidates, tmp_path: Path) -> None:
+    former = await candidates.add("former")
+    await former.acquire()
+    assert "ownerReferences" not in await candidates.lease("metadata")
+    await former.release()
+
+    cluster, namespace = candidates.clusters["former"], candidates.namespace
+    account = Ref("v1", "ServiceAccount", namespace, "operator")
+    meta = {"name": account.name, "namespace": namespace}
+    cluster.deadline = None
+    made = await cluster.create({"apiVersion": "v1", "kind": account.kind, "metadata": meta})
+    claims = {"namespace": namespace, "serviceaccount": {"name": "operator", "uid": made["metadata"]["uid"]}}
+    owner = own_account(namespace, token_of(claims, tmp_path))
+    assert owner == {"apiVersion": "v1", "kind": "ServiceAccount"} | claims["serviceaccount"]
+    ours = await candidates.add("ours", owner=owner)
+    await ours.acquire()
+    assert (await candidates.lease("metadata"))["ownerReferences"] == [owner]
+
+    await cluster.delete(account, uid=owner["uid"])
+
+    async def gone() -> bool:
+        try:
+            return not await candidates.lease()
+        except NotFound:
+            return True
+
+    await until(gone, "the lease to be collected")
+
+
+def token_of(claims: dict[str, object], folder: Path) -> Path:
+    """A file as a pod has it."""
+    text = base64.urlsafe_b64encode(json.dumps({"kubernetes.io": claims}).encode()).decode().rstrip("=")
+    token = folder / "token"
+    token.write_text(f"e30.{text}.c2ln")
+    return token
+
+
+def test_no_account_is_told_of_where_it_would_be_wrong(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    assert own_account("here", token) is None, "not in a pod"
+    for text in ("", "opaque", "a.b.c", "e30.e30.e30"):
+        token.write_text(text)
+        assert own_account("here", token) is None, text
+    claims = {"namespace": "there", "serviceaccount": {"name": "a", "uid": "1"}}
+    assert own_account("here", token_of(claims, tmp_path)) is None, "owners of other namespaces are nobody's"

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.deep
 
 SETTINGS: dict[str, Any] = {
     "schedule_policy": "priority",
-    "eviction_policy": "priority",
     "enable_return_hidden_states": True,
     "chunked_prefill_size": 16,
     "max_running_requests": 5,

@@ -11,18 +11,22 @@ only when the one before has ended, so a holder with our pod's uid is us, before
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import logging
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final
 
 from treeline_kube.client import Client
 from treeline_kube.clock import now
 from treeline_kube.connection import Retry
+from treeline_kube.credentials import SERVICE_ACCOUNT
 from treeline_kube.errors import AlreadyExists, Conflict, KubeError, LostLease, NotFound
 
 from treeline_operator.world import Ref
@@ -44,8 +48,9 @@ class LeaseTiming:
 class Elector:
     """One candidate: `acquire()`, then `hold()` beside the work until it raises LostLease, or `release()`.
 
-    `pod` is what the identities of all containers of our pod begin with (see `identity_of`); empty where it is not
-    known, and then every holder is waited for. `leader` is the last holder seen.
+    `owner` is a reference to what the lease belongs to: when that is deleted, the lease goes too. `pod` is what the
+    identities of all containers of our pod begin with (see `identity_of`); empty where it is not known, and then every
+    holder is waited for. `leader` is the last holder seen.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Elector:
         name: str,
         identity: str,
         timing: LeaseTiming | None = None,
+        owner: dict[str, Any] | None = None,
         pod: str = "",
     ) -> None:
         self.cluster = cluster
@@ -62,6 +68,7 @@ class Elector:
         self._identity = identity
         self._timing = timing or LeaseTiming()
         self._pod = pod
+        self._owners = {} if owner is None else {"ownerReferences": [owner]}
         self._random = random.Random(identity)
         self._lease: dict[str, Any] | None = None
         self._seen_at = 0.0
@@ -183,7 +190,7 @@ class Elector:
         return {
             "apiVersion": self._ref.api_version,
             "kind": self._ref.kind,
-            "metadata": {"name": self._ref.name, "namespace": self._ref.namespace},
+            "metadata": {"name": self._ref.name, "namespace": self._ref.namespace, **self._owners},
             "spec": {
                 "holderIdentity": self._identity,
                 "leaseDurationSeconds": self._seconds,
@@ -199,7 +206,7 @@ class Elector:
             spec["holderIdentity"] = self._identity
             spec["acquireTime"] = spec["renewTime"]
             spec["leaseTransitions"] = (spec.get("leaseTransitions") or 0) + 1
-        return {**lease, "spec": spec}
+        return {**lease, "metadata": {**lease["metadata"], **self._owners}, "spec": spec}
 
     @property
     def _seconds(self) -> int:
@@ -258,6 +265,21 @@ def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[st
     name, uid = environ.get("POD_NAME") or host, environ.get("POD_UID", "")
     pod = f"{name}_{uid}_" if uid else ""
     return f"{pod or f'{name}_'}{process}", pod
+
+
+def own_account(namespace: str, token: Path = SERVICE_ACCOUNT) -> dict[str, Any] | None:
+    """An owner reference to our ServiceAccount, which our token names, for what is to go with it; None outside a pod.
+
+    Only for objects of `namespace`: an owner in another one counts as gone, and its objects are collected.
+    """
+    try:
+        claims = token.read_text().split(".")[1]
+        told = json.loads(base64.urlsafe_b64decode(claims + "=" * (-len(claims) % 4)))["kubernetes.io"]
+        account, home = told["serviceaccount"], told["namespace"]
+        owner = {"apiVersion": "v1", "kind": "ServiceAccount", "name": account["name"], "uid": account["uid"]}
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return None
+    return owner if home == namespace else None
 
 
 def _stamp() -> str:

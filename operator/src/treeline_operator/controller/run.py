@@ -22,7 +22,7 @@ from treeline_operator.controller.downloads import Downloads
 from treeline_operator.controller.execute import Executor
 from treeline_operator.controller.health import Pages, Vitals
 from treeline_operator.controller.informer import Informer, Timing
-from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming
+from treeline_operator.controller.lease import Candidate, Elector, LeaseTiming, own_account
 from treeline_operator.controller.metrics import Metrics
 from treeline_operator.controller.observe import Observer, keys_for_change
 from treeline_operator.controller.picker_probe import PickerProbe
@@ -227,7 +227,8 @@ async def _connect(options: Options, metrics: Metrics) -> Client:
 
 async def _elector(options: Options, metrics: Metrics) -> Elector:
     cluster, namespace = await _connect(options, metrics), options.platform.operator_namespace
-    return Elector(cluster, namespace, options.lease_name, options.identity, options.lease, options.pod)
+    owner = own_account(namespace)
+    return Elector(cluster, namespace, options.lease_name, options.identity, options.lease, owner, options.pod)
 
 
 async def _lead(operator: Operator, candidate: Candidate | None, stop: asyncio.Event) -> int | None:
