@@ -22,8 +22,6 @@ from treeline_operator.world import Event, Key, PoolWorld
 log = logging.getLogger(__name__)
 
 _EVERY_S: Final = 10.0
-_SELDOM_S: Final = 80.0
-"""Between lists of a namespace in which nothing changes: each one doubles the time."""
 _REFUSED_S: Final = 300.0
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 2000
@@ -44,7 +42,6 @@ class Warnings:
     _waiting: dict[str, dict[Key, list[str]]] = field(default_factory=dict)
     """Namespace → the pools that wait there, each with the names of what Events may be about."""
     _listed: dict[str, _Named] = field(default_factory=dict)
-    _pauses: dict[str, float] = field(default_factory=dict)
     _queue: Queue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,11 +58,10 @@ class Warnings:
         if world is None:
             self._waiting.get(namespace, {}).pop(key, None)
             return
-        waiting, names = self._waiting.setdefault(namespace, {}), _names(world)
-        if waiting.get(key) != names:
-            self._pauses.pop(namespace, None)
+        waiting = self._waiting.setdefault(namespace, {})
+        if not waiting:
             self._queue.add_after(Key("pool", namespace), _EVERY_S if namespace in self._listed else 0.0)
-        waiting[key] = names
+        waiting[key] = _names(world)
 
     async def run(self) -> None:
         """Until `stop`."""
@@ -80,7 +76,6 @@ class Warnings:
         if not waiting:
             self._waiting.pop(namespace, None)
             self._listed.pop(namespace, None)
-            self._pauses.pop(namespace, None)
             return Outcome("none")
         before = self._listed.setdefault(namespace, {})
         try:
@@ -93,13 +88,10 @@ class Warnings:
             log.info("no list of Events: %s", str(exc) or "no answer in time")
             return Outcome("unavailable", after_s=_EVERY_S)
         self._listed[namespace] = found
-        pause = self._pauses.get(namespace, _EVERY_S)
-        self._pauses[namespace] = min(2 * pause, _SELDOM_S)
         for pool, names in list(waiting.items()):
             if _said(names, found) != _said(names, before):
-                self._pauses[namespace] = pause = _EVERY_S
                 self.changed(pool)
-        return Outcome(after_s=pause)
+        return Outcome(after_s=_EVERY_S)
 
     async def _list(self, namespace: str) -> _Named:
         found: _Named = {}
