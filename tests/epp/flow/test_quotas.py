@@ -45,7 +45,7 @@ def test_a_client_gets_its_tokens_and_then_hears_when_to_come_back() -> None:
     error = caught.value
     assert (error.status, error.code, error.retry_after_s) == (429, "rate_limit_exceeded", 20.0)
     assert str(error) == "Rate limit reached for a: 600 tokens per minute."
-    assert dict(error.told) == {
+    assert dict(error.headers) == {
         "x-ratelimit-limit-requests": b"10",
         "x-ratelimit-remaining-requests": b"9",
         "x-ratelimit-reset-requests": b"6s",
@@ -82,8 +82,8 @@ def test_what_was_not_taken_is_given_back_and_what_was_is_a_debt() -> None:
         of.spend("a", 1, 0.0)
     assert caught.value.retry_after_s == pytest.approx(30.1)
     spend.give_back(0.0)
-    assert dict(spend.account.told(0.0))["x-ratelimit-remaining-tokens"] == b"600"
-    assert dict(spend.account.told(0.0))["x-ratelimit-remaining-requests"] == b"600"
+    assert dict(spend.account.headers(0.0))["x-ratelimit-remaining-tokens"] == b"600"
+    assert dict(spend.account.headers(0.0))["x-ratelimit-remaining-requests"] == b"600"
 
 
 def test_a_request_larger_than_the_bound_goes_on_when_the_bucket_is_full() -> None:
@@ -260,7 +260,7 @@ def world(table: QuotaTable, flow: FlowSettings | None = None) -> tuple[FlowWorl
 
 
 def left(world: FlowWorld, of: Quotas, client: str = "a") -> dict[str, bytes]:
-    return dict(of._named[client].told(world.now))
+    return dict(of._named[client].headers(world.now))
 
 
 def test_beyond_its_quota_a_client_is_answered_429_and_told_when_to_come_back() -> None:

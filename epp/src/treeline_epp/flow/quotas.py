@@ -5,7 +5,7 @@ any time t a client gets at most bound × (1 + t / window). What a request takes
 and allowed output, and put right when it is known, which may leave a bucket with a debt. One that asks for more than a
 bucket holds goes on when that is full.
 
-What clients are told is in the headers that OpenAI's API has for it:
+What clients learn is in the headers that OpenAI's API has for it:
 https://platform.openai.com/docs/guides/rate-limits
 """
 
@@ -142,7 +142,7 @@ class Account:
         self.tokens = _buckets(limits.tokens_per_minute, limits.tokens_per_day, now)
         self.requests = _buckets(limits.requests_per_minute, limits.requests_per_day, now)
 
-    def told(self, now: float) -> tuple[tuple[str, bytes], ...]:
+    def headers(self, now: float) -> tuple[tuple[str, bytes], ...]:
         """Response headers: of tokens and requests the bound of which the smallest share is left."""
         return tuple(self._told(now))
 
@@ -216,7 +216,7 @@ class Quotas:
         if wait_s > 0 and full is not None:
             self.exceeded += 1
             why = _words(client, full, full in account.tokens)
-            raise FlowRefused(why, 429, "rejected-quota", "rate_limit_exceeded", wait_s, account.told(now))
+            raise FlowRefused(why, 429, "rejected-quota", "rate_limit_exceeded", wait_s, account.headers(now))
         for amount, bucket in _taken(account, tokens):
             bucket.take(amount, now)
         return Spend(account, tokens)

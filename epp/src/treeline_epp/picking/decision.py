@@ -64,7 +64,7 @@ class Elsewhere(Protocol):
 class PickError(Exception):
     """No destination can be given. `status` is the HTTP status for the client, `reason` the value for
     `x-llm-d-request-dropped-reason` and for metrics, `code` that of the client's error; `retry_after_s` says when to
-    come back, `told` are response headers besides."""
+    come back, `headers` are those of the response besides."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class PickError(Exception):
         reason: str = "internal",
         code: str = "internal_error",
         retry_after_s: float = 1.0,
-        told: tuple[tuple[str, bytes], ...] = (),
+        headers: tuple[tuple[str, bytes], ...] = (),
     ) -> None:
         super().__init__(message)
         self.status = status
         self.reason = reason
         self.code = code
         self.retry_after_s = retry_after_s
-        self.told = told
+        self.headers = headers
 
 
 class NoEndpoints(PickError):

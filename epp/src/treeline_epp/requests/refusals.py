@@ -24,7 +24,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
     """An HTTP answer instead of a destination, in the error shape of the API that was asked.
 
     `status` is an HTTP status, `code` OpenAI's error code (also the label of the refusals metric), `reason` the
-    machine-readable dropped reason, `retry_after_s` whole seconds, `told` are headers besides.
+    machine-readable dropped reason, `retry_after_s` whole seconds, `extra_headers` those of the response besides.
     """
 
     status: int
@@ -33,7 +33,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
     param: str | None = None
     reason: str | None = None
     retry_after_s: int | None = None
-    told: tuple[tuple[str, bytes], ...] = ()
+    extra_headers: tuple[tuple[str, bytes], ...] = ()
 
     def headers(self) -> list[tuple[str, bytes]]:
         """Response headers beside the body's own."""
@@ -42,7 +42,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
             out.append((DROPPED_REASON, self.reason.encode()))
         if self.retry_after_s is not None:
             out.append(("retry-after", str(self.retry_after_s).encode()))
-        return [*out, *self.told]
+        return [*out, *self.extra_headers]
 
     def body(self, path: str = "") -> bytes:
         """The JSON body. `path`: what was asked, without its query; "" = not known."""
@@ -101,7 +101,7 @@ def of_pick(error: PickError) -> Refusal:
     if error.status == 500:
         return internal_error()
     wait = max(1, math.ceil(error.retry_after_s))
-    return Refusal(error.status, str(error), error.code, None, error.reason, wait, error.told)
+    return Refusal(error.status, str(error), error.code, None, error.reason, wait, error.headers)
 
 
 def internal_error() -> Refusal:

@@ -137,7 +137,7 @@ class Router:
             return ()
         if data or ended:
             exchange.shown(data, self.clock(), ended=ended)
-        return () if headers is None or exchange.spend is None else exchange.spend.account.told(self.clock())
+        return () if headers is None or exchange.spend is None else exchange.spend.account.headers(self.clock())
 
     def release(self, held: Lease | Ticket[Routed]) -> None:
         """The stream has ended. Without a response before it the client went away, or the proxy gave up. May be called
