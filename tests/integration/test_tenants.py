@@ -157,7 +157,8 @@ def test_answers_that_one_client_does_not_read_keep_no_other_out(stack: Stack) -
         until(lambda: streams() == 200, "all of them are asked")
         for seed in range(10):
             ask(stack, "bob", text(20, seed=3000 + seed), max_tokens=4)
-        assert streams() == 200, "ada's answers are still being computed"
+        # Envoy ends the stream of bob's last answer only after he has read it: it may still be counted.
+        assert streams() >= 200, "ada's answers are still being computed"
     until(lambda: streams() == 0, "they are cancelled")
 
 
