@@ -7,17 +7,17 @@ import time
 import openai
 import pytest
 
-from e2e.kit import readme
+from e2e.kit import quick_start
 from e2e.kit.figures import Figures
 from e2e.kit.kube import Kube, condition
 from e2e.kit.system import SYSTEM, Installed, ask, await_answer, install, pool, uninstall
 
 
-def test_the_quick_start_as_the_readme_has_it(kube: Kube) -> None:
+def test_the_quick_start_of_the_docs(kube: Kube) -> None:
     uninstall(kube)
     # What was said to the `make` that runs this is not for the one in there.
     alone = ("env", "--unset=MAKEFLAGS", "--unset=ARGS", "CLUSTER_KEEP=1")
-    said = kube.run(*alone, "bash", "-euo", "pipefail", "-c", readme.commands(), timeout_s=1200.0)
+    said = kube.run(*alone, "bash", "-euo", "pipefail", "-c", quick_start.commands(), timeout_s=1200.0)
     assert "Serving" in said, "kubectl get tlpool"
     assert "Paris" in said, "curl"
     kube.until(lambda: not kube.pods(SYSTEM), "the operator's pods to be gone")

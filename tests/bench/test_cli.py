@@ -1,6 +1,7 @@
 """The command: what it writes, what it says, how it ends. The benchmarks here are stand-ins."""
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.bench import INVENTED
 from treeline_bench import cli, registry
-from treeline_bench.context import Benchmark, BenchmarkError, Context
+from treeline_bench.context import ROOT, Benchmark, BenchmarkError, Context
 from treeline_bench.metrics import row
 from treeline_bench.report import BEGIN, END
 from treeline_bench.results import Row, read_result
@@ -93,9 +94,20 @@ def test_the_readme_is_quoted_and_written(
     capsys.readouterr()
     assert cli.main(["--readme", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "`tree.ingest_blocks_s`" in printed
+    assert "figures with a bound miss it" in printed
     assert cli.main(["--readme", str(readme), "--out", str(tmp_path)]) == 0
     assert readme.read_text() == f"# Title\n{BEGIN}\n{printed.strip()}\n{END}\n"
+    assert (tmp_path / "missed.md").read_text().startswith("# Figures that miss their bound")
+
+
+def test_what_the_readme_quotes_is_what_was_measured(tmp_path: Path) -> None:
+    for committed in (ROOT / "bench" / "results").glob("*.json"):
+        shutil.copy(committed, tmp_path)
+    readme = tmp_path / "README.md"
+    shutil.copy(ROOT / "README.md", readme)
+    assert cli.main(["--readme", str(readme), "--out", str(tmp_path)]) == 0
+    assert readme.read_text() == (ROOT / "README.md").read_text(), "run `make bench ARGS='--readme README.md'`"
+    assert (tmp_path / "missed.md").read_text() == (ROOT / "bench" / "results" / "missed.md").read_text()
 
 
 def test_without_results_there_is_nothing_to_quote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,11 +19,12 @@ from treeline_bench.peers import benchmark as peers
 from treeline_bench.processes import ChildFailed
 from treeline_bench.prompts import PromptError
 from treeline_bench.registry import BENCHMARKS, ELSEWHERE, select
-from treeline_bench.report import MarkersMissing, measured, publish, replace_between_markers, summary
+from treeline_bench.report import MarkersMissing, measured, missed_page, publish, replace_between_markers, summary
 from treeline_bench.results import Result, ResultError, number, read_results, write_whole
 from treeline_bench.serving.command import main as serving
 
 RESULTS = ROOT / "bench" / "results"
+MISSED = "missed.md"
 QUICK_RESULTS = ROOT / ".cache" / "bench-quick"
 PROG = "python -m treeline_bench"
 EPILOG = """examples:
@@ -61,7 +62,8 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print the summary of the results, or write it between the markers in FILE; runs nothing",
+        help="print the summary of the results, or write it between the markers in FILE (and missed.md beside the "
+        "results); runs nothing",
     )
     add(
         "--corpus",
@@ -91,6 +93,7 @@ def _quote(target: str, folder: Path, console: Console) -> int:
         else:
             path = Path(target)
             write_whole(path, replace_between_markers(path.read_text(), text).encode())
+            write_whole(folder / MISSED, missed_page(results).encode())
     except (ResultError, MarkersMissing, OSError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1

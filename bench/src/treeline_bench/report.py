@@ -72,43 +72,65 @@ def page(result: Result, title: str) -> str:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """The README's table: the headlines, every figure of all results that misses its bound, when and on what the
-    headlines were measured."""
+    """The README's table of headlines, and a sentence about the figures of all results that miss their bound."""
     by_name = {row.metric: (row, result) for result in results for row in result.rows}
     found = [by_name[name] for name in HEADLINES if name in by_name]
-    header = ["metric", "meaning", "measured", "expected", "ratio"]
     lines = [
         [
-            f"`{row.metric}`",
             metric(row.metric).meaning,
             f"{number(row.value)} {row.unit}",
             _expected(row),
-            _ratio(row),
+            result.date,
+            f"`{result.command}`",
         ]
-        for row, _ in found
+        for row, result in found
     ]
-    quoted = [result for result in results if any(result is one for _, one in found)]
-    paragraphs = [table(header, lines), *_missed(results), "\n".join(_measured(quoted)), ""]
-    return "\n".join(paragraphs)
+    return "\n".join([table(["what", "measured", "compared with", "on", "by"], lines), _missed_sentence(results), ""])
 
 
-def _missed(results: Sequence[Result]) -> list[str]:
-    """A sentence with every figure that misses its bound."""
-    judged = [(row, missed(row)) for result in results for row in result.rows]
-    bounded = [(row, misses) for row, misses in judged if misses is not None]
-    named = [f"`{row.metric}` ({number(row.value)}, {_expected(row)})" for row, misses in bounded if misses]
-    if not bounded:
-        return []
-    listed = f": {', '.join(named)}" if named else ""
-    return [f"{len(named)} of {len(bounded)} figures that have a bound miss it{listed}.", ""]
+def missed_page(results: Sequence[Result]) -> str:
+    """A page with every figure that misses its bound, those that miss it by most first."""
+    rows = sorted(_missed(results), key=_distance, reverse=True)
+    lines = [
+        [f"`{row.metric}`", number(row.value), row.unit, _expected(row), metric(row.metric).meaning] for row in rows
+    ]
+    return "\n".join(
+        [
+            "# Figures that miss their bound",
+            "",
+            _counted(results),
+            "",
+            table(["metric", "value", "unit", "bound", "meaning"], lines),
+        ]
+    )
 
 
-def _measured(results: Sequence[Result]) -> list[str]:
-    """A sentence for each day and machine, naming the commands."""
-    commands: dict[tuple[str, str], list[str]] = {}
+def _missed(results: Sequence[Result]) -> list[Row]:
+    return [row for result in results for row in result.rows if missed(row)]
+
+
+def _counted(results: Sequence[Result]) -> str:
+    bounded = sum(missed(row) is not None for result in results for row in result.rows)
+    return f"{len(_missed(results))} of {bounded} figures with a bound miss it."
+
+
+def _missed_sentence(results: Sequence[Result]) -> str:
+    furthest: dict[str, Row] = {}
     for result in results:
-        commands.setdefault((result.date, str(result.machine)), []).append(f"`{result.command}`")
-    return [f"Measured {date} on {machine}, with {', '.join(found)}." for (date, machine), found in commands.items()]
+        for row in _missed([result]):
+            furthest[result.benchmark] = max(furthest.get(result.benchmark, row), row, key=_distance)
+    most = sorted(furthest.values(), key=_distance, reverse=True)[:3]
+    named = ", ".join(
+        f"{metric(row.metric).meaning} ({number(row.value)} {row.unit}, {_expected(row)})" for row in most
+    )
+    return f"{_counted(results)} The furthest of three benchmarks: {named}." if most else _counted(results)
+
+
+def _distance(row: Row) -> float:
+    """By how many times the figure misses its bound; more than 1 when it does."""
+    assert isinstance(row.reference, float | int)
+    shares = (row.value, row.reference) if metric(row.metric).better == "lower" else (row.reference, row.value)
+    return shares[0] / shares[1] if shares[1] else float("inf")
 
 
 def replace_between_markers(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:

@@ -1,0 +1,65 @@
+"""The README, as a new user follows it: its programs run, its commands are known, and it stays short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.stack import Stack
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+CONVERSATION, PROGRAM = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    for line in block.splitlines()
+]
+
+
+def printed(program: str, stack: Stack) -> str:
+    assert "http://127.0.0.1:8080" in program
+    program = program.replace("http://127.0.0.1:8080", stack.url)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_second_turn_of_its_conversation_finds_the_first_in_a_cache(stack: Stack) -> None:
+    first, second = printed(CONVERSATION, stack).splitlines()
+    assert "Paris" in first
+    assert first.endswith("| cached: 0")
+    assert "Rome" in second
+    assert int(second.rpartition(" ")[2]) > 0
+
+
+def test_its_program_asks_for_two_capitals_at_once(stack: Stack) -> None:
+    said = printed(PROGRAM, stack)
+    assert "Paris" in said
+    assert "Rome" in said
+
+
+@pytest.mark.parametrize("command", [words for words in COMMANDS if words[0] == "treeline"], ids=" ".join)
+def test_each_flag_of_its_commands_is_one(command: list[str]) -> None:
+    helped = subprocess.run(
+        [sys.executable, "-m", "treeline", command[1], "--help"], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    for flag in (word for word in command if word.startswith("--")):
+        assert flag in helped
+
+
+def test_each_word_of_make_that_it_names_is_one() -> None:
+    known = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"\bmake(?: -s)? ([a-z][a-z0-9-]+)", README))
+    assert {"run", "test"} <= named
+    assert named <= known
+
+
+def test_it_is_read_in_minutes() -> None:
+    assert len(README.splitlines()) <= 120
