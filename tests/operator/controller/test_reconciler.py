@@ -131,6 +131,17 @@ async def test_a_pool_that_nothing_was_said_of_has_a_status_before_it_is_planned
     assert (await reconciler.reconcile(one)).result != "new"
 
 
+async def test_events_are_not_listed_for_a_pool_that_is_no_longer_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    reconciler, one = reconciler_of(store, Api(store)), Key("pool", "shop", "a")
+    waiting: dict[Key, bool] = {}
+    monkeypatch.setattr(Warnings, "see", lambda _, key, world: waiting.update({key: world is not None}))
+    waiting[one] = True
+    store.put({**pool("a"), "spec": {"model": {"uri": 7}}})
+    assert (await reconciler.reconcile(one)).result == "invalid"
+    assert waiting == {one: False}
+
+
 async def test_in_one_turn_of_the_loop_there_is_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """So probes and answers of the API server wait for one plan, however many pools there are."""
     store = Store()

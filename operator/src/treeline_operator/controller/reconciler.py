@@ -103,6 +103,7 @@ class Reconciler:
             self.warnings.see(key, None)
             return Outcome("gone")
         if isinstance(pool, Cause):
+            self.warnings.see(key, None)
             return await self._not_understood(key, pool)
         if not pool.status and not pool.deleting and await self._greet(pool):
             return Outcome("new", after_s=0.0)
