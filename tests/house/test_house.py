@@ -67,8 +67,9 @@ def test_no_two_packages_here_own_one_file():
     """Of two that do, the one that is installed last overwrites the other's."""
     owners: dict[str, set[str]] = {}
     for package in distributions():
+        name = package.name
         for line in (package.read_text("RECORD") or "").splitlines():
-            owners.setdefault(line.rsplit(",", 2)[0], set()).add(package.name)
+            owners.setdefault(line.rsplit(",", 2)[0], set()).add(name)
     shared = {file: names for file, names in owners.items() if len(names) > 1}
     assert len(owners) > 10_000
     assert not shared
