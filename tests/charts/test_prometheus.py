@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 FILES = helm.CHART / "files"
 GROUPS = yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]
 PANELS = [
-    target["expr"].replace("$__rate_interval", "5m").replace("$namespace", ".*")
+    re.sub(r"\$(namespace|pod|pool|model|name)\b", ".*", target["expr"].replace("$__rate_interval", "5m"))
     for path in sorted((FILES / "dashboards").glob("*.json"))
     for panel in json.loads(path.read_text())["panels"]
     for target in panel.get("targets", ())
@@ -190,12 +190,8 @@ async def check_queries(ask: Callable[..., Any]) -> None:
         await ask("query", query=query)  # a refusal fails
 
 
-def test_every_alert_has_a_section_in_the_runbooks() -> None:
-    headings = re.findall("^## (.*)$", (ROOT / "docs" / "runbooks.md").read_text(), re.MULTILINE)
-    rules = [rule for group in GROUPS for rule in group["rules"]]
-    assert headings == [rule["alert"] for rule in rules]
-    urls = [rule["annotations"]["runbook_url"] for rule in rules]
-    assert urls == [f"docs/runbooks.md#{name.lower()}" for name in headings]
+def test_the_chart_says_where_the_runbooks_are_published() -> None:
+    urls = [rule["annotations"]["runbook_url"] for group in GROUPS for rule in group["rules"]]
     where = "metrics.prometheusRule=true,metrics.runbooks=https://docs.example/runbooks"
     items = helm.render("--set", where, "--api-versions", "monitoring.coreos.com/v1/PrometheusRule")
     rendered = next(item for item in items if item["kind"] == "PrometheusRule")["spec"]["groups"]

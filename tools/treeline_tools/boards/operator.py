@@ -4,28 +4,41 @@ from __future__ import annotations
 
 from typing import Final
 
-from treeline_tools.boards.base import HERE, SELECTED, Board, Panel, Query, quantiles, rate
+from treeline_tools.boards.base import PROCESS, Board, Panel, Query, Variable, processes, quantiles, rate, stat
 
 _O: Final = "treeline_operator_"
+_NAMED: Final = f'{PROCESS}, name=~"$name"'
+_NOT_READY: Final = f'{_O}conditions{{{_NAMED}, type=~"Ready|Accepted", status!="True"}}'
+_HERE: Final = f"{{{PROCESS}}}"
 BOARD: Final = Board(
     "treeline-operator",
     "Treeline / Operator",
-    f"{_O}is_leader",
+    (
+        *processes(f"{_O}is_leader"),
+        Variable("name", "Pool or model", f'{_O}conditions{{namespace=~"$namespace"}}', "name"),
+    ),
     {
-        "Pools and models": (
-            Panel(
+        "Now": (
+            stat(
                 "Pools and models that are not ready",
                 "short",
-                (
-                    Query(
-                        f"sum by (kind, status, reason) ({_O}conditions{{{SELECTED}, "
-                        'type=~"Ready|Accepted", status!="True"})',
-                        "{{kind}} {{status}}: {{reason}}",
-                    ),
-                ),
-                stacked=True,
+                f"sum({_NOT_READY})",
+                "A dash means none.",
+                alarm=1,
             ),
-            Panel("Replica that acts", "short", (Query(f"{_O}is_leader{HERE}", "{{pod}}"),), stacked=True),
+            stat("Replicas that act", "short", f"sum({_O}is_leader{_HERE})", "One, unless nobody holds the Lease."),
+            stat("Waiting for a worker", "short", f"sum({_O}queue_depth{_HERE})", "Pools and models."),
+            stat("Longest wait", "s", f"max({_O}queue_oldest_seconds{_HERE})", alarm=300),
+        ),
+        "Pools and models": (
+            Panel(
+                "Not ready",
+                "short",
+                (Query(f"max by (kind, namespace, name, type, status, reason) ({_NOT_READY})"),),
+                "docs/reasons.md says what each reason means and what to do.",
+                kind="table",
+            ),
+            Panel("Replica that acts", "short", (Query(f"{_O}is_leader{_HERE}", "{{pod}}"),), stacked=True),
             Panel(
                 "Set right after somebody changed it",
                 "ops",
@@ -38,17 +51,17 @@ BOARD: Final = Board(
                 "ops",
                 (Query(rate(f"{_O}reconciles_total", "kind, result"), "{{kind}} {{result}}"),),
             ),
-            Panel("How long they took", "s", quantiles(f"{_O}reconcile_seconds", "kind", (0.5, 0.99))),
+            Panel("How long reconciliations took", "s", quantiles(f"{_O}reconcile_seconds", "kind", (0.5, 0.99))),
             Panel(
-                "Keys that wait for a worker",
+                "Waiting for a worker",
                 "short",
-                (Query(f"sum({_O}queue_depth{HERE})", "keys"),),
+                (Query(f"sum({_O}queue_depth{_HERE})", "pools and models"),),
             ),
             Panel(
-                "How long keys wait",
+                "How long they wait",
                 "s",
                 (
-                    Query(f"max({_O}queue_oldest_seconds{HERE})", "the oldest"),
+                    Query(f"max({_O}queue_oldest_seconds{_HERE})", "the oldest"),
                     *quantiles(f"{_O}queue_wait_seconds", shown=(0.99,)),
                 ),
             ),
@@ -65,7 +78,7 @@ BOARD: Final = Board(
             Panel(
                 "Since the API server was heard",
                 "s",
-                (Query(f"max by (kind) ({_O}watch_age_seconds{HERE})", "{{kind}}"),),
+                (Query(f"max by (kind) ({_O}watch_age_seconds{_HERE})", "{{kind}}"),),
             ),
         ),
     },
