@@ -175,18 +175,33 @@ def selected(expr: str) -> set[str]:
     return found
 
 
+QUERIES = {*PANELS, *(rule["expr"] for group in GROUPS for rule in group["rules"])}
+
+
+async def test_every_series_that_a_query_names_is_on_a_real_page(tmp_path: Path) -> None:
+    labels: dict[str, set[str]] = {}
+    async with programs_with_pages(tmp_path) as (addresses, _), httpx.AsyncClient(trust_env=False) as http:
+        for address in addresses.values():
+            page = (await http.get(f"http://{address}/metrics", timeout=60)).text
+            for name, told in re.findall(r"^([a-z0-9_:]+)(?:\{(.*)\})? ", page, re.MULTILINE):
+                labels.setdefault(name, set()).update(re.findall(r'(\w+)="', told))
+    named = set().union(*map(selected, QUERIES)) - {"up"}
+    assert named - labels.keys() == NOTHING_TO_TELL
+    for name in named & labels.keys():
+        assert set(FAMILIES[name].labels) <= labels[name], name
+
+
 async def check_queries(ask: Callable[..., Any]) -> None:
     """Every query of a panel or an alert can be asked, and what it asks for is there with the labels that it has."""
-    queries = {*PANELS, *(rule["expr"] for group in GROUPS for rule in group["rules"])}
     missing = set()
-    for name in set().union(*map(selected, queries)):
+    for name in set().union(*map(selected, QUERIES)):
         series = await ask("series", **{"match[]": name})
         wanted = {*FAMILIES[name].labels, "namespace", "pod", "job"}
         assert all(wanted <= set(one) for one in series), name
         assert not any(label.startswith("exported_") for one in series for label in one), name
         missing |= set() if series else {name}
     assert missing == NOTHING_TO_TELL
-    for query in queries:
+    for query in QUERIES:
         await ask("query", query=query)  # a refusal fails
 
 
