@@ -60,7 +60,7 @@ BOARD: Final = Board(
                 _CLIENTS,
             ),
             Panel(
-                "Open",
+                "Open requests and connections",
                 "short",
                 (
                     Query(f"sum({_HTTP}downstream_rq_active{{{_CLIENTS}}})", "requests"),
@@ -70,7 +70,7 @@ BOARD: Final = Board(
         ),
         "Pickers": (
             Panel(
-                "Asked",
+                "Requests to pickers",
                 "reqps",
                 (
                     Query(rate(f"{_HTTP}ext_proc_streams_started", selected=_CLIENTS), "asked"),
@@ -78,7 +78,7 @@ BOARD: Final = Board(
                 ),
             ),
             Panel(
-                "Not answered",
+                "Requests that no picker answered",
                 "reqps",
                 (
                     Query(rate(f"{_HTTP}ext_proc_failure_mode_allowed", selected=_CLIENTS), "went on without a picker"),
@@ -100,7 +100,7 @@ BOARD: Final = Board(
         ),
         "Endpoints": (
             Panel(
-                "Known",
+                "Endpoints that Envoy knows",
                 "short",
                 (
                     Query(f"max({_CLUSTER}membership_total{{{_PODS}}})", "known"),
@@ -108,19 +108,19 @@ BOARD: Final = Board(
                 ),
             ),
             Panel(
-                "Tried again",
+                "Retries",
                 "reqps",
                 (
                     Query(rate(f"{_CLUSTER}upstream_rq_retry", selected=_PODS), "tried again"),
-                    Query(rate(f"{_CLUSTER}upstream_rq_retry_success", selected=_PODS), "and answered"),
+                    Query(rate(f"{_CLUSTER}upstream_rq_retry_success", selected=_PODS), "tried again and answered"),
                     Query(rate(f"{_CLUSTER}upstream_cx_connect_fail", selected=_PODS), "connections that failed"),
                 ),
             ),
             Panel(
-                "Memory that an Envoy may use",
+                "Memory used",
                 "percent",
                 (Query(f"envoy_overload_envoy_resource_monitors_fixed_heap_pressure{{{PROCESS}}}", "{{pod}}"),),
-                "Near its end requests are refused.",
+                "Of what an Envoy may use. Near 100 % it refuses requests.",
             ),
         ),
     },

@@ -7,23 +7,25 @@ from typing import Final
 from treeline_tools.boards.base import PROCESS, Board, Panel, Query, Variable, processes, quantiles, rate, stat
 
 _O: Final = "treeline_operator_"
-_NAMED: Final = f'{PROCESS}, name=~"$name"'
-_NOT_READY: Final = f'{_O}conditions{{{_NAMED}, type=~"Ready|Accepted", status!="True"}}'
+_NAMED: Final = 'pod=~"$pod", name=~"$name"'  # their namespace is another than the operator's
+_UNMET: Final = f'{_NAMED}, type=~"Ready|Accepted", status!="True"'
+_NOT_READY: Final = f"{_O}conditions{{{_UNMET}}}"
+_TROUBLED: Final = f'{_O}conditions{{{_UNMET}, reason!~"ScaledToZero|Deleting"}}'
 _HERE: Final = f"{{{PROCESS}}}"
 BOARD: Final = Board(
     "treeline-operator",
     "Treeline / Operator",
     (
         *processes(f"{_O}is_leader"),
-        Variable("name", "Pool or model", f'{_O}conditions{{namespace=~"$namespace"}}', "name"),
+        Variable("name", "Pool or model", f"{_O}conditions", "name"),
     ),
     {
         "Now": (
             stat(
                 "Pools and models that are not ready",
                 "short",
-                f"sum({_NOT_READY})",
-                "A dash means none.",
+                f"count(max by (kind, namespace, name) ({_TROUBLED}))",
+                "Without pools that sleep at zero or are being deleted. A dash means none.",
                 alarm=1,
             ),
             stat("Replicas that act", "short", f"sum({_O}is_leader{_HERE})", "One, unless nobody holds the Lease."),
@@ -40,14 +42,14 @@ BOARD: Final = Board(
             ),
             Panel("Replica that acts", "short", (Query(f"{_O}is_leader{_HERE}", "{{pod}}"),), stacked=True),
             Panel(
-                "Set right after somebody changed it",
+                "Objects set right after somebody changed them",
                 "ops",
                 (Query(rate(f"{_O}drift_corrected_total", "kind"), "{{kind}}"),),
             ),
         ),
         "Reconciliations": (
             Panel(
-                "Ended",
+                "Reconciliations that ended",
                 "ops",
                 (Query(rate(f"{_O}reconciles_total", "kind, result"), "{{kind}} {{result}}"),),
             ),
@@ -71,12 +73,12 @@ BOARD: Final = Board(
                 "Requests",
                 "reqps",
                 (Query(rate(f"{_O}api_requests_total", "verb, code"), "{{verb}} {{code}}"),),
-                "Code 0 is no answer.",
+                "Code 0 means that no answer came.",
                 stacked=True,
             ),
-            Panel("How long they took", "s", quantiles(f"{_O}api_request_seconds", "verb", (0.5, 0.99))),
+            Panel("How long requests took", "s", quantiles(f"{_O}api_request_seconds", "verb", (0.5, 0.99))),
             Panel(
-                "Since the API server was heard",
+                "Time since the API server was last heard",
                 "s",
                 (Query(f"max by (kind) ({_O}watch_age_seconds{_HERE})", "{{kind}}"),),
             ),

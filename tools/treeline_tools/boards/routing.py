@@ -198,7 +198,7 @@ BOARD: Final = Board(
                 ),
             ),
             Panel(
-                "Since the API server was heard",
+                "Time since the API server was last heard",
                 "s",
                 (Query(f"max by (kind) ({_E}kube_watch_age_seconds{_HERE})", "{{kind}}"),),
             ),
