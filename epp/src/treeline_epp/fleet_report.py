@@ -53,6 +53,20 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     text = "Endpoints by pool, by the way their cached prefixes are known, and by the reason why no better way is used."
     for (pool, way, reason), count in fleet.ways.counts().items():
         yield "gauge", "endpoints_routed", text, {"pool": pool, "way": way, "reason": reason}, count
+    yield from _index(fleet)
+    yield "counter", "events", "KV events received.", {}, stats.events
+    yield "counter", "event_batches", "Batches of KV events received.", {}, stats.batches
+    yield "counter", "load_reports", "Load reports received from endpoints.", {}, stats.loads
+    text = "Connections to publishers of KV events that were lost."
+    yield "counter", "kv_disconnects", text, {}, stats.disconnects
+    for reason, count in stats.rejected.items():
+        text = "Messages and events of endpoints that the picker refused, by reason."
+        yield "counter", "rejected", text, {"reason": reason}, count
+    yield from eds_samples(fleet.eds.state)
+
+
+def _index(fleet: Fleet) -> Iterator[Sample]:
+    """What the prefix index holds, and what it left out."""
     skipped = Counter(fleet.picker.index.skipped)
     for endpoint in fleet.picker.endpoints.values():
         for pod in endpoint.pods:
@@ -70,15 +84,6 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
         ("orphan_blocks_dropped", "Blocks dropped because too many were kept aside."),
     ):
         yield "gauge", f"tree_{what}", text, {}, sizes[what]
-    yield "counter", "events", "KV events received.", {}, stats.events
-    yield "counter", "event_batches", "Batches of KV events received.", {}, stats.batches
-    yield "counter", "load_reports", "Load reports received from endpoints.", {}, stats.loads
-    text = "Connections to publishers of KV events that were lost."
-    yield "counter", "kv_disconnects", text, {}, stats.disconnects
-    for reason, count in stats.rejected.items():
-        text = "Messages and events of endpoints that the picker refused, by reason."
-        yield "counter", "rejected", text, {"reason": reason}, count
-    yield from eds_samples(fleet.eds.state)
 
 
 def _scraping(fleet: Fleet) -> Iterator[Sample]:

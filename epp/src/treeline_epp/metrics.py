@@ -129,9 +129,7 @@ class Metrics:
 
         self.decisions = counter("decisions", "Requests sent to an endpoint, by endpoint.", "endpoint")
         self.refusals = counter("refusals", "Requests that the picker refused, by error code.", "code")
-        self.outcomes = counter(
-            "outcomes", "Routed requests that ended, by the last thing that the picker saw of them.", "outcome"
-        )
+        self.outcomes = counter("outcomes", "Routed requests that ended, by how they ended.", "outcome")
         self.served_by_other = counter(
             "served_by_other",
             "Responses from another endpoint than the first choice: one of the fallback list, or any other.",
@@ -141,18 +139,13 @@ class Metrics:
             "predicted_hit_tokens",
             "Prompt tokens that the picker expected to be cached, for requests whose runtime then reported.",
         )
-        self.reported_hit_tokens = counter(
-            "reported_hit_tokens", "Prompt tokens that runtimes took from their cache, as they report it."
-        )
-        self.reported_prompt_tokens = counter(
-            "reported_prompt_tokens", "Prompt tokens of requests, as runtimes report them."
-        )
+        self.reported_hit_tokens = counter("reported_hit_tokens", "Prompt tokens that were cached, as runtimes report.")
+        self.reported_prompt_tokens = counter("reported_prompt_tokens", "Prompt tokens, as runtimes report them.")
         self.routed_prompt_tokens = counter(
             "routed_prompt_tokens", "Prompt tokens of answered requests, as the picker counts or estimates them."
         )
         self.routed_held_tokens = counter(
-            "routed_held_tokens",
-            "Prompt tokens of answered requests that the chosen endpoint had cached, by its KV events.",
+            "routed_held_tokens", "Prompt tokens of answered requests that their endpoint had cached."
         )
         self.rewritten = counter("rewritten", "Requests sent on with another model name than the client's.")
         self.salted = counter("salted", "Requests to whose body the cache salt of their client was added.")
@@ -162,16 +155,12 @@ class Metrics:
             "client",
         )
         self.client_prompt_tokens = counter(
-            "client_prompt_tokens",
-            "Prompt tokens that runtimes reported, by the name of the API key that asked.",
-            "client",
+            "client_prompt_tokens", "Prompt tokens that runtimes reported, by the name of the API key.", "client"
         )
         self.bounded_prompts = counter(
             "bounded_prompts", "Requests whose prompt was so long that only its beginning was used for routing."
         )
-        self.protocol_errors = counter(
-            "protocol_errors", "ext_proc streams that ended because the proxy broke the protocol."
-        )
+        self.protocol_errors = counter("protocol_errors", "ext_proc streams that broke the protocol.")
         self.internal_errors = counter("internal_errors", "Requests that failed because of a defect in the picker.")
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
@@ -186,12 +175,8 @@ class Metrics:
             registry,
         )
         self.open_streams = 0
-        self.observe(
-            lambda: [("gauge", "extproc_streams", "Open ext_proc streams, one per request.", {}, self.open_streams)]
-        )
-        self.ready = Gauge(
-            "treeline_epp_extproc_ready", "1 while the picker answers on its ext_proc port, else 0.", registry=registry
-        )
+        self.observe(lambda: [("gauge", "extproc_streams", "Open ext_proc streams.", {}, self.open_streams)])
+        self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves, else 0.", registry=registry)
 
     def decided(self, endpoint: str) -> None:
         """A request was given this endpoint."""

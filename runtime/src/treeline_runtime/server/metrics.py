@@ -25,6 +25,24 @@ E2E_BUCKETS = (
     *(20, 40, 60, 80, 100, 150, 200, 300, 600, 1200),
 )
 
+_GAUGES = (
+    ("num_running_reqs", "Requests that run."),
+    ("num_queue_reqs", "Requests that wait for their turn."),
+    ("num_used_tokens", "Tokens in the KV cache that running requests hold."),
+    ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1."),
+    ("max_total_num_tokens", "Tokens that fit into the KV cache."),
+    ("num_pages", "Pages that the KV cache has."),
+    ("page_size", "Tokens in a page of the KV cache."),
+    ("context_len", "Tokens that a prompt and its output may have together."),
+    ("max_running_requests", "Requests that can run at the same time."),
+    ("num_waiting_uncached_tokens", "Prompt tokens of waiting requests that are not cached."),
+    ("prefill_tokens_per_second", "Prompt tokens that prefill computes in a second, as measured."),
+    ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
+    ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
+    ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
+    ("http_requests_active", "HTTP requests that have no complete response yet."),
+)
+
 
 class Metrics:
     """One registry per HTTP process, so several live in one test process."""
@@ -75,26 +93,7 @@ class Metrics:
             "e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", E2E_BUCKETS
         )
 
-        self._gauges = {
-            name: self._gauge(name, text)
-            for name, text in (
-                ("num_running_reqs", "Requests that run."),
-                ("num_queue_reqs", "Requests that wait for their turn."),
-                ("num_used_tokens", "Tokens in the KV cache that running requests hold."),
-                ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1."),
-                ("max_total_num_tokens", "Tokens that fit into the KV cache."),
-                ("num_pages", "Pages that the KV cache has."),
-                ("page_size", "Tokens in a page of the KV cache."),
-                ("context_len", "Tokens that a prompt and its output may have together."),
-                ("max_running_requests", "Requests that can run at the same time."),
-                ("num_waiting_uncached_tokens", "Prompt tokens of waiting requests that are not cached."),
-                ("prefill_tokens_per_second", "Prompt tokens that prefill computes in a second, as measured."),
-                ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
-                ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
-                ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
-                ("http_requests_active", "HTTP requests that have no complete response yet."),
-            )
-        }
+        self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES}
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
