@@ -7,12 +7,9 @@ ARG PIP_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 COPY images/requirements/build.txt images/requirements/epp.txt ./
-# No pip in what is shipped: the base image's own works on both environments. xds-protos has files of opentelemetry-proto,
-# too, of years ago: the newer ones stay, whatever the order.
+# No pip in what is shipped: the base image's own works on both environments.
 RUN python3 -m venv --without-pip /opt/treeline/venv \
  && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --require-hashes -r epp.txt \
- && awk '/^[^ ]/ {on = /^opentelemetry-proto==/} on' epp.txt > over-xds-protos.txt \
- && python3 -m pip --python /opt/treeline/venv/bin/python install --no-deps --force-reinstall --require-hashes -r over-xds-protos.txt \
  && python3 -m venv --without-pip /tmp/builder \
  && python3 -m pip --python /tmp/builder/bin/python install --no-deps --require-hashes -r build.txt
 COPY wire wire

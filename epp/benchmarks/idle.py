@@ -24,11 +24,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import grpc
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from follow import ROOT, Engines, NotFollowed, Picker, address
 from scrape import page
+from treeline_wire import envoy_pb2 as pb
 
 KINDS = ("plain", "vllm", "treeline")
 SETTLE_S = 3.0
@@ -84,10 +82,10 @@ def play(kind: str, count: int, pipe: Connection) -> None:
 
 
 def _asks() -> Iterator[pb.ProcessingRequest]:
-    modes = pb.ProtocolConfiguration(request_body_mode=processing_mode_pb2.ProcessingMode.BUFFERED)
+    modes = pb.ProtocolConfiguration(request_body_mode=pb.ProcessingMode.BUFFERED)
     fields = {":method": "POST", ":path": "/v1/chat/completions", "content-type": "application/json"}
-    headers = [base_pb2.HeaderValue(key=key, raw_value=value.encode()) for key, value in fields.items()]
-    head = pb.HttpHeaders(headers=base_pb2.HeaderMap(headers=headers))
+    headers = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in fields.items()]
+    head = pb.HttpHeaders(headers=pb.HeaderMap(headers=headers))
     yield pb.ProcessingRequest(request_headers=head, protocol_config=modes)
     yield pb.ProcessingRequest(request_body=pb.HttpBody(body=_BODY, end_of_stream=True))
 

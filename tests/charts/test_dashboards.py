@@ -13,6 +13,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from support import helm
+from support.control_plane import ROOT
 from treeline_epp.endpoints.watcher import EngineState
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.picking.decision import NoEndpoints, Saturated
@@ -21,8 +22,6 @@ from treeline_epp.requests.routing_ways import Way, WayReason
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_tools import dashboards, envoy_metrics, metrics
 from treeline_tools.metrics import Family
-
-pytestmark = pytest.mark.deep
 
 SCRAPED = frozenset({"namespace", "pod", "job"})
 """What the Prometheus operator adds to every series of a pod."""
@@ -143,20 +142,32 @@ NAMES_OF_OURS = {"envoy_http_conn_manager_prefix": {"gateway"}, "envoy_cluster_n
 """Labels of Envoy's metrics that our configuration of it names; `tests/epp/io/test_listed_metrics.py` asks it."""
 
 
+CHOSEN = "chosen"
+"""In the place of the variables of a dashboard."""
+
+
 def judge(family: metrics.Family, label: str, op: str, value: str) -> None:
+    if value == CHOSEN:
+        return
     known = VALUES.get((family.name, label)) or NAMES_OF_OURS[label]
     for one in value.split("|") if op in ("MatchOp.Re", "MatchOp.NotRe") else [value]:
         wanted = one if op in ("MatchOp.Re", "MatchOp.NotRe") else re.escape(one)
         assert any(re.fullmatch(wanted, there) for there in known), f"{family.name}: {label} is never {one!r}"
 
 
-def filled(expr: str) -> str:
-    """As Grafana sends it: its variables have values."""
-    return expr.replace("$__rate_interval", "5m").replace("$namespace", "a|b")
+def filled(expr: str, board: dict[str, Any]) -> str:
+    """As Grafana sends it: the variables of the board have values."""
+    expr = expr.replace("$__rate_interval", "5m")
+    for variable in board["templating"]["list"]:
+        expr = re.sub(rf"\${variable['name']}\b", CHOSEN, expr)
+    assert "$" not in expr, f"a variable that the dashboard does not have: {expr}"
+    return expr
 
 
 QUERIES = [
-    pytest.param(target["expr"], target["legendFormat"], id=f"{board['uid']}:{panel['title']}:{target['refId']}")
+    pytest.param(
+        filled(target["expr"], board), target["legendFormat"], id=f"{board['uid']}:{panel['title']}:{target['refId']}"
+    )
     for board in BOARDS.values()
     for panel in board["panels"]
     for target in panel.get("targets", ())
@@ -165,10 +176,38 @@ QUERIES = [
 
 @pytest.mark.parametrize(("expr", "legend"), QUERIES)
 def test_every_query_of_a_dashboard_finds_metrics_and_labels_that_exist(expr, legend):
-    found = labels_of(filled(expr), METRICS, judge)
+    found = labels_of(expr, METRICS, judge)
     named = set(re.findall(r"\{\{(\w+)\}\}", legend))
     assert named <= found
-    assert "$" not in filled(expr), "a variable that the dashboard does not have"
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_the_variables_of_a_dashboard_are_values_of_labels_that_exist_and_are_used(board):
+    asked = json.dumps([*board["panels"], board["templating"]])
+    for variable in board["templating"]["list"][1:]:
+        found = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["query"])
+        assert found is not None
+        selector = promql.parse(filled(found[1], board))
+        assert found[2] in {*METRICS[selector.name].labels, *SCRAPED}
+        assert all(one.name in SCRAPED for one in selector.matchers.matchers)
+        assert f"${variable['name']}" in asked
+
+
+def test_what_one_comes_with_can_be_chosen():
+    names = {uid: {one["name"] for one in board["templating"]["list"]} for uid, board in BOARDS.items()}
+    assert all({"namespace", "pod"} <= found for found in names.values())
+    assert {"pool", "model"} <= names["treeline-engines.json"]
+    assert "pool" in names["treeline-routing.json"]
+
+
+def unit_of(panel: dict[str, Any], target: dict[str, Any]) -> str:
+    """In which the values of a query are shown."""
+    if panel["type"] == "heatmap":
+        return str(panel["options"]["yAxis"]["unit"])
+    for override in panel["fieldConfig"]["overrides"]:
+        if override["matcher"]["options"] == target["legendFormat"]:
+            return str(override["properties"][0]["value"])
+    return str(panel["fieldConfig"]["defaults"]["unit"])
 
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
@@ -176,7 +215,23 @@ def test_seconds_are_drawn_as_seconds_and_nothing_else_is(board):
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             times = re.search(r"_seconds(_bucket)?\{", target["expr"]) is not None
-            assert times == (panel["fieldConfig"]["defaults"]["unit"] == "s"), f"{panel['title']}: {target['expr']}"
+            assert times == (unit_of(panel, target) == "s"), f"{panel['title']}: {target['expr']}"
+
+
+@pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+def test_a_panel_is_of_the_kind_that_its_query_is_for(board):
+    for panel in board["panels"]:
+        for target in panel.get("targets", ()):
+            assert (panel["type"] == "heatmap") == target["expr"].startswith("sum by (le)"), panel["title"]
+            assert (panel["type"] == "table") == target.get("instant", False), panel["title"]
+            if panel["type"] == "stat":
+                assert len(panel["targets"]) == 1
+                assert labels_of(filled(target["expr"], board), METRICS, judge) == frozenset(), "one number"
+            if panel["type"] == "table":
+                rows = {labels_of(filled(one["expr"], board), METRICS, judge) for one in panel["targets"]}
+                assert len(rows) == 1, f"{panel['title']}: they are the columns of the same rows"
+    kinds = {panel["type"] for panel in board["panels"]}
+    assert kinds >= {"row", "stat", "timeseries"}
 
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
@@ -213,10 +268,6 @@ def test_the_panels_of_a_dashboard_lie_beside_each_other(board):
         assert all(x < 24 for x, _ in cells)
         taken |= cells
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
-    presence = re.fullmatch(r"label_values\((\S+), namespace\)", variables["namespace"]["query"])
-    assert presence is not None
-    assert presence[1] in METRICS
 
 
 def test_the_files_are_the_dashboards_and_no_others():
@@ -239,6 +290,20 @@ def test_every_alert_says_what_is_wrong_and_what_to_do(rule):
     assert re.fullmatch(r"\d+[mh]", rule.get("for", "0m"))
 
 
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_the_runbook_of_an_alert_is_there(rule):
+    page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    sections = re.split(r"^## (.*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
+    said = {title.lower(): text for title, text in zip(sections[1::2], sections[2::2], strict=True)}
+    assert anchor == rule["alert"].lower()
+    assert len(said[anchor].split()) > 15, "what to do"
+
+
+def test_every_runbook_has_its_alert():
+    titles = re.findall(r"^## (.*)$", (ROOT / "docs" / "runbooks.md").read_text(), re.MULTILINE)
+    assert titles == [rule["alert"] for rule in RULES]
+
+
 def test_of_envoys_metrics_those_are_listed_that_are_used():
     asked = " ".join([*(rule["expr"] for rule in RULES), *(str(param.values[0]) for param in QUERIES)])
     for family in envoy_metrics.FAMILIES:
@@ -256,6 +321,7 @@ def rendered(*options: str) -> dict[str, dict[str, Any]]:
     return {item["kind"]: item for item in helm.render(*options) if item["kind"] in kinds}
 
 
+@pytest.mark.deep
 def test_the_chart_installs_dashboards_and_alerts_only_if_it_is_told_to():
     api = ("--api-versions", "monitoring.coreos.com/v1/PrometheusRule")
     assert rendered(*api) == {}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import struct_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from treeline_conformance.messages import DESTINATION, LB, Mode, in_chunks, shown, transcript
 from treeline_conformance.reading import CHUNK_LIMIT, RequestReading
+from treeline_wire import envoy_pb2 as pb
 
 WHERE = "10.0.0.1:8000,10.0.0.2:8000"
 BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=6)
@@ -19,8 +18,8 @@ BODIES = st.lists(st.binary(max_size=40), min_size=1, max_size=6)
 def with_destination(kind: str, where: str = WHERE) -> Any:
     response = pb.ProcessingResponse()
     common = getattr(response, kind).response
-    header = base_pb2.HeaderValue(key="X-Gateway-Destination-Endpoint", raw_value=where.encode())
-    common.header_mutation.set_headers.append(base_pb2.HeaderValueOption(header=header))
+    header = pb.HeaderValue(key="X-Gateway-Destination-Endpoint", raw_value=where.encode())
+    common.header_mutation.set_headers.append(pb.HeaderValueOption(header=header))
     response.dynamic_metadata.fields[LB].struct_value.fields[DESTINATION].string_value = where
     return response
 

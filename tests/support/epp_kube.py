@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_epp.extproc.session import SERVICE
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 from support.control_plane import ControlPlane

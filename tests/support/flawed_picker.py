@@ -12,9 +12,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
+from treeline_wire import envoy_pb2 as pb
 
 LB, DESTINATION = "envoy.lb", "x-gateway-destination-endpoint"
 HINT, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
@@ -109,7 +108,7 @@ class FlawedPicker:
         common.clear_route_cache = True
         fields = {DESTINATION: chosen} | ({} if length is None else {"content-length": str(length)})
         for key, value in fields.items():
-            option = base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value.encode()))
+            option = pb.HeaderValueOption(header=pb.HeaderValue(key=key, raw_value=value.encode()))
             if "value" in self.flaws:
                 option.header.value, option.header.raw_value = value, b""
             option.append.value = "appends" in self.flaws

@@ -7,8 +7,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.flow.control import FlowControl
@@ -19,10 +17,11 @@ from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Routed, Router, cost
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
 
-MODES = processing_mode_pb2.ProcessingMode
+MODES = pb.ProcessingMode
 STEP_S = 0.01
 
 

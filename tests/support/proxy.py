@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
 from treeline_epp.metrics import Metrics
@@ -19,10 +17,11 @@ from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 from treeline_wire.tokenizer import TokenizerBundle
 
-_MODE = processing_mode_pb2.ProcessingMode
+_MODE = pb.ProcessingMode
 NONE, DUPLEX = _MODE.NONE, _MODE.FULL_DUPLEX_STREAMED
 
 

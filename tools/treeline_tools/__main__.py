@@ -7,14 +7,25 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from treeline_tools import GENERATED, api_page, crds, dashboards, metrics_page, policies, rbac, reasons_page, serve_page
+from treeline_tools import (
+    GENERATED,
+    api_page,
+    crds,
+    dashboards,
+    metrics_page,
+    policies,
+    protos,
+    rbac,
+    reasons_page,
+    serve_page,
+)
 
 ROOT: Final = Path(__file__).parents[2]
 
 
 def documents() -> dict[Path, str]:
     """Path in the checkout → text."""
-    written = {}
+    written = protos.modules(ROOT)
     for plural, crd in crds.all_crds().items():
         written[Path(f"crds/{plural}.yaml")] = GENERATED + crds.as_yaml(crd)
         written[Path(f"charts/treeline/templates/crds/{plural}.yaml")] = crds.chart_template(crd)

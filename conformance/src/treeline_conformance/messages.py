@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
+import copy
 import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envoy.config.core.v3 import base_pb2
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format, struct_pb2
+from treeline_wire import envoy_pb2 as pb
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"
@@ -45,7 +44,7 @@ NO_HINT = NoHint.NO_HINT
 
 def config(request: Mode, response: Mode) -> pb.ProtocolConfiguration:
     """What a stream's first message tells of the proxy's body modes."""
-    modes = processing_mode_pb2.ProcessingMode
+    modes = pb.ProcessingMode
     return pb.ProtocolConfiguration(
         request_body_mode=modes.BodySendMode.Name(request.value),
         response_body_mode=modes.BodySendMode.Name(response.value),
@@ -54,8 +53,8 @@ def config(request: Mode, response: Mode) -> pb.ProtocolConfiguration:
 
 def headers(fields: Mapping[str, str], *, end: bool) -> pb.HttpHeaders:
     """Envoy gives values as bytes."""
-    entries = [base_pb2.HeaderValue(key=key, raw_value=value.encode()) for key, value in fields.items()]
-    return pb.HttpHeaders(headers=base_pb2.HeaderMap(headers=entries), end_of_stream=end)
+    entries = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in fields.items()]
+    return pb.HttpHeaders(headers=pb.HeaderMap(headers=entries), end_of_stream=end)
 
 
 def request_headers(method: str, path: str, more: Mapping[str, str], *, end: bool) -> pb.ProcessingRequest:
@@ -98,8 +97,7 @@ def in_chunks(data: bytes, size: int) -> list[bytes]:
 
 def shown(message: pb.ProcessingRequest | pb.ProcessingResponse) -> dict[str, Any]:
     """A message as JSON: values of headers as text, long bodies by length, digest and beginning."""
-    short = type(message)()
-    short.CopyFrom(message)
+    short = copy.deepcopy(message)
     long = _shorten(short)
     try:
         found: dict[str, Any] = _plain(json_format.MessageToDict(short, preserving_proto_field_name=True))

@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_wire import envoy_pb2 as pb
 
 from treeline_conformance import messages
 from treeline_conformance.messages import NO_HINT, Mode

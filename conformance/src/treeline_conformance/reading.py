@@ -9,16 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_wire import envoy_pb2 as pb
 
 from treeline_conformance.messages import DESTINATION, LB, Mode
 
 CHUNK_LIMIT: Final = 64 * 1024
 """Envoy refuses longer chunks of a streamed body."""
 _SOMETIMES: Final = {
-    base_pb2.HeaderValueOption.ADD_IF_ABSENT: "ADD_IF_ABSENT: what the client sent stays",
-    base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS: "OVERWRITE_IF_EXISTS: it is not set where the client sent none",
+    pb.HeaderValueOption.ADD_IF_ABSENT: "ADD_IF_ABSENT: what the client sent stays",
+    pb.HeaderValueOption.OVERWRITE_IF_EXISTS: "OVERWRITE_IF_EXISTS: it is not set where the client sent none",
 }
 """Actions that set a header for some requests only. Without one, and without `append`, Envoy overwrites."""
 _ORDER: Final = ("request_headers", "request_body", "request_trailers")

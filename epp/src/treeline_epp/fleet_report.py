@@ -24,53 +24,66 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
         yield "gauge", "endpoints", "Endpoints by state.", {"state": state.value}, states[state]
     subscriptions = [one for member in fleet.members.values() for one in member.subscriptions.values()]
     phases = Counter(subscription.state for subscription in subscriptions)
-    text = "Subscriptions to KV events by state; live and checking ones have applied all that is published."
+    text = "Subscriptions to KV events, by state; those that are live or checking are up to date."
     for phase in SubscriptionState:
         yield "gauge", "kv_subscriptions", text, {"state": phase.value}, phases[phase]
     infos = [member.watcher.info for member in fleet.members.values()]
     foreign = sum(info is not None and info.foreign_host is not None for info in infos)
-    text = "Endpoints that name another host than their own for their KV sockets; it is not connected to."
+    text = "Endpoints whose KV sockets are on another host than the endpoint; the picker does not connect to them."
     yield "gauge", "endpoints_naming_others", text, {}, foreign
     yield from _engines(fleet)
-    text = "Publishers whose events and load cannot be followed: no file descriptors or sockets are left."
+    text = "Publishers that the picker cannot follow because it has no file descriptors or sockets left."
     yield "gauge", "endpoints_unfollowed", text, {}, len(fleet.stats.unfollowed)
     failing = sum(e.breaker.tripped for e in fleet.picker.endpoints.values())
-    yield "gauge", "endpoints_failing", "Endpoints left out because they answer errors alone.", {}, failing
+    text = "Endpoints that get no requests because they answered with errors only."
+    yield "gauge", "endpoints_failing", text, {}, failing
     yield from _scraping(fleet)
     renderers = [keyer.renderer for keyer in fleet.registry.keyers if keyer.renderer is not None]
-    text = "Chats whose prompts were joined from what was learnt of their template, instead of rendered."
+    text = "Chats whose prompt was put together by a shortcut instead of rendering the chat template."
     yield "counter", "chats_joined", text, {}, sum(renderer.joined for renderer in renderers)
-    text = (
-        "Chat templates of which something wrong was learnt: a chat that was rendered to check it came out differently."
-    )
+    text = "Chat templates whose shortcut was dropped because a full rendering gave another prompt."
     yield "counter", "chat_templates_unlearnt", text, {}, sum(renderer.differed for renderer in renderers)
     stats = fleet.stats
     events = Counter(fleet.past)
     for subscription in subscriptions:
         events.update(subscription.counts)
-    text = "What subscriptions to KV events went through, by event."
+    text = "What happened on subscriptions to KV events (applied, lost, disconnects and so on), by event."
     for event, count in events.items():
         yield "counter", "kv_subscription_events", text, {"event": event}, count
-    text = "Endpoints by pool, by the way in which prefixes are found, and by why it is not a better one."
+    text = "Endpoints by pool, by the way their cached prefixes are known, and by the reason why no better way is used."
     for (pool, way, reason), count in fleet.ways.counts().items():
         yield "gauge", "endpoints_routed", text, {"pool": pool, "way": way, "reason": reason}, count
+    yield from _index(fleet)
+    yield "counter", "events", "KV events received.", {}, stats.events
+    yield "counter", "event_batches", "Batches of KV events received.", {}, stats.batches
+    yield "counter", "load_reports", "Load reports received from endpoints.", {}, stats.loads
+    text = "Connections to publishers of KV events that were lost."
+    yield "counter", "kv_disconnects", text, {}, stats.disconnects
+    for reason, count in stats.rejected.items():
+        text = "Messages and events of endpoints that the picker refused, by reason."
+        yield "counter", "rejected", text, {"reason": reason}, count
+    yield from eds_samples(fleet.eds.state)
+
+
+def _index(fleet: Fleet) -> Iterator[Sample]:
+    """What the prefix index holds, and what it left out."""
     skipped = Counter(fleet.picker.index.skipped)
     for endpoint in fleet.picker.endpoints.values():
         for pod in endpoint.pods:
             skipped.update(pod.skipped)
-    text = "Blocks of KV events that are not in the prefix index, by reason."
+    text = "Blocks named in KV events that the prefix index left out, by reason."
     for reason in Skip:
         yield "counter", "blocks_skipped", text, {"reason": reason.value}, skipped[reason]
-    for what, size in fleet.picker.index.totals().items():
-        yield "gauge", f"tree_{what}", "Size of the prefix index.", {}, size
-    yield "counter", "events", "KV events received.", {}, stats.events
-    yield "counter", "event_batches", "KV event batches received.", {}, stats.batches
-    yield "counter", "load_reports", "Load reports received.", {}, stats.loads
-    text = "Connections to publishers of KV events that ended."
-    yield "counter", "kv_disconnects", text, {}, stats.disconnects
-    for reason, count in stats.rejected.items():
-        yield "counter", "rejected", "Messages and events refused, by reason.", {"reason": reason}, count
-    yield from eds_samples(fleet.eds.state)
+    sizes = fleet.picker.index.totals()
+    for what, text in (
+        ("blocks", "Blocks in the prefix index."),
+        ("text_bytes", "Bytes of text in the prefix index."),
+        ("nodes", "Nodes of the radix trees in the prefix index."),
+        ("namespaces", "Namespaces in the prefix index, each with a tree of its own."),
+        ("orphan_blocks", "Blocks kept aside because their parent block is not in the prefix index."),
+        ("orphan_blocks_dropped", "Blocks dropped because too many were kept aside."),
+    ):
+        yield "gauge", f"tree_{what}", text, {}, sizes[what]
 
 
 def _scraping(fleet: Fleet) -> Iterator[Sample]:
@@ -78,25 +91,26 @@ def _scraping(fleet: Fleet) -> Iterator[Sample]:
     now, scraping = time.monotonic(), fleet.scraping
     looked_at = [member.scraper for member in fleet.members.values() if member.scraper.following]
     failing = Counter(scraper.failing for scraper in looked_at if scraper.failing is not None)
-    text = "Endpoints that push no load, and whose metrics page is read for it."
+    text = "Endpoints whose load the picker reads from their metrics page because they do not push it."
     yield "gauge", "scraped_endpoints", text, {}, len(looked_at)
-    text = "Of these, endpoints whose load could not be read the last time, by reason."
+    text = "Endpoints whose metrics page could not be read the last time, by reason."
     for reason in Failure:
         yield "gauge", "scraped_endpoints_failing", text, {"reason": reason.value}, failing[reason]
     ages = [now - scraper.scraped_at for scraper in looked_at if scraper.scraped_at is not None]
-    text = "Age of the oldest load that was read from metrics; after 3 s it counts no more."
+    text = "Seconds since the oldest load was read from an engine's metrics page; a load is used for 3 s."
     yield "gauge", "scrape_age_seconds", text, {}, max(ages, default=0.0)
     yield "counter", "scrapes", "Reads of engines' metrics pages.", {}, scraping.scrapes
-    text = "Reads of engines' metrics pages that gave no load, by reason."
+    text = "Reads of engines' metrics pages that failed, by reason."
     for reason in Failure:
         yield "counter", "scrape_failures", text, {"reason": reason.value}, scraping.failures[reason]
 
 
 def eds_samples(eds: EdsState) -> Iterator[Sample]:
     """What Envoys know of the endpoints."""
-    yield "gauge", "eds_connected", "Envoys subscribed to endpoints.", {}, eds.connected()
-    yield "gauge", "eds_pending", "Envoys that have not acknowledged the newest list.", {}, eds.pending()
-    yield "counter", "eds_acks", "Acknowledged endpoint lists.", {}, eds.acks
+    yield "gauge", "eds_connected", "Envoys that subscribe to the list of endpoints.", {}, eds.connected()
+    text = "Envoys that have not yet acknowledged the newest list of endpoints."
+    yield "gauge", "eds_pending", text, {}, eds.pending()
+    yield "counter", "eds_acks", "Endpoint lists that an Envoy acknowledged.", {}, eds.acks
     yield "counter", "eds_rejections", "Endpoint lists that an Envoy rejected.", {}, eds.rejections
 
 
@@ -191,6 +205,6 @@ def _engines(fleet: Fleet) -> Iterator[Sample]:
         info = member.watcher.info
         if info is not None and info.engine:
             found[info.engine, "followed" if member.follows else "none"] += 1
-    text = "Endpoints by engine, and by whether they publish KV events that are followed."
+    text = "Endpoints by engine, and by whether the picker follows their KV events."
     for (engine, events), count in sorted(found.items()):
         yield "gauge", "engines", text, {"engine": engine, "events": events}, count

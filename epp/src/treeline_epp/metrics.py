@@ -127,56 +127,56 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"treeline_epp_{name}", text, labels, registry)
 
-        self.decisions = counter("decisions", "Requests given a destination, by endpoint.", "endpoint")
-        self.refusals = counter("refusals", "Requests answered by the picker itself, by error code.", "code")
-        self.outcomes = counter("outcomes", "How routed requests ended, as seen by the picker.", "outcome")
+        self.decisions = counter("decisions", "Requests sent to an endpoint, by endpoint.", "endpoint")
+        self.refusals = counter("refusals", "Requests that the picker refused, by error code.", "code")
+        self.outcomes = counter("outcomes", "Routed requests that ended, by how they ended.", "outcome")
         self.served_by_other = counter(
             "served_by_other",
-            "Responses from another endpoint than the picked one: from the fallback list, or from any other.",
+            "Responses from another endpoint than the first choice: one of the fallback list, or any other.",
             "by",
         )
         self.predicted_hit_tokens = counter(
             "predicted_hit_tokens",
-            "Prompt tokens predicted to be cached, over requests whose runtime reported.",
+            "Prompt tokens that the picker expected to be cached, for requests whose runtime then reported.",
         )
-        self.reported_hit_tokens = counter("reported_hit_tokens", "Prompt tokens that runtimes reported as cached.")
-        self.reported_prompt_tokens = counter("reported_prompt_tokens", "Prompt tokens that runtimes reported.")
+        self.reported_hit_tokens = counter("reported_hit_tokens", "Prompt tokens that were cached, as runtimes report.")
+        self.reported_prompt_tokens = counter("reported_prompt_tokens", "Prompt tokens, as runtimes report them.")
         self.routed_prompt_tokens = counter(
             "routed_prompt_tokens", "Prompt tokens of answered requests, as the picker counts or estimates them."
         )
         self.routed_held_tokens = counter(
-            "routed_held_tokens", "Of these, tokens that the chosen endpoint held, by its own KV events."
+            "routed_held_tokens", "Prompt tokens of answered requests that their endpoint had cached."
         )
-        self.rewritten = counter("rewritten", "Requests sent on under another model name.")
-        self.salted = counter("salted", "Requests whose body was given the salt of its client.")
+        self.rewritten = counter("rewritten", "Requests sent on with another model name than the client's.")
+        self.salted = counter("salted", "Requests to whose body the cache salt of their client was added.")
         self.client_requests = counter(
             "client_requests",
-            f"Requests by client of the edge, the first {MOST_CLIENTS} by name; empty without API keys.",
+            f"Requests by the name of their API key, for the first {MOST_CLIENTS} names; empty without keys.",
             "client",
         )
         self.client_prompt_tokens = counter(
-            "client_prompt_tokens", "Prompt tokens that runtimes reported, by client as above.", "client"
+            "client_prompt_tokens", "Prompt tokens that runtimes reported, by the name of the API key.", "client"
         )
         self.bounded_prompts = counter(
-            "bounded_prompts", "Requests routed by the beginning of their prompt, for its length."
+            "bounded_prompts", "Requests whose prompt was so long that only its beginning was used for routing."
         )
         self.protocol_errors = counter("protocol_errors", "ext_proc streams that broke the protocol.")
-        self.internal_errors = counter("internal_errors", "Requests on which the picker itself failed.")
+        self.internal_errors = counter("internal_errors", "Requests that failed because of a defect in the picker.")
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
-            "Time to parse a request, match its prefix and choose an endpoint.",
+            "Seconds to parse a request, look up its prefix and choose an endpoint.",
             _PICK_BUCKETS,
             registry,
         )
         self.ttft_seconds = Histogram(
             "treeline_epp_ttft_seconds",
-            "Time from pick to first token, of streaming responses of Treeline runtimes.",
+            "Seconds from the choice of an endpoint to the first token, for streams of Treeline runtimes.",
             _TTFT_BUCKETS,
             registry,
         )
         self.open_streams = 0
         self.observe(lambda: [("gauge", "extproc_streams", "Open ext_proc streams.", {}, self.open_streams)])
-        self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves.", registry=registry)
+        self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves, else 0.", registry=registry)
 
     def decided(self, endpoint: str) -> None:
         """A request was given this endpoint."""

@@ -53,13 +53,10 @@ class Observing:
 
 
 def _tracing() -> Tracing | None:
-    try:
-        from treeline_wire import tracing as sdk
+    from treeline_wire import tracing as sdk
 
-        from treeline_epp import tracing
-    except ImportError as error:  # both have files of one name: whichever was installed last counts
-        why = "xds-protos disturbed it: pip install --force-reinstall --no-deps opentelemetry-proto"
-        raise ObservingError(f"--tracing: {error}; {why}") from error
+    from treeline_epp import tracing
+
     try:
         spans = sdk.exporter()
         return None if spans is None else tracing.Tracing(sdk.provider(spans, tracing.SERVICE))

@@ -197,17 +197,17 @@ def samples(signals: Signals) -> Iterator[Sample]:
     """The same for Prometheus, and for autoscalers that ask it."""
     for name, pool in signals.pools.items():
         labels, asked = {"pool": name}, pool.asked
-        text = "Requests that wait at this picker for an endpoint of the pool."
+        text = "Requests that wait in this picker for an endpoint, by pool."
         yield "gauge", "pool_held_requests", text, labels, asked.held.requests
-        text = f"Requests of the last {RECENT_S:g} s that found no endpoint of the pool ready."
+        text = f"Requests of the last {RECENT_S:g} s that found no endpoint ready, by pool."
         yield "gauge", "pool_missed_requests", text, labels, asked.missed.requests
-        text = "Prompt tokens that wait to be computed, at the pool's endpoints or held by this picker."
+        text = "Prompt tokens that wait to be computed, at endpoints or in this picker, by pool."
         yield "gauge", "pool_queued_tokens", text, labels, pool.queued_tokens + asked.held.tokens
-        text = "Requests that the pool's endpoints have or are about to get."
+        text = "Requests that were sent to endpoints and have not ended, by pool."
         yield "gauge", "pool_in_flight_requests", text, labels, pool.in_flight_requests
-        text = "Endpoints of the pool that may be picked."
+        text = "Endpoints that are ready for requests, by pool."
         yield "gauge", "pool_ready_endpoints", text, labels, pool.ready
-        text = f"Predicted time to first token of the picks of the last {RECENT_S:g} s, by quantile."
+        text = f"Predicted seconds to the first token for requests of the last {RECENT_S:g} s, by pool and quantile."
         for quantile, seconds in (("0.5", asked.ttft_p50_s), ("0.9", asked.ttft_p90_s)):
             if seconds is not None:
                 yield "gauge", "pool_predicted_ttft_seconds", text, {**labels, "quantile": quantile}, seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.flow_world import MODES, Engine, FlowWorld
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession
@@ -16,6 +15,7 @@ from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.exchange import Exchange, Observer, Observers
 from treeline_epp.requests.isolation import Isolation
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 from treeline_wire.gateway_rules import Objective
 from treeline_wire.models import ModelRule, PoolClaim

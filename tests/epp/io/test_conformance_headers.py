@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.proxy import NONE, head, replies
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
@@ -11,6 +10,7 @@ from treeline_epp.metrics import Metrics
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"

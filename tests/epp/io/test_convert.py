@@ -6,8 +6,6 @@ import ast
 from pathlib import Path
 
 import pytest
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import struct_pb2
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -18,6 +16,7 @@ from treeline_epp.extproc.state import Kind, Message, Reply
 from treeline_epp.extproc.wire_reader import USED_HEADERS
 from treeline_epp.protowire import field
 from treeline_epp.requests.body import Body
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 ENVOY_HEADERS = [
@@ -124,7 +123,7 @@ def test_what_is_remembered_of_header_lists_is_bounded_and_holds_no_keys() -> No
 
 
 HEADER_VALUES = st.builds(
-    lambda key, value, raw: base_pb2.HeaderValue(key=key, value=value, raw_value=raw),
+    lambda key, value, raw: pb.HeaderValue(key=key, value=value, raw_value=raw),
     st.sampled_from([*sorted(USED_HEADERS), "cookie", "é", "", "k" * 130]),
     st.sampled_from(["", "", "", "v", "é"]),
     st.sampled_from([b"", b"v", b"\xff", b"x" * 200]),
@@ -244,8 +243,8 @@ def built(reply: Reply) -> bytes:
         set_headers.append(("content-length", b"%d" % reply.content_length))
     set_headers += [(key, value.encode()) for key, value in reply.added]
     for key, value in set_headers:
-        header = base_pb2.HeaderValue(key=key, raw_value=value)
-        action = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+        header = pb.HeaderValue(key=key, raw_value=value)
+        action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
         part.response.header_mutation.set_headers.add(header=header, append_action=action)
     if reply.body is not None:
         whole = reply.body if isinstance(reply.body, bytes) else reply.body.joined()

@@ -7,34 +7,34 @@ from typing import Any
 
 import grpc
 import pytest
-from envoy.config.endpoint.v3 import endpoint_pb2
-from envoy.service.discovery.v3 import discovery_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.epp_io import until
 from treeline_epp.xds.eds import CLUSTER, TYPE_URL, Eds, EdsState
+from treeline_wire import envoy_pb2 as pb
 
 A, B = "10.0.0.1:8000", "[::1]:8001"
 
 
-def subscribe(**fields: Any) -> discovery_pb2.DiscoveryRequest:
-    return discovery_pb2.DiscoveryRequest(resource_names=[CLUSTER], type_url=TYPE_URL, **fields)
+def subscribe(**fields: Any) -> pb.DiscoveryRequest:
+    return pb.DiscoveryRequest(resource_names=[CLUSTER], type_url=TYPE_URL, **fields)
 
 
-def ack(response: discovery_pb2.DiscoveryResponse) -> discovery_pb2.DiscoveryRequest:
+def ack(response: pb.DiscoveryResponse) -> pb.DiscoveryRequest:
     return subscribe(version_info=response.version_info, response_nonce=response.nonce)
 
 
-def nack(response: discovery_pb2.DiscoveryResponse) -> discovery_pb2.DiscoveryRequest:
+def nack(response: pb.DiscoveryResponse) -> pb.DiscoveryRequest:
     request = subscribe(response_nonce=response.nonce)
     request.error_detail.message = "no"
     return request
 
 
-def listed(response: discovery_pb2.DiscoveryResponse) -> dict[str, str]:
+def listed(response: pb.DiscoveryResponse) -> dict[str, str]:
     """Address → health status of an answer."""
-    assignment = endpoint_pb2.ClusterLoadAssignment()
-    assert response.resources[0].Unpack(assignment)
+    (resource,) = response.resources
+    assert resource.type_url == TYPE_URL
+    assignment = pb.ClusterLoadAssignment.FromString(resource.value)
     assert assignment.cluster_name == CLUSTER
     out = {}
     for entry in assignment.endpoints[0].lb_endpoints:
@@ -51,7 +51,7 @@ def connected(state: EdsState) -> int:
     return stream
 
 
-def due(state: EdsState, stream: int) -> discovery_pb2.DiscoveryResponse:
+def due(state: EdsState, stream: int) -> pb.DiscoveryResponse:
     response = state.due(stream)
     assert response is not None
     return response
@@ -144,7 +144,7 @@ def test_an_endpoint_that_returns_must_be_acknowledged_anew() -> None:
 def test_no_order_of_messages_makes_an_unannounced_endpoint_selectable(steps: list[tuple[int, int]]) -> None:
     state = EdsState()
     streams: dict[int, int] = {}
-    last: dict[int, discovery_pb2.DiscoveryResponse] = {}
+    last: dict[int, pb.DiscoveryResponse] = {}
     for now, (step, which) in enumerate(steps):
         match step:
             case 0:
@@ -190,8 +190,8 @@ async def test_over_grpc_a_change_is_pushed_and_its_acknowledgement_counts(
     served.on_ack = count
     call = channel.stream_stream(
         "/envoy.service.endpoint.v3.EndpointDiscoveryService/StreamEndpoints",
-        request_serializer=discovery_pb2.DiscoveryRequest.SerializeToString,
-        response_deserializer=discovery_pb2.DiscoveryResponse.FromString,
+        request_serializer=pb.DiscoveryRequest.SerializeToString,
+        response_deserializer=pb.DiscoveryResponse.FromString,
     )()
     await call.write(subscribe())
     await until(lambda: served.state.connected() == 1, "the stream is subscribed")

@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.proxy import head, replies
@@ -20,6 +18,7 @@ from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 HEADERS = {":path": "/v1/completions", ":method": "POST", "x-request-id": "r1"}
@@ -198,7 +197,7 @@ def test_a_body_whose_headers_went_on_with_its_length_keeps_it(mode: BodyMode) -
 def on_the_wire(mode: BodyMode, message: Message) -> pb.ProcessingRequest:
     request = pb.ProcessingRequest()
     request.protocol_config.request_body_mode = mode.value
-    request.protocol_config.response_body_mode = processing_mode_pb2.ProcessingMode.NONE
+    request.protocol_config.response_body_mode = pb.ProcessingMode.NONE
     part = getattr(request, message.kind.value)
     part.SetInParent()
     if message.kind in (Kind.REQUEST_BODY, Kind.RESPONSE_BODY):

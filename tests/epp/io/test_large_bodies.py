@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.cpu import reference_s
 from support.proxy import head
 from treeline_epp.endpoints.spec import EndpointSpec
@@ -30,6 +29,7 @@ from treeline_epp.requests.outline import MAX_MEMBERS, Outline
 from treeline_epp.requests.parse import is_large, parse
 from treeline_epp.requests.router import Router
 from treeline_runtime.templates.pool import TemplatePool
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire.chat import ChatTemplate
 from treeline_wire.json_values import MAX_SLOW, outside_strings, slow_numbers
 from treeline_wire.models import ModelRule, PoolClaim

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.deep
 
 CLIENT = """
 import sys, grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 port, path, mode, body = sys.argv[1], sys.argv[2], int(sys.argv[3]), open(sys.argv[4], "rb").read()
 head = pb.ProcessingRequest()
 head.protocol_config.request_body_mode = mode

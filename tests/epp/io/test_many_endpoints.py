@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator
 import pytest
 import zmq
 import zmq.asyncio
-from envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
-from envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from support.epp_io import FakePublisher, small_bundle, until
 from treeline_epp.endpoints import watcher
 from treeline_epp.endpoints.adapters.base import EngineInfo
@@ -32,6 +30,7 @@ from treeline_epp.tokenizers.engine_keyers import EngineKeyers
 from treeline_epp.tokenizers.watch import TokenizerSources
 from treeline_epp.xds import eds
 from treeline_epp.xds.eds import Eds
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire.tokenizer import TokenizerBundle
 
 COUNT = 150
@@ -135,10 +134,10 @@ async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeyp
     monkeypatch.setattr(Member, "state", property(lambda member: (looked(), state(member))[1]))
     monkeypatch.setattr(eds, "_entry", lambda *args, **kwargs: (written(), entry(*args, **kwargs))[1])
     fleet = Fleet(Picker(), ModelRegistry(), Eds())
-    sent = asyncio.Queue[DiscoveryResponse]()
+    sent = asyncio.Queue[pb.DiscoveryResponse]()
 
     class Envoy:
-        async def write(self, response: DiscoveryResponse) -> None:
+        async def write(self, response: pb.DiscoveryResponse) -> None:
             sent.put_nowait(response)
 
     specs = tuple(EndpointSpec(f"e{at}", f"10.0.{at >> 8}.{at & 255}:80", models=("m",)) for at in range(many))
@@ -149,7 +148,7 @@ async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeyp
         fleet.picker.add_endpoint(member.spec, ready=False)
     fleet.eds.set_synced()
     stream = fleet.eds.state.connect()
-    fleet.eds.state.on_request(stream, DiscoveryRequest(resource_names=[eds.CLUSTER]))
+    fleet.eds.state.on_request(stream, pb.DiscoveryRequest(resource_names=[eds.CLUSTER]))
     runs = looked.watch(), written.watch(), fleet._announce(), fleet._tick(), fleet.eds._write(stream, Envoy())
     tasks = [asyncio.create_task(run) for run in runs]
     try:
@@ -159,7 +158,7 @@ async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeyp
         told = 0
         while told < many:
             response = await asyncio.wait_for(sent.get(), 60)
-            told = len(ClusterLoadAssignment.FromString(response.resources[0].value).endpoints[0].lb_endpoints)
+            told = len(pb.ClusterLoadAssignment.FromString(response.resources[0].value).endpoints[0].lb_endpoints)
         assert 0 < looked.most <= 8 * 128
         assert 0 < written.most <= 128
     finally:

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from support.epp_io import small_bundle
 from support.proxy import head, replies, whole
 from treeline_epp.endpoints.spec import EndpointSpec
@@ -21,12 +19,13 @@ from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.router import Router
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 from treeline_wire.load import TreelineLoad
 from treeline_wire.models import ModelRule, PoolClaim
 from treeline_wire.tokenizer import TokenizerBundle
 
-MODES = processing_mode_pb2.ProcessingMode
+MODES = pb.ProcessingMode
 RATE = 1000.0
 
 

@@ -7,8 +7,6 @@ import logging
 from typing import Any
 
 import pytest
-from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,9 +22,10 @@ from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.requests.body import RouteRequest
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.router import Router
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
-MODES = processing_mode_pb2.ProcessingMode
+MODES = pb.ProcessingMode
 A, B = "10.0.0.1:8000", "10.0.0.2:8000"
 
 

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import struct_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from treeline_epp.picking.decision import NoEndpoints
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.subset import narrowed, parse_subset
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 NO_PORTS: list[object] = [None, True, 80.5, -1, 65536, "", [], math.inf]

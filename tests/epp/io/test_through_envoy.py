@@ -14,6 +14,10 @@ import pytest
 from support.envoy import self_signed
 from support.epp_io import FakeEngine, Plane, data_plane, engines, equal, running_picker, so, until
 from support.http import client
+from treeline_epp.extproc.convert import Reader
+from treeline_epp.extproc.state import Message
+from treeline_epp.xds.eds import CLUSTER, TYPE_URL, EdsState
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
@@ -53,6 +57,38 @@ async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> N
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_outcomes_total{outcome="headers"}'] == 4
         assert not [name for name in metrics if name.startswith("treeline_epp_served_by_other_total")]
+
+
+@pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
+async def test_our_messages_have_every_field_that_envoy_sends(
+    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[bytes] = []
+    read, on_request = Reader.read, EdsState.on_request
+    nodes: set[tuple[str, ...]] = set()
+
+    def hear(self: Reader, data: bytes) -> Message:
+        heard.append(data)
+        return read(self, data)
+
+    def subscribe(self: EdsState, stream: int, request: pb.DiscoveryRequest) -> None:
+        nodes.add((request.node.id, request.type_url, *request.resource_names))
+        on_request(self, stream, request)
+
+    monkeypatch.setattr(Reader, "read", hear)
+    monkeypatch.setattr(EdsState, "on_request", subscribe)
+    settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
+    async with engines() as fakes, data_plane(tmp_path, fakes, **settings) as plane:
+        assert await plane.status() == 200
+        wanted = plane.envoy.bootstrap["node"]["id"]
+    kinds = set()
+    for data in heard:
+        message = pb.ProcessingRequest.FromString(data)
+        kinds.add(message.WhichOneof("request"))
+        message.DiscardUnknownFields()
+        assert message.ByteSize() == len(data)
+    assert kinds == {"request_headers", "request_body", "response_headers", "response_body"}
+    assert (wanted, TYPE_URL, CLUSTER) in nodes
 
 
 async def test_the_access_log_has_the_tokens_that_clients_are_not_shown(tmp_path: Path) -> None:

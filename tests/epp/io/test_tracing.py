@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,15 +190,6 @@ def test_variables_that_ask_for_what_there_is_not_keep_the_picker_from_starting(
     monkeypatch.setenv(name, value)
     assert main(["--endpoint", "a=127.0.0.1:1", "--tracing"]) == 1
     assert told in capfd.readouterr().err
-
-
-def test_packages_that_disturb_each_other_are_told_of(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delattr("treeline_wire.tracing")
-    monkeypatch.setitem(sys.modules, "treeline_wire.tracing", None)
-    assert main(["--endpoint", "a=127.0.0.1:9", "--tracing"])
-    assert "--force-reinstall --no-deps opentelemetry-proto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,65 @@ from __future__ import annotations
 
 from typing import Final
 
-from treeline_tools.boards.base import HERE, Board, Panel, Query, quantiles, rate, share
+from treeline_tools.boards.base import (
+    PROCESS,
+    Board,
+    Panel,
+    Query,
+    Variable,
+    heatmap,
+    processes,
+    quantile,
+    quantiles,
+    rate,
+    share,
+    stat,
+)
 
 _E: Final = "treeline_epp_"
+_HERE: Final = f"{{{PROCESS}}}"
+_POOLS: Final = f'{{{PROCESS}, pool=~"$pool"}}'
 BOARD: Final = Board(
     "treeline-routing",
     "Treeline / Routing",
-    f"{_E}extproc_ready",
+    (
+        *processes(f"{_E}extproc_ready"),
+        Variable("pool", "Pool", f'{_E}pool_ready_endpoints{{namespace=~"$namespace"}}', "pool"),
+    ),
     {
+        "Now": (
+            stat("Pickers that are ready", "short", f"sum({_E}extproc_ready{_HERE})"),
+            stat("Requests a second", "reqps", rate(f"{_E}decisions_total")),
+            stat("Refused a second", "reqps", rate(f"{_E}refusals_total"), alarm=1),
+            stat(
+                "Prompt tokens from the cache",
+                "percentunit",
+                share(f"{_E}reported_hit_tokens_total", f"{_E}reported_prompt_tokens_total"),
+                "As runtimes report it.",
+            ),
+            stat("Median time to first token", "s", quantile(0.5, f"{_E}ttft_seconds"), "Of Treeline runtimes."),
+            stat("Endpoints left out for errors", "short", f"max({_E}endpoints_failing{_HERE})", alarm=1),
+        ),
+        "Pools": (
+            Panel(
+                "Each pool now",
+                "short",
+                (
+                    Query(f"max by (namespace, pool) ({_E}pool_ready_endpoints{_POOLS})", "Endpoints ready"),
+                    Query(f"sum by (namespace, pool) ({_E}pool_in_flight_requests{_POOLS})", "Requests in flight"),
+                    Query(f"sum by (namespace, pool) ({_E}pool_held_requests{_POOLS})", "Requests that wait here"),
+                    Query(f"max by (namespace, pool) ({_E}pool_queued_tokens{_POOLS})", "Prompt tokens queued"),
+                ),
+                kind="table",
+            ),
+            Panel(
+                "How prefixes are known",
+                "short",
+                (Query(f"max by (namespace, pool, way, reason) ({_E}endpoints_routed{_POOLS})", "Endpoints"),),
+                "`history` with a reason can become `events`: docs/engines.md says how.",
+                kind="table",
+            ),
+        ),
         "Requests": (
             Panel(
                 "Decisions", "reqps", (Query(rate(f"{_E}decisions_total", "endpoint"), "{{endpoint}}"),), stacked=True
@@ -33,11 +84,11 @@ BOARD: Final = Board(
             ),
         ),
         "Latency": (
-            Panel(
+            heatmap(
                 "Time to decide",
                 "s",
-                quantiles(f"{_E}pick_seconds"),
-                "Parsing, matching and choosing: what asking the picker adds, without the way to it.",
+                f"{_E}pick_seconds",
+                "Parsing, matching and choosing: what the picker adds to a request, without the network.",
             ),
             Panel(
                 "Time to first token",
@@ -48,7 +99,7 @@ BOARD: Final = Board(
             Panel(
                 "Open streams",
                 "short",
-                (Query(f"sum({_E}extproc_streams{HERE})", "ext_proc streams"),),
+                (Query(f"sum({_E}extproc_streams{_HERE})", "ext_proc streams"),),
                 "One for each request; where the proxy shows answers, until the end of that.",
             ),
         ),
@@ -61,24 +112,17 @@ BOARD: Final = Board(
                     Query(share(f"{_E}predicted_hit_tokens_total", f"{_E}reported_prompt_tokens_total"), "predicted"),
                     Query(
                         share(f"{_E}routed_held_tokens_total", f"{_E}routed_prompt_tokens_total"),
-                        "held by the chosen one",
+                        "cached at the chosen endpoint",
                     ),
                 ),
-                "Of prompt tokens. Predicted far above reported: the index believes in what is gone.",
-            ),
-            Panel(
-                "Ways of routing",
-                "short",
-                (Query(f"sum by (pool, way, reason) ({_E}endpoints_routed{HERE})", "{{pool}} {{way}} {{reason}}"),),
-                "Endpoints by how prefixes are found; `history` with a reason can be bettered.",
-                stacked=True,
+                "Of prompt tokens. Predicted far above reported means that the index is ahead of the caches.",
             ),
             Panel(
                 "Index",
                 "short",
                 (
-                    Query(f"sum by (pod) ({_E}tree_blocks{HERE})", "blocks {{pod}}"),
-                    Query(f"sum by (pod) ({_E}tree_orphan_blocks{HERE})", "blocks without parent {{pod}}"),
+                    Query(f"sum by (pod) ({_E}tree_blocks{_HERE})", "blocks {{pod}}"),
+                    Query(f"sum by (pod) ({_E}tree_orphan_blocks{_HERE})", "blocks without parent {{pod}}"),
                 ),
             ),
         ),
@@ -87,27 +131,27 @@ BOARD: Final = Board(
                 "Endpoints by state",
                 "short",
                 (
-                    Query(f"max by (state) ({_E}endpoints{HERE})", "{{state}}"),
-                    Query(f"max({_E}endpoints_failing{HERE})", "left out for errors"),
+                    Query(f"max by (state) ({_E}endpoints{_HERE})", "{{state}}"),
+                    Query(f"max({_E}endpoints_failing{_HERE})", "left out for errors"),
                 ),
             ),
             Panel(
                 "Subscriptions to KV events",
                 "short",
-                (Query(f"max by (state) ({_E}kv_subscriptions{HERE})", "{{state}}"),),
+                (Query(f"max by (state) ({_E}kv_subscriptions{_HERE})", "{{state}}"),),
                 "`live` and `checking` have applied all that is published.",
             ),
             Panel(
                 "Load that cannot be read",
                 "short",
-                (Query(f"max by (reason) ({_E}scraped_endpoints_failing{HERE})", "{{reason}}"),),
+                (Query(f"max by (reason) ({_E}scraped_endpoints_failing{_HERE})", "{{reason}}"),),
                 "Endpoints that push none, by what is wrong with their metrics page.",
             ),
             Panel(
                 "Age of the oldest load that was read",
                 "s",
-                (Query(f"max by (pod) ({_E}scrape_age_seconds{HERE})", "{{pod}}"),),
-                "After 3 s it counts no more.",
+                (Query(f"max by (pod) ({_E}scrape_age_seconds{_HERE})", "{{pod}}"),),
+                "A load is used for 3 s.",
             ),
         ),
         "KV events": (
@@ -148,15 +192,15 @@ BOARD: Final = Board(
                 "Envoys",
                 "short",
                 (
-                    Query(f"sum({_E}eds_connected{HERE})", "connected"),
-                    Query(f"sum({_E}eds_pending{HERE})", "have not acknowledged"),
-                    Query(f"sum(increase({_E}eds_rejections_total{HERE}[$__rate_interval]))", "rejections"),
+                    Query(f"sum({_E}eds_connected{_HERE})", "connected"),
+                    Query(f"sum({_E}eds_pending{_HERE})", "have not acknowledged"),
+                    Query(f"sum(increase({_E}eds_rejections_total{_HERE}[$__rate_interval]))", "rejections"),
                 ),
             ),
             Panel(
-                "Since the API server was heard",
+                "Time since the API server was last heard",
                 "s",
-                (Query(f"max by (kind) ({_E}kube_watch_age_seconds{HERE})", "{{kind}}"),),
+                (Query(f"max by (kind) ({_E}kube_watch_age_seconds{_HERE})", "{{kind}}"),),
             ),
         ),
     },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_wire import envoy_pb2 as pb
 
 from treeline_conformance import messages
 from treeline_conformance.bench import Bench

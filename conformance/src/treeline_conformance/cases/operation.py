@@ -7,9 +7,9 @@ import functools
 from typing import Final
 
 import httpx
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from treeline_bench.api_server import PODS, POOLS
 from treeline_bench.processes import free_ports
+from treeline_wire import envoy_pb2 as pb
 
 from treeline_conformance import messages
 from treeline_conformance.bench import POOL, SETTLE_S, Bench

@@ -8,7 +8,7 @@ import itertools
 import json
 from typing import Final
 
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+from treeline_wire import envoy_pb2 as pb
 
 from treeline_conformance import messages
 from treeline_conformance.bench import Bench

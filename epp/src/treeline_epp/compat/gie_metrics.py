@@ -91,9 +91,14 @@ class Row(NamedTuple):
 
 _O = "inference_objective_"
 REQUESTS = (
-    Row(f"{_O}request_ttft_seconds", "Time to first token of streams.", lambda e: e.ttft_s, _HOUR),
-    Row(f"{_O}request_tpot_seconds", "Time per output token after the first, of streams.", _tpot, _TPOT),
-    Row(f"{_O}request_duration_seconds", "From request to the response's end.", lambda e: e.duration_s, _HOUR),
+    Row(f"{_O}request_ttft_seconds", "Seconds to the first token of a stream.", lambda e: e.ttft_s, _HOUR),
+    Row(f"{_O}request_tpot_seconds", "Seconds per output token after the first of a stream.", _tpot, _TPOT),
+    Row(
+        f"{_O}request_duration_seconds",
+        "Seconds from a request to the end of its response.",
+        lambda e: e.duration_s,
+        _HOUR,
+    ),
     Row(f"{_O}request_sizes", "Bytes of request bodies.", lambda e: e.request_bytes, _BYTES),
     Row(
         f"{_O}response_sizes",
@@ -101,29 +106,34 @@ REQUESTS = (
         lambda e: None if e.finished_at is None else e.response_bytes,
         _OUT_BYTES,
     ),
-    Row(f"{_O}input_tokens", "Prompt tokens by the response's word.", lambda e: e.usage.prompt, _IN),
-    Row(f"{_O}output_tokens", "Output tokens by the response's word.", lambda e: e.usage.output, _OUT),
-    Row(f"{_O}prompt_cached_tokens", "Cached prompt tokens by the response's word.", lambda e: e.usage.cached, _IN),
-    Row(f"{_O}normalized_time_per_output_token_seconds", "Duration by output token.", _ntpot, _NTPOT),
+    Row(f"{_O}input_tokens", "Prompt tokens, as the response says.", lambda e: e.usage.prompt, _IN),
+    Row(f"{_O}output_tokens", "Output tokens, as the response says.", lambda e: e.usage.output, _OUT),
+    Row(f"{_O}prompt_cached_tokens", "Cached prompt tokens, as the response says.", lambda e: e.usage.cached, _IN),
+    Row(
+        f"{_O}normalized_time_per_output_token_seconds",
+        "Seconds of the whole request per output token.",
+        _ntpot,
+        _NTPOT,
+    ),
 )
 """Labels: `model_name`, `target_model_name`."""
 _E = "inference_extension_"
 CHOICES = (
     Row(
         f"{_E}scheduler_e2e_duration_seconds",
-        "Time to choose an endpoint, from a whole request.",
+        "Seconds from a whole request to the choice of its endpoint.",
         lambda e: e.decided_at - e.started_at,
         _SCHEDULING,
     ),
     Row(
         f"{_E}prefix_indexer_hit_ratio",
-        "Share of a prompt that the chosen endpoint is believed to hold.",
+        "Share of a prompt that the chosen endpoint has cached, by the picker's index.",
         _hit_ratio,
         _RATIO,
     ),
     Row(
         f"{_E}prefix_indexer_hit_bytes",
-        "Bytes of a prompt that the chosen endpoint is believed to hold.",
+        "Bytes of a prompt that the chosen endpoint has cached, by the picker's index.",
         _hit_bytes,
         _HIT_BYTES,
     ),
@@ -255,11 +265,11 @@ class GieMetrics(Observer):
             pod = endpoint.partition("-rank-")[0]
             attempts[status, target, pod, self._namespace if pod else "", port] += count
         names = ("status", "target_model_name", "pod_name", "namespace", "port")
-        text = "Choices, by what was chosen."
+        text = "Routing decisions, by result and by the endpoint that was chosen."
         yield shown(f"{_E}scheduler_attempts_total", "counter", text, names, attempts)
         running = Counter({labels[:1]: 0 for labels in self._shown})
         running.update(labels[:1] for labels in self._running.values())
-        text = "Requests without their response's end, where the proxy shows it."
+        text = "Requests whose response has not ended, where the proxy shows responses."
         yield shown(f"{_O}running_requests", "gauge", text, _MODEL[:1], running)
 
     def _histograms(self) -> Iterator[str]:
@@ -278,10 +288,10 @@ class GieMetrics(Observer):
         for name, text, read in _LOADS:
             values = {(pool,): _known(endpoints, now, read).values() for pool, endpoints in pools.items()}
             means: dict[Labels, float] = {had: statistics.fmean(known) for had, known in values.items() if known}
-            text = f"Mean over the endpoints that tell: {text}"
+            text = f"Mean over the endpoints that report it: {text}"
             yield shown(f"inference_pool_average_{name}", "gauge", text, pool_of, means)
         ready: dict[Labels, float] = {(pool,): sum(one.eligible for one in ends) for pool, ends in pools.items()}
-        yield shown("inference_pool_ready_pods", "gauge", "Endpoints that may be picked.", pool_of, ready)
+        yield shown("inference_pool_ready_pods", "gauge", "Endpoints that are ready for requests.", pool_of, ready)
         queues: dict[Labels, float] = {
             (pool, endpoint): value
             for pool, endpoints in pools.items()
@@ -290,7 +300,7 @@ class GieMetrics(Observer):
         text, names = "Requests that wait at an endpoint.", ("name", "model_server_pod")
         yield shown("inference_pool_per_pod_queue_size", "gauge", text, names, queues)
         blocks: dict[Labels, float] = {(): self._picker.index.totals()["blocks"]}
-        yield shown(f"{_E}prefix_indexer_size", "gauge", "Blocks in the index of prefixes.", (), blocks)
+        yield shown(f"{_E}prefix_indexer_size", "gauge", "Blocks in the prefix index.", (), blocks)
 
 
 def _kv_usage(endpoint: Endpoint) -> float | None:

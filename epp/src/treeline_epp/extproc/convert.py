@@ -11,9 +11,7 @@ import functools
 from collections.abc import Iterable
 from datetime import timedelta
 
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from envoy.type.v3 import http_status_pb2
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 from treeline_epp.extproc.state import Kind, Message, Reply
@@ -23,7 +21,7 @@ from treeline_epp.protowire import field, field_head, field_numbers
 from treeline_epp.requests.body import Body, Buffer, Immediate
 
 _OURS = (names.CACHED_TOKENS, names.PROMPT_TOKENS)
-_OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -92,7 +90,7 @@ def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = Fals
 
 def _immediate(reply: Immediate) -> bytes:
     response = pb.ImmediateResponse(
-        status=http_status_pb2.HttpStatus(code=reply.status),
+        status=pb.HttpStatus(code=reply.status),
         headers=pb.HeaderMutation(set_headers=[_header(key, value) for key, value in reply.headers]),
         body=reply.body,
         details=reply.details,
@@ -109,7 +107,7 @@ def override_timeout(seconds: float) -> bytes:
     return _serialize(response)
 
 
-def _serialize(message: pb.ProcessingResponse | base_pb2.HeaderValueOption) -> bytes:
+def _serialize(message: pb.ProcessingResponse | pb.HeaderValueOption) -> bytes:
     data: bytes = message.SerializeToString()
     return data
 
@@ -127,8 +125,8 @@ def _telling(reply: Reply, *, strip_response_headers: bool) -> bytes:
     return _serialize(response)
 
 
-def _header(key: str, value: bytes) -> base_pb2.HeaderValueOption:
-    return base_pb2.HeaderValueOption(header=base_pb2.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE)
+def _header(key: str, value: bytes) -> pb.HeaderValueOption:
+    return pb.HeaderValueOption(header=pb.HeaderValue(key=key, raw_value=value), append_action=_OVERWRITE)
 
 
 # --- messages as bytes ------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class SessionLimits:
 
     def samples(self) -> Iterator[Sample]:
         """For the metrics page."""
-        text = "Bytes of request bodies that wait for their decision, beyond the first 64 KiB of each."
+        text = "Bytes of request bodies in memory until their endpoint is chosen, without the first 64 KiB of each."
         yield "gauge", "waiting_body_bytes", text, {}, self.waiting.bytes
 
 

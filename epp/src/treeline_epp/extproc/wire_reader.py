@@ -14,10 +14,9 @@ import functools
 from collections.abc import Iterable
 from typing import Final
 
-from envoy.config.core.v3 import base_pb2
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from google.protobuf import json_format, struct_pb2
 from google.protobuf.message import DecodeError
+from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
 from treeline_epp.extproc.state import BodyMode, Kind, Message
@@ -286,7 +285,7 @@ def _long(data: bytes, at: int) -> tuple[int, int]:
 
 def metadata_of(serialized: bytes) -> Metadata:
     """`(subset hint, pool, served endpoint)` as far as a `Metadata` has them. Raises `DecodeError`."""
-    metadata = base_pb2.Metadata.FromString(serialized).filter_metadata
+    metadata = pb.Metadata.FromString(serialized).filter_metadata
     subset: frozenset[str] | None = None
     pool: str | None = None
     served: str | None = None

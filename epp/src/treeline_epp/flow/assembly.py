@@ -80,23 +80,26 @@ def samples(control: FlowControl[Any]) -> Iterator[Sample]:
     for pool, held in control.held().items():
         labels = {"pool": pool}
         yield "gauge", "flow_held_requests", "Requests that wait in the picker, by pool.", labels, held.requests
-        yield "gauge", "flow_held_bytes", "Bytes of their bodies.", labels, held.bytes
-        text = "Tokens of their prompts that the endpoint which holds most of each would compute."
+        text = "Bytes in the bodies of requests that wait in the picker, by pool."
+        yield "gauge", "flow_held_bytes", text, labels, held.bytes
+        text = "Prompt tokens of waiting requests that no endpoint has in its cache."
         yield "gauge", "flow_held_uncached_tokens", text, labels, held.uncached_tokens
-        yield "gauge", "flow_oldest_seconds", "How long the first of them has waited.", labels, held.oldest_s
+        text = "Seconds that the oldest waiting request has waited, by pool."
+        yield "gauge", "flow_oldest_seconds", text, labels, held.oldest_s
     for pool, priority, requests, flows in control.bands():
         labels = {"pool": pool, "priority": str(priority)}
-        yield "gauge", "flow_band_requests", "Requests that wait, by pool and priority.", labels, requests
-        yield "gauge", "flow_band_flows", "Flows (API keys, fairness ids) that have one there.", labels, flows
-    text = "Requests that had to wait, or would have had to, by how that ended."
+        yield "gauge", "flow_band_requests", "Requests that wait in the picker, by pool and priority.", labels, requests
+        text = "Flows (API keys or fairness IDs) with a waiting request, by pool and priority."
+        yield "gauge", "flow_band_flows", text, labels, flows
+    text = "Requests that the flow control held or refused, by how that ended."
     for outcome in OUTCOMES:
         yield "counter", "flow_outcomes", text, {"outcome": outcome}, control.outcomes[outcome]
 
 
 def quota_samples(file: QuotaFile) -> Iterator[Sample]:
     """The same of quotas."""
-    text = "Requests that were refused since their client had what it may have."
+    text = "Requests refused because their client had used up its quota."
     yield "counter", "flow_quota_exceeded", text, {}, file.quotas.exceeded
-    yield "gauge", "flow_quota_clients", "Clients whose quota is counted.", {}, len(file.quotas)
-    text = "1 while the quotas that hold are those of the file; 0 while it cannot be used, and those before hold."
+    yield "gauge", "flow_quota_clients", "Clients that have used some of their quota.", {}, len(file.quotas)
+    text = "1 while the quota file is in force; 0 while it has an error and the quotas read before are in force."
     yield "gauge", "flow_quota_file_usable", text, {}, int(not file.error)

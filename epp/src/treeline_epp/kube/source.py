@@ -290,19 +290,23 @@ class KubernetesSource:
             reflector = followed.reflector
             kind = {"kind": reflector.label}
             health = reflector.health(now)
-            yield "gauge", "kube_synced", "1 when the kind has been listed once.", kind, health.synced
-            yield "gauge", "kube_watching", "1 while a watch of the kind is open.", kind, health.watching
+            yield "gauge", "kube_synced", "1 once all objects of a kind have been listed, else 0.", kind, health.synced
+            yield "gauge", "kube_watching", "1 while a watch on a kind is open, else 0.", kind, health.watching
             if health.age_s is not None:
-                text = "Seconds since the API server was last heard about the kind."
+                text = "Seconds since the API server last sent anything about a kind."
                 yield "gauge", "kube_watch_age_seconds", text, kind, health.age_s
-            yield "gauge", "kube_objects", "Objects known of the kind.", kind, len(followed.values())
-            yield "counter", "kube_lists", "Complete lists of the kind.", kind, reflector.lists
-            yield "counter", "kube_events", "Watch events of the kind.", kind, reflector.events
+            yield "gauge", "kube_objects", "Kubernetes objects in memory, by kind.", kind, len(followed.values())
+            text = "Times that all objects of a kind were listed, by kind."
+            yield "counter", "kube_lists", text, kind, reflector.lists
+            text = "Watch events received, by kind of Kubernetes object."
+            yield "counter", "kube_events", text, kind, reflector.events
             for reason, count in reflector.errors.items():
-                text = "What went wrong while following the kind, by reason."
+                text = "Errors while watching a kind of Kubernetes object, by kind and reason."
                 yield "counter", "kube_errors", text, {**kind, "reason": reason}, count
-        yield "counter", "kube_passes", "Times that endpoints and models were computed anew.", {}, self.passes
-        yield "counter", "kube_pass_seconds", "Time that took.", {}, self.pass_seconds
+        text = "Times that endpoints and models were worked out from Kubernetes objects."
+        yield "counter", "kube_passes", text, {}, self.passes
+        text = "Seconds spent on working out endpoints and models from Kubernetes objects."
+        yield "counter", "kube_pass_seconds", text, {}, self.pass_seconds
 
     def _followed(self) -> list[Followed[Any]]:
         every = (self._pools, self._models, self._objectives, self._rewrites, self._pods)

@@ -137,19 +137,20 @@ async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> 
 
 def samples(gossip: Gossip) -> Iterator[Sample]:
     """For the metrics page."""
-    yield "gauge", "peers", "Other pickers whose requests in flight are known.", {}, gossip.in_step
-    yield "gauge", "peer_requests", "Requests in flight by other pickers, as counted here.", {}, gossip.elsewhere
-    text = "Requests of other pickers to endpoints that are not known here."
+    yield "gauge", "peers", "Other pickers whose requests in flight this picker knows.", {}, gossip.in_step
+    text = "Requests that other pickers have in flight, as far as they have told this one."
+    yield "gauge", "peer_requests", text, {}, gossip.elsewhere
+    text = "Requests of other pickers at endpoints that this picker does not know."
     yield "counter", "peer_requests_unplaced", text, {}, gossip.unplaced
     for what, text in (
-        ("received", "Datagrams that came from other pickers, or from anybody."),
-        ("refused", "Of these, those that were not sealed with the pickers' key, were no message, or one too many."),
-        ("sent", "Datagrams to other pickers, each for one of them."),
+        ("received", "Datagrams received on the port for other pickers."),
+        ("refused", "Datagrams refused: not sealed with the pickers' key, no message, or one too many."),
+        ("sent", "Datagrams sent to other pickers."),
     ):
         yield "counter", f"peer_datagrams_{what}", text, {}, gossip.counts[what]
-    text = "Bytes that each of the other pickers was told."
+    text = "Bytes sent to each of the other pickers."
     yield "counter", "peer_bytes", text, {}, gossip.told_bytes
-    text = "Times that all requests of another picker were taken anew: it was new, or something got lost."
+    text = "Times that another picker's whole state was fetched, because it was new or a message was lost."
     yield "counter", "peer_snapshots", text, {}, gossip.counts["snapshots"]
 
 

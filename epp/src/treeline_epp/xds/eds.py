@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from envoy.config.core.v3 import health_check_pb2
-from envoy.config.endpoint.v3 import endpoint_components_pb2, endpoint_pb2
-from envoy.service.discovery.v3 import discovery_pb2
+from treeline_wire import envoy_pb2 as pb
 
 from treeline_epp.endpoints.spec import split_address
 from treeline_epp.protowire import field, field_numbers
@@ -33,7 +31,7 @@ ACK_PATIENCE_S = 1.0
 """An endpoint is selectable this long after its announcement, even if an Envoy has not acknowledged it."""
 _SLICE = 128
 """Endpoints that are written for Envoy before other tasks get a turn: a millisecond."""
-_GROUPS, _ENTRIES = field_numbers(endpoint_pb2.ClusterLoadAssignment.DESCRIPTOR, "endpoints", "lb_endpoints")
+_GROUPS, _ENTRIES = field_numbers(pb.ClusterLoadAssignment.DESCRIPTOR, "endpoints", "lb_endpoints")
 
 
 @dataclass(slots=True)
@@ -109,7 +107,7 @@ class EdsState:
         """The stream has ended: endpoints no longer wait for its confirmation."""
         self._envoys.pop(stream, None)
 
-    def on_request(self, stream: int, request: discovery_pb2.DiscoveryRequest) -> None:
+    def on_request(self, stream: int, request: pb.DiscoveryRequest) -> None:
         """A subscription, an acknowledgement or a rejection."""
         envoy = self._envoys[stream]
         if request.HasField("node"):
@@ -133,7 +131,7 @@ class EdsState:
             if at % _SLICE == 0:
                 yield
 
-    def due(self, stream: int) -> discovery_pb2.DiscoveryResponse | None:
+    def due(self, stream: int) -> pb.DiscoveryResponse | None:
         """The answer that this Envoy should get now, if any; it then counts as sent."""
         envoy = self._envoys[stream]
         # Version 0 is the empty list before the first announcement; an Envoy waits for it at start, so it gets it.
@@ -145,10 +143,8 @@ class EdsState:
         for _ in self.write():
             pass
         entries = b"".join(self._endpoints[address].entry for address in sorted(self._endpoints))
-        named = endpoint_pb2.ClusterLoadAssignment(cluster_name=CLUSTER).SerializeToString()
-        response = discovery_pb2.DiscoveryResponse(
-            version_info=str(self.version), nonce=str(self.version), type_url=TYPE_URL
-        )
+        named = pb.ClusterLoadAssignment(cluster_name=CLUSTER).SerializeToString()
+        response = pb.DiscoveryResponse(version_info=str(self.version), nonce=str(self.version), type_url=TYPE_URL)
         response.resources.add(type_url=TYPE_URL, value=named + field(_GROUPS, entries))
         return response
 
@@ -156,8 +152,8 @@ class EdsState:
 def _entry(address: str, *, draining: bool) -> bytes:
     """An endpoint in the list of all, serialized."""
     host, port = split_address(address)
-    health = health_check_pb2.DRAINING if draining else health_check_pb2.HEALTHY
-    entry = endpoint_components_pb2.LbEndpoint(health_status=health)
+    health = pb.DRAINING if draining else pb.HEALTHY
+    entry = pb.LbEndpoint(health_status=health)
     entry.endpoint.address.socket_address.address = host
     entry.endpoint.address.socket_address.port_value = int(port)
     return field(_ENTRIES, entry.SerializeToString())
@@ -189,8 +185,8 @@ class Eds:
         """What to add to a server."""
         stream = grpc.stream_stream_rpc_method_handler(
             self._stream,
-            request_deserializer=discovery_pb2.DiscoveryRequest.FromString,
-            response_serializer=discovery_pb2.DiscoveryResponse.SerializeToString,
+            request_deserializer=pb.DiscoveryRequest.FromString,
+            response_serializer=pb.DiscoveryResponse.SerializeToString,
         )
         service = "envoy.service.endpoint.v3.EndpointDiscoveryService"
         return grpc.method_handlers_generic_handler(service, {"StreamEndpoints": stream})

@@ -21,28 +21,36 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"namespace": "treeline_operator", "registry": self.registry}
-        self._reconciles = Counter("reconciles", "Reconciliations that ended.", ("kind", "result"), **own)
-        self._ran = Histogram("reconcile_seconds", "How long one took.", ("kind",), buckets=_SECONDS, **own)
+        self._reconciles = Counter(
+            "reconciles", "Reconciliations that ended, by kind and result.", ("kind", "result"), **own
+        )
+        self._ran = Histogram(
+            "reconcile_seconds", "Seconds that a reconciliation took, by kind.", ("kind",), buckets=_SECONDS, **own
+        )
         self._waited = Histogram(
             "queue_wait_seconds",
-            "How long a key was ready before it ran.",
+            "Seconds that a pool or model waited for a worker, by kind.",
             ("kind",),
             buckets=_SECONDS,
             **own,
         )
-        self._retries = Counter("retries", "Reconciliations that failed and come again.", ("kind",), **own)
+        self._retries = Counter("retries", "Reconciliations that failed and will be tried again.", ("kind",), **own)
         self._requests = Counter(
             "api_requests",
-            "Requests to the API server; code 0 is no answer.",
+            "Requests to the API server; code 0 means that no answer came.",
             ("verb", "resource", "code"),
             **own,
         )
         self._request_seconds = Histogram(
-            "api_request_seconds", "How long requests took.", ("verb",), buckets=_SECONDS, **own
+            "api_request_seconds", "Seconds that requests to the API server took.", ("verb",), buckets=_SECONDS, **own
         )
-        self._drift = Counter("drift_corrected", "Objects that somebody else had changed.", ("kind",), **own)
-        self._dropped = Counter("events_dropped", "Events that were not written.", ("why",), **own)
-        self._leader = Gauge("is_leader", "1 in the replica that acts.", **own)
+        self._drift = Counter(
+            "drift_corrected", "Objects that somebody else had changed and that were set right.", ("kind",), **own
+        )
+        self._dropped = Counter(
+            "events_dropped", "Kubernetes Events that were not written, by reason.", ("why",), **own
+        )
+        self._leader = Gauge("is_leader", "1 in the replica that holds the Lease and acts, else 0.", **own)
         self._conditions: dict[Ref, list[tuple[str, str, str]]] = {}
         self.leads(False)
         self.registry.register(self)
@@ -88,12 +96,18 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         """What is read at the moment of the scrape."""
-        yield GaugeMetricFamily("treeline_operator_queue_depth", "Keys that wait for a worker.", self.depth())
-        yield GaugeMetricFamily("treeline_operator_queue_oldest_seconds", "Age of the oldest key.", self.oldest())
-        yield GaugeMetricFamily("treeline_operator_objects", "Objects in memory.", self.objects())
+        yield GaugeMetricFamily(
+            "treeline_operator_queue_depth", "Pools and models that wait for a worker.", self.depth()
+        )
+        yield GaugeMetricFamily(
+            "treeline_operator_queue_oldest_seconds",
+            "Seconds that the oldest waiting pool or model has waited.",
+            self.oldest(),
+        )
+        yield GaugeMetricFamily("treeline_operator_objects", "Kubernetes objects in memory.", self.objects())
         ages = GaugeMetricFamily(
             "treeline_operator_watch_age_seconds",
-            "Since the API server last said anything of a kind.",
+            "Seconds since the API server last sent anything about a kind.",
             labels=["kind"],
         )
         for kind, age in self.watch_ages().items():
@@ -101,7 +115,7 @@ class Metrics(Collector):
         yield ages
         conditions = GaugeMetricFamily(
             "treeline_operator_conditions",
-            "Conditions of our objects.",
+            "Conditions of pools and models, each 1 while it is as its labels say.",
             labels=["kind", "namespace", "name", "type", "status", "reason"],
         )
         for ref, all_said in sorted(self._conditions.items()):

