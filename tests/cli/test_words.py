@@ -68,8 +68,8 @@ def test_an_unknown_word_is_refused_with_the_known_ones(capsys):
         ("up", ["treeline_epp"], "the picker: pip install 'treeline-llm[picker]'"),
         ("pick", ["treeline_epp"], "the picker: pip install 'treeline-llm[picker]'"),
         ("operate", ["treeline_operator"], "the operator: pip install 'treeline-llm[operator]'"),
-        ("sim", ["treeline_bench"], "the bench: pip install 'treeline-llm[bench]'"),
-        ("bench", ["treeline_bench.cli"], "the bench: pip install 'treeline-llm[bench]'"),
+        ("sim", ["treeline_bench"], "the benchmarks: pip install 'treeline-llm[bench]'"),
+        ("bench", ["treeline_bench.cli"], "the benchmarks: pip install 'treeline-llm[bench]'"),
     ],
 )
 def test_a_word_whose_part_is_missing_says_what_to_install(word, absent, needs, monkeypatch, capsys):

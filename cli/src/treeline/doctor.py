@@ -19,7 +19,7 @@ from rich.table import Table
 from treeline_wire.command_line import Parser
 from treeline_wire.tiny_model import tiny_model
 
-from treeline.main import how_to_install, missing_parts
+from treeline.main import PARTS, how_to_install, missing_parts
 from treeline.version import installed
 
 GIB = 1024**3
@@ -127,7 +127,12 @@ def _ports() -> Finding:
 
 def _parts() -> Finding:
     if missing := missing_parts(UP_PARTS):
-        return Finding("parts", Verdict.MISSING, f"no {' and no '.join(missing)}", how_to_install(missing))
+        return Finding(
+            "parts",
+            Verdict.MISSING,
+            f"without {' and '.join(PARTS[part].name for part in missing)}",
+            how_to_install(missing),
+        )
     return Finding("parts", Verdict.OK, "the runtime and the picker")
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 from treeline_wire.command_line import Parser
 
@@ -35,24 +36,31 @@ class Word:
                 raise
             missing = self.parts  # there, but without what it needs, as in the image of another part
         if module is None:
-            needs = " and ".join(f"the {part}" for part in missing)
+            needs = " and ".join(PARTS[part].name for part in missing)
             print(f"treeline {name}: this needs {needs}: {how_to_install(missing)}", file=sys.stderr)
             return 1
         return int(module.main(argv))
 
 
+class Part(NamedTuple):
+    """A part of Treeline that may be missing: what we call it, and the package that is there when it is."""
+
+    name: str
+    package: str
+
+
 PARTS = {
-    "runtime": "treeline_runtime",
-    "picker": "treeline_epp",
-    "operator": "treeline_operator",
-    "bench": "treeline_bench",
+    "runtime": Part("the runtime", "treeline_runtime"),
+    "picker": Part("the picker", "treeline_epp"),
+    "operator": Part("the operator", "treeline_operator"),
+    "bench": Part("the benchmarks", "treeline_bench"),
 }
-"""Extra of the distribution → the package that it brings."""
+"""By the extra of the distribution that brings it."""
 
 
 def missing_parts(parts: Sequence[str]) -> tuple[str, ...]:
     """Those that are not installed."""
-    return tuple(part for part in parts if find_spec(PARTS[part]) is None)
+    return tuple(part for part in parts if find_spec(PARTS[part].package) is None)
 
 
 def how_to_install(parts: Sequence[str]) -> str:
