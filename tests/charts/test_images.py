@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 import zipfile
 from collections.abc import Mapping
 from functools import cache
@@ -16,6 +15,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.deep
@@ -234,7 +234,7 @@ def test_the_script_says_what_it_would_run():
         script = [ROOT / "scripts" / "images.sh", "--dry-run", *words]
         return subprocess.run(script, capture_output=True, text=True, check=False)
 
-    version = tomllib.loads((ROOT / "operator" / "pyproject.toml").read_text())["project"]["version"]
+    version = yaml.safe_load((ROOT / "charts" / "treeline" / "Chart.yaml").read_text())["appVersion"]
     plain = run("--tool", "podman").stdout.splitlines()
     assert [re.search(r"--tag (\S+)", line)[1] for line in plain] == [
         f"treeline-operator:{version}",

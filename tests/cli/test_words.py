@@ -4,6 +4,7 @@ import importlib
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from treeline.main import WORDS, main
@@ -55,10 +56,44 @@ def test_an_unknown_word_is_refused_with_the_known_ones(capsys):
     assert "serve" in capsys.readouterr().err
 
 
-def test_measuring_is_a_room_of_its_own_that_may_be_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "treeline_bench.cli", None)
-    assert main(["bench", "serving"]) == 1
-    assert "pip install treeline-bench" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("word", "absent", "needs"),
+    [
+        ("serve", ["treeline_runtime"], "the runtime: pip install 'treeline-llm[runtime]'"),
+        (
+            "up",
+            ["treeline_runtime", "treeline_epp"],
+            "the runtime and the picker: pip install 'treeline-llm[runtime,picker]'",
+        ),
+        ("up", ["treeline_epp"], "the picker: pip install 'treeline-llm[picker]'"),
+        ("pick", ["treeline_epp"], "the picker: pip install 'treeline-llm[picker]'"),
+        ("operate", ["treeline_operator"], "the operator: pip install 'treeline-llm[operator]'"),
+        ("sim", ["treeline_bench"], "the benchmarks: pip install 'treeline-llm[bench]'"),
+        ("bench", ["treeline_bench.cli"], "the benchmarks: pip install 'treeline-llm[bench]'"),
+    ],
+)
+def test_a_word_whose_part_is_missing_says_what_to_install(word, absent, needs, monkeypatch, capsys):
+    for package in absent:
+        monkeypatch.setitem(sys.modules, package, None)
+    assert main([word]) == 1
+    assert capsys.readouterr().err == f"treeline {word}: this needs {needs}\n"
+
+
+def test_what_needs_no_part_runs_without_any():
+    """As after `pip install treeline-llm` alone."""
+    absent = ("runtime", "epp", "operator", "kube", "lang", "bench", "sim", "conformance", "tiny")
+    packages = [f"treeline_{name}" for name in absent]
+    program = (
+        f"import sys; sys.modules |= dict.fromkeys({packages}); from treeline.main import main; main(sys.argv[1:])"
+    )
+    for words, shown in (
+        (["--help"], "doctor"),
+        (["version"], "treeline "),
+        (["doctor"], "treeline-llm[runtime,picker]"),
+    ):
+        command = [sys.executable, "-c", program, *words]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert shown in answer.stdout, answer.stderr
 
 
 def test_an_interrupt_while_a_word_is_loading_is_an_end_and_no_traceback(monkeypatch):
@@ -72,7 +107,7 @@ def test_an_interrupt_while_a_word_is_loading_is_an_end_and_no_traceback(monkeyp
 @pytest.mark.parametrize("words", [["version"], ["--version"]])
 def test_the_version_is_printed(words, capsys):
     assert main(words) == 0
-    assert capsys.readouterr().out == "treeline 0.1.0\n"
+    assert capsys.readouterr().out == f"treeline {version('treeline-llm')}\n"
 
 
 def test_the_version_of_what_it_stands_on_is_printed_when_asked(capsys):

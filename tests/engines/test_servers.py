@@ -21,9 +21,9 @@ from support.prompts import text
 from support.real_engines.hits import Measured
 from support.real_engines.traffic import Exchange, Shape, Traffic
 from support.stack import until
-from treeline.up.plan import TINY_MODEL
 from treeline_bench.context import BenchmarkError
 from treeline_bench.prompts import PromptMaker
+from treeline_wire.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(900)]
 
@@ -48,7 +48,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def talk(stack: EngineStack, seed: int, **shape: int) -> list[Exchange]:
     """Conversations of their own through the gateway, every turn of which is answered."""
-    traffic = Traffic(dataclasses.replace(SHAPE, seed=seed, **shape), PromptMaker.of_model(TINY_MODEL), "tiny")
+    traffic = Traffic(dataclasses.replace(SHAPE, seed=seed, **shape), PromptMaker.of_model(tiny_model()), "tiny")
     exchanges = asyncio.run(traffic.run("127.0.0.1", stack.options.port))
     assert [exchange.record.error for exchange in exchanges] == [""] * traffic.shape.requests
     return exchanges
@@ -82,7 +82,7 @@ def test_conversations_go_where_their_beginnings_are_and_the_tree_is_what_the_en
 
 
 def test_what_is_evicted_leaves_the_tree(stack: EngineStack) -> None:
-    maker, rng = PromptMaker.of_model(TINY_MODEL), random.Random(7)
+    maker, rng = PromptMaker.of_model(tiny_model()), random.Random(7)
     for name in stack.names:
         held, before = stack.announced(name), stack.witnesses[name].evicted
         for _ in range(CACHE_TOKENS // 1024 + 1):

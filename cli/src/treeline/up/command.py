@@ -22,14 +22,15 @@ from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
 from treeline_wire import tracing_env
 from treeline_wire.command_line import Parser
+from treeline_wire.tiny_model import tiny_model
 from treeline_wire.tracing_env import TracingError
 
-from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
+from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan
 from treeline.up.progress import show
 from treeline.up.supervisor import ChildFailed, Supervisor
 
 EPILOG = """examples:
-  treeline up                                   the tiny model of this repository, two runtimes
+  treeline up                                   the tiny model that comes with Treeline, two runtimes
   treeline up --model ./Qwen3-0.6B --replicas 1 a checkpoint in Hugging Face layout
   treeline up --model Qwen/Qwen3-0.6B           a Hugging Face id (downloaded; HF_TOKEN is used when set)
   treeline up --policy round_robin              compare with routing that ignores prefixes
@@ -162,9 +163,11 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
     log_dir = args.pop("log_dir")
     model = args.pop("model")
     if model is None:
-        if not (TINY_MODEL / "config.json").exists():
-            up.error("the tiny model comes with the repository, and this is an installed package: pass --model")
-        model = str(TINY_MODEL)
+        if (tiny := tiny_model()) is None:
+            up.error(
+                "the tiny model is not installed: pip install 'treeline-llm[runtime]', or name a model with --model"
+            )
+        model = str(tiny)
         args["served_model_name"] = args["served_model_name"] or "tiny"
     try:
         args["api_keys"] = _api_keys(args["api_keys"])

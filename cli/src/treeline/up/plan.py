@@ -68,7 +68,6 @@ class ChildSpec:
 
 
 LOOPBACK = "127.0.0.1"
-TINY_MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny"
 
 
 def gateway_url(options: UpOptions) -> str:

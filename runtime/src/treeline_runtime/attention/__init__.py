@@ -48,7 +48,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: 
     if obstacle := _obstacle_to_our_kernels(device):
         return obstacle
     if find_spec("flashinfer") is None:
-        return "it is not installed: pip install 'treeline-runtime[cuda]'"
+        return "it is not installed: pip install 'treeline-llm[cuda]'"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
     if scoring.sinks:

@@ -1,0 +1,158 @@
+"""Builds the distributions: a wheel and an sdist of each in dist/, the same bytes for the same commit.
+
+`python scripts/dist.py [--out DIR]`. The version comes from git: at a tag vX.Y.Z it is X.Y.Z; elsewhere the version
+that CHANGELOG.md names first, as a development version with the number of commits and the commit, such as
+0.2.0.dev1501+g0750d2ac. It is written into a copy of the tracked files; the checkout keeps X.Y.Z.dev0. Images and chart
+of a release are built from such a copy too (`--tree DIR` writes one); `--version` prints the version, `--semver` as
+charts and images spell it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from packaging.version import Version
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parents[1]
+DISTRIBUTIONS = tuple(sorted(path.parent.name for path in ROOT.glob("*/pyproject.toml")))
+REPOSITORY = "https://github.com/treeline-dev/treeline"
+
+
+def git(*words: str) -> str:
+    """What git prints; empty where it fails: this is no checkout, or there is no tag."""
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def version() -> Version:
+    """Of the checkout. A shallow one counts the commits that it has; without git the number is 0."""
+    dirty = ["dirty"] if git("status", "--porcelain", "--untracked-files=no") else []
+    if not dirty and (tag := git("describe", "--tags", "--exact-match", "--match", "v[0-9]*")):
+        return Version(tag)
+    found = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    if found is None:
+        raise SystemExit("CHANGELOG.md names no version: begin it with a section like '## 0.2.0 (unreleased)'")
+    last = git("describe", "--tags", "--abbrev=0", "--match", "v[0-9]*")
+    commits = git("rev-list", "--count", f"{last}..HEAD" if last else "HEAD") or "0"
+    local = ".".join([*(f"g{commit}" for commit in [git("rev-parse", "--short=8", "HEAD")] if commit), *dirty])
+    return Version(f"{found[1]}.dev{commits}" + (f"+{local}" if local else ""))
+
+
+def semver(version: Version) -> str:
+    """As charts and tags of images spell it: they know no local part, and pre-releases follow a hyphen."""
+    later = [*(version.pre or ()), *(("dev", version.dev) if version.dev is not None else ())]
+    return "-".join([version.base_version, *([".".join(map(str, later))] if later else [])])
+
+
+def epoch() -> int:
+    """When the commit was made: the time of every file that is built."""
+    return int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct") or 315532800)
+
+
+def write_tree(target: Path, version: Version) -> None:
+    """Copy the tracked files into an empty folder, and write the version into them."""
+    names = git("ls-files", "-z").split("\0")
+    if names == [""]:
+        raise SystemExit("this is no git checkout: build from one, or build an sdist")
+    for name in names:
+        source, copy = ROOT / name, target / name
+        if source.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, copy)
+    for room in DISTRIBUTIONS:
+        project = target / room / "pyproject.toml"
+        text = re.sub(r'^version = ".*"', f'version = "{version}"', project.read_text(), count=1, flags=re.MULTILINE)
+        project.write_text(re.sub(r'"(treeline-[^"=]+)==[^"]*"', rf'"\1=={version}"', text))
+        shutil.copy(target / "LICENSE", target / room / "LICENSE")
+        page = target / room / "README.md"
+        page.write_text(with_absolute_links(page.read_text(), room, version))
+    for script in (target / "models" / "tiny").glob("*.py"):
+        script.unlink()  # what trained the model is in the repository
+    chart = target / "charts" / "treeline" / "Chart.yaml"
+    numbered = chart.read_text()
+    former = re.search(r"^appVersion: *(\S+)", numbered, re.MULTILINE)
+    if former is not None:
+        chart.write_text(numbered.replace(former[1], semver(version)))
+
+
+def with_absolute_links(page: str, room: str, version: Version) -> str:
+    """A page whose links lead into the repository: a package index shows it without the files around it."""
+    at = f"v{version}" if version.local is None else "main"
+
+    def absolute(link: re.Match[str]) -> str:
+        path, hash_mark, anchor = link[1].partition("#")
+        inside = os.path.normpath(f"{room}/{path}")
+        return f"]({REPOSITORY}/blob/{at}/{inside}{hash_mark}{anchor})"
+
+    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, page)
+
+
+def reproducible(sdist: Path, seconds: int) -> None:
+    """Write an sdist again with one time, order and owner: setuptools takes those of the machine."""
+    packed = io.BytesIO()
+    with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
+        for member in sorted(old.getmembers(), key=lambda member: member.name):
+            member.mtime, member.uid, member.gid, member.uname, member.gname, member.pax_headers = (
+                seconds,
+                0,
+                0,
+                "",
+                "",
+                {},
+            )
+            member.mode = 0o755 if member.isdir() or member.mode & 0o100 else 0o644
+            new.addfile(member, old.extractfile(member) if member.isfile() else None)
+    with sdist.open("wb") as target, gzip.GzipFile(filename="", fileobj=target, mode="wb", mtime=seconds) as stream:
+        stream.write(packed.getvalue())
+
+
+def build(tree: Path, out: Path) -> None:
+    """All distributions of a tree, by `python -m build`: each wheel from its sdist, which proves the sdist whole."""
+    seconds = epoch()
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": str(seconds)}
+    for room in track(DISTRIBUTIONS, description="building", transient=True, disable=not sys.stderr.isatty()):
+        command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(tree / room)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"dist: {room} cannot be built:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    for sdist in out.glob("*.tar.gz"):
+        reproducible(sdist, seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR", help="where to (default: dist)")
+    parser.add_argument("--tree", type=Path, metavar="DIR", help="only write the sources with their version there")
+    parser.add_argument("--version", action="store_true", help="only print the version")
+    parser.add_argument("--semver", action="store_true", help="only print it as charts and images spell it")
+    args = parser.parse_args()
+    now = version()
+    if args.version or args.semver:
+        print(semver(now) if args.semver else now)
+    elif args.tree:
+        write_tree(args.tree, now)
+    else:
+        args.out.mkdir(parents=True, exist_ok=True)
+        for old in (*args.out.glob("treeline_*.whl"), *args.out.glob("treeline_*.tar.gz")):
+            old.unlink()
+        with tempfile.TemporaryDirectory(prefix="treeline-dist-") as tree:
+            write_tree(Path(tree), now)
+            build(Path(tree), args.out)
+        for made in sorted(args.out.glob("treeline_*")):
+            print(f"{made.stat().st_size:>11,}  {made.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

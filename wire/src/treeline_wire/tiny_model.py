@@ -1,0 +1,12 @@
+"""Where the tiny model is. It comes as the package `treeline-tiny`, which in a checkout is models/tiny."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def tiny_model() -> Path | None:
+    """The folder of its checkpoint; None where the package is not installed."""
+    spec = find_spec("treeline_tiny")
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
