@@ -18,6 +18,7 @@ import secrets
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -25,6 +26,7 @@ import zmq
 from treeline_wire.load import LOAD_TOPIC
 
 from treeline_runtime.args import ServerArgs, parse_args
+from treeline_runtime.config import ConfigError
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.frontend import (
     FAREWELL_S,
@@ -49,6 +51,8 @@ from treeline_runtime.listeners import (
     url_of,
 )
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
+from treeline_runtime.models.config import ModelError
+from treeline_runtime.models.preflight import check_before_loading
 from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder, setup_logging
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
@@ -318,6 +322,21 @@ def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
     }
 
 
+def checked_model(args: ServerArgs, copies: int = 1) -> Path:
+    """The checkpoint's folder, downloaded if need be, after all checks that need no weights. `copies`: how many servers
+    with these arguments share the machine. Raises ModelNotFound, ServeError."""
+    try:
+        return resolve_model(
+            args.model,
+            needs_weights=args.load_format != "dummy",
+            check=lambda directory: check_before_loading(args, directory, copies),
+        )
+    except ModelError as error:
+        raise ServeError(f"--model: {error}") from None
+    except ConfigError as error:
+        raise ServeError(str(error)) from None
+
+
 def serve(args: ServerArgs) -> int:
     """Runs a server until it is stopped; returns the exit status. Raises ListenError, ServeError, EventsError,
     ModelNotFound.
@@ -329,7 +348,7 @@ def serve(args: ServerArgs) -> int:
         for what, listener in (("metrics", listeners.metrics), ("administration", listeners.admin)):
             if listener is not None:
                 logger.info("%s on %s", what, url(listener))
-        model_dir = resolve_model(args.model, needs_weights=args.load_format != "dummy")
+        model_dir = checked_model(args)
         args = dataclasses.replace(
             args,
             port=address(listeners.http)[1],

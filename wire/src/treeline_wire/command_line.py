@@ -4,10 +4,11 @@ that was perhaps meant; help has colours on a terminal."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from types import FrameType
 from typing import IO, Any, NoReturn
@@ -99,6 +100,29 @@ def _coloured(formatter: Any) -> Any:
     base = RawDescriptionRichHelpFormatter if raw else RichHelpFormatter
     # Brackets in our texts are brackets, and the names of groups stay as they are.
     return type("Coloured", (base,), {"text_markup": False, "usage_markup": False, "group_name_formatter": str})
+
+
+@contextlib.contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM end the process at once, silently, with status 128 + signal.
+
+    For a time in which there is nothing to clean up, and in which an exception would come too late or not through:
+    while libraries load, or download with threads of their own.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] != signal.SIG_IGN:
+            signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)
 
 
 def take_interrupts() -> None:

@@ -23,9 +23,12 @@ from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_operator.envoy import EnvoyConfig, Tracing, bootstrap_json
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
-from treeline_runtime.download import repository
+from treeline_runtime.args import parse_args
+from treeline_runtime.download import ModelNotFound, repository
+from treeline_runtime.frontend import ServeError
+from treeline_runtime.serve import checked_model
 from treeline_wire import tracing_env
-from treeline_wire.command_line import Parser, one_of_two
+from treeline_wire.command_line import Parser, ended_at_once, one_of_two
 from treeline_wire.tracing_env import TracingError
 
 from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan, ports_from
@@ -311,18 +314,33 @@ def _pages(options: UpOptions) -> str:
 administration: http://127.0.0.1:{options.runtime_admin_port} (runtime-0)"""
 
 
+class _Busy(Exception):
+    """Ports cannot be had; the message names them."""
+
+
+MOST_LINES = 10
+"""Of ports that cannot be had: a busy one is said."""
+
+
+def _check(options: UpOptions) -> None:
+    """What can be known before anything is started: ports, then the model, which is downloaded here if need be.
+
+    Raises _Busy, EnvoyNotFound, ModelNotFound, ServeError; exits with status 2 for arguments that `treeline serve` does
+    not take.
+    """
+    children = plan(options, envoy_binary(), Path())
+    if busy := busy_ports(children):
+        fix = "Stop what holds a port, or take others: --port-base 9100 moves all of them, --port the gateway's."
+        more = [f"and {len(busy) - MOST_LINES} more"] if len(busy) > MOST_LINES else []
+        raise _Busy("\n".join((*busy[:MOST_LINES], *more, fix)))
+    if not options.engines:
+        _, _, _, *arguments = children[0].argv  # python -m treeline_runtime
+        checked_model(parse_args(arguments), copies=options.replicas)
+
+
 async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console) -> int:
     bootstrap = folder / "envoy.json"
     children = plan(options, envoy_binary(), bootstrap)
-    if busy := busy_ports(children):
-        for line in busy:
-            console.print(f"treeline up: {line}", style="red", highlight=False, soft_wrap=True)
-        console.print(
-            "Stop what holds a port, or take others: --port-base 9100 moves all of them, --port the gateway's.",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return 1
     bootstrap.touch(mode=0o600)  # keys are in it
     bootstrap.write_text(bootstrap_json(envoy_config(options)))
     supervisor = Supervisor(children, log_dir)
@@ -364,12 +382,14 @@ def main(argv: Sequence[str]) -> int:
     busy or Envoy is missing."""
     options, log_dir = _options(argv)
     console = Console(stderr=True)
-    with _workplace() as folder:
-        try:
+    try:
+        with ended_at_once():
+            _check(options)
+        with _workplace() as folder:
             return asyncio.run(_run(options, folder, log_dir or folder, console))
-        except EnvoyNotFound as missing:
-            console.print(f"treeline up: {missing}", style="red", markup=False, soft_wrap=True)
-            return 1
+    except (EnvoyNotFound, ModelNotFound, ServeError, _Busy) as error:
+        console.print(f"treeline up: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
 
 
 if __name__ == "__main__":
