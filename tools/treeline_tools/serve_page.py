@@ -12,7 +12,8 @@ _HEAD: Final = """\
 # Flags of `treeline serve`
 
 Generated from the runtime's settings (`runtime/src/treeline_runtime/config.py` and `args.py`). `treeline serve --help`
-shows those that one needs now and then, `--help-all` all of them.
+shows those that one needs now and then, `--help-all` all of them. The model needs no flag:
+`treeline serve MODEL`.
 """
 
 
@@ -24,7 +25,7 @@ def page() -> str:
 def _tables(parser: argparse.ArgumentParser) -> Iterator[str]:
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
-        rows = [_row(action) for action in actions if action.dest != "help_all"]
+        rows = [_row(action) for action in actions if action.dest not in ("help_all", "word")]
         if rows:
             title = str(group.title)
             yield f"## {title[0].upper()}{title[1:]}\n\n| flag | |\n|---|---|"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from treeline_wire.models import HubModel
 
-FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+FILES = [*SMALL_FILES, "*.safetensors"]
 """What serving needs: not the same weights again in other formats."""
 IGNORED = ["original/*", "consolidated*", "*/*.safetensors"]
 
@@ -18,19 +20,29 @@ class ModelNotFound(Exception):
     """The model cannot be found, fetched or used; the message says what to do."""
 
 
-def resolve_model(model: str, *, needs_weights: bool = True) -> Path:
-    """A folder with a usable checkpoint. Downloads it if `model` is a Hub id. Raises ModelNotFound."""
+def resolve_model(
+    model: str, *, needs_weights: bool = True, check: Callable[[Path], None] = lambda directory: None
+) -> Path:
+    """A folder with a usable checkpoint. Downloads it if `model` is a Hub id. Raises ModelNotFound, and what `check`
+    raises, which sees the folder before weights are downloaded."""
     folder = Path(model).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
     if not folder.exists():
         try:
-            folder = _download(*HubModel.parse(f"hf://{model}"))
+            repo, revision = HubModel.parse(f"hf://{model}")
         except ValueError:
             raise ModelNotFound(
                 f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
             ) from None
+        folder = _download(repo, revision, SMALL_FILES)
+        _check(folder, model, needs_weights=False)
+        check(folder)
+        folder = _download(repo, revision, FILES)
+        _check(folder, model, needs_weights)
+        return folder
     _check(folder, model, needs_weights)
+    check(folder)
     return folder
 
 
@@ -47,13 +59,14 @@ def _check(folder: Path, model: str, needs_weights: bool) -> None:
         raise ModelNotFound(f"--model: {model} has no *.safetensors weights; other formats are not read")
 
 
-def _download(repo: str, revision: str | None) -> Path:
+def _download(repo: str, revision: str | None, files: list[str]) -> Path:
     # imported here: it takes a second, and a folder needs none of it
     from huggingface_hub import snapshot_download
 
-    logger.info("looking for %s on the Hugging Face Hub", repo)
+    what = "settings and tokenizer" if files is SMALL_FILES else "weights"
+    logger.info("%s: looking for %s on the Hugging Face Hub", repo, what)
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=FILES, ignore_patterns=IGNORED))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=files, ignore_patterns=IGNORED))
     except Exception as error:  # the library lets errors of several HTTP clients through
         raise ModelNotFound(f"--model: {repo} {hub_problem(error, revision)}") from None
 

@@ -147,6 +147,11 @@ def test_an_unknown_model_is_404_and_a_missing_one_is_400_only_where_there_is_a_
     unknown = ask("/v1/completions", {"model": "gpt-9" * 1000, "prompt": "x"})
     assert (unknown.status, unknown.code, unknown.param) == (404, "model_not_found", "model")
     assert len(unknown.message) < 400
+    assert unknown.message.endswith("…` does not exist or you do not have access to it. Served: `tiny`.")
+    several = ask("/v1/completions", {"model": "gpt-9", "prompt": "x"}, served=TWO)
+    assert several.message.endswith(f"Served: {', '.join(f'`{name}`' for name in TWO.models())}.")
+    path = ask("/v1/models/gpt-9", method="GET", served=TWO)
+    assert path.message == several.message
     assert pick("/v1/completions", {"prompt": "x"}).model == "tiny"
     missing = ask("/v1/completions", {"prompt": "x"}, served=TWO)
     assert (missing.status, missing.param) == (400, "model")

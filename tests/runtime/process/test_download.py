@@ -29,9 +29,24 @@ def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(model: Path, m
     hub = Hub(model)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     assert resolve_model("org/some-model.v2@main") == model
-    ((repo, options),) = hub.asked
+    (_, small), (repo, options) = hub.asked
     assert (repo, options["revision"]) == ("org/some-model.v2", "main")
     assert {"*.json", "*.safetensors", "*.jinja"} <= set(options["allow_patterns"])
+    assert set(options["allow_patterns"]) - set(small["allow_patterns"]) == {"*.safetensors"}
+
+
+def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path) -> None:
+        assert directory == model
+        raise LookupError("not served")
+
+    hub = Hub(model)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
+    with pytest.raises(LookupError, match="not served"):
+        resolve_model("org/some-model", check=refuse)
+    assert ["*.safetensors" in options["allow_patterns"] for _, options in hub.asked] == [False]
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,9 @@ def test_missing_parameters_are_named(http: httpx.Client) -> None:
 
 def test_an_unknown_model_is_404(http: httpx.Client) -> None:
     refused(chat(http, model="gpt-5"), "model", status=404, code="model_not_found")
+    large = {"model": "gpt-5", "messages": [{"role": "user", "content": "hello " * 5000}]}
+    for body in ({**large, "messages": []}, large):  # read in this process and in another
+        assert http.post(CHAT, json=body).json()["error"]["message"].endswith("access to it. Served: `random`.")
     refused(text(http, model=""), "model", status=404, code="model_not_found")
     refused(http.get("/v1/models/nope"), "model", status=404, code="model_not_found")
 

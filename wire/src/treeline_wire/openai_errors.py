@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
+
+MOST_MODELS: Final = 10
+"""That an error names."""
+_MOST_CHARS: Final = 256
+"""Of a model's name, in an error."""
 
 
 def error_body(
@@ -10,3 +16,18 @@ def error_body(
 ) -> dict[str, Any]:
     """Return `{"error": {...}}` with all four members, null where there is nothing to say."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def no_such_model(name: str, served: Sequence[str]) -> str:
+    """The message of a 404 for a model: it lists those that the client can ask for, at most `MOST_MODELS`."""
+    said = f"The model `{_short(name)}` does not exist or you do not have access to it."
+    if not served:
+        return said
+    listed = ", ".join(f"`{_short(one)}`" for one in served[:MOST_MODELS])
+    left = len(served) - MOST_MODELS
+    more = f" and {left} more (GET /v1/models)" if left > 0 else ""
+    return f"{said} Served: {listed}{more}."
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _MOST_CHARS else f"{name[:_MOST_CHARS]}…"

@@ -93,7 +93,7 @@ class ModelNotFound(LookupError):
         if name is None:
             super().__init__("the request names no model and more than one is served")
         else:
-            super().__init__(f"The model `{name}` does not exist or you do not have access to it.")
+            super().__init__(f"no pool serves the model {name!r}")
 
 
 class ModelTarget(msgspec.Struct, frozen=True):
@@ -345,9 +345,9 @@ class ModelRegistry:
         self._refresh()
         return not self._served and not self._rules
 
-    def models(self) -> list[str]:
-        """Every model that can be asked for."""
-        return self._table(None).names()
+    def models(self, pool: str | None = None) -> list[str]:
+        """Every model that can be asked for, at this pool or at any."""
+        return self._table(pool).names()
 
     def models_by_pool(self) -> dict[str, list[str]]:
         """The same, pool by pool."""

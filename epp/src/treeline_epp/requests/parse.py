@@ -109,7 +109,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             try:
                 target = self._resolve(model)
             except ModelNotFound as error:
-                return _unknown(error.name)
+                return self._unknown(error.name)
         keyer = self.registry.keyer_of(target.pool) if target is not None else None
         cache = self._cache(read, target)
         if isinstance(cache, Refusal):
@@ -146,7 +146,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             pass
         except ModelNotFound as error:
             if vectors:
-                return _unknown(error.name)
+                return self._unknown(error.name)
             model = None
         most = 0 if vectors else None
         return self._parsed(model, target, KeyedPrompt(None, len(body) // CHARS_PER_TOKEN), most)
@@ -167,6 +167,11 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 if self.ready(pool, name):
                     return msgspec.structs.replace(target, pool=pool, target=name)
         return target
+
+    def _unknown(self, model: str | None) -> Refusal:
+        if model is None:
+            return bad_request("`model` is required: more than one model is served.", param="model")
+        return model_not_found(model, self.registry.models(self.request.pool))
 
     def _home(self, model: str) -> tuple[str | None, bool]:
         """The pool that a model belongs to, and whether it is known to be served; one that no pool serves belongs to
@@ -276,12 +281,6 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     return members
 
 
-def _unknown(model: str | None) -> Refusal:
-    if model is None:
-        return bad_request("`model` is required: more than one model is served.", param="model")
-    return model_not_found(model)
-
-
 def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
     if model is None or target is None or target.target in ("", model):
         return None
@@ -308,7 +307,7 @@ def _models(path: str, registry: ModelRegistry) -> Immediate | Refusal | None:
         return registry.models_answer()
     if path.startswith("/v1/models/"):
         model = unquote(path.removeprefix("/v1/models/"))
-        return registry.model_answer(model) or model_not_found(model)
+        return registry.model_answer(model) or model_not_found(model, registry.models())
     return None
 
 

@@ -7,10 +7,11 @@ to fail-open). The table of statuses and reasons is the one that other endpoint 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 from treeline_wire.anthropic_errors import anthropic_error_body, is_anthropics
-from treeline_wire.openai_errors import error_body
+from treeline_wire.openai_errors import error_body, no_such_model
 
 from treeline_epp.picking.decision import PickError
 
@@ -57,10 +58,9 @@ def bad_request(message: str, *, param: str | None = None, code: str = "invalid_
     return Refusal(400, message, code, param=param)
 
 
-def model_not_found(model: str) -> Refusal:
-    """404: no pool serves `model`. A name of unreasonable length is cut, since it comes back to the client."""
-    name = model if len(model) <= 256 else f"{model[:256]}…"
-    return Refusal(404, f"The model `{name}` does not exist.", "model_not_found", param="model")
+def model_not_found(model: str, served: Sequence[str]) -> Refusal:
+    """404: no pool serves `model`; `served` are the models that the client can ask for."""
+    return Refusal(404, no_such_model(model, served), "model_not_found", param="model")
 
 
 def not_kept_apart(why: str) -> Refusal:

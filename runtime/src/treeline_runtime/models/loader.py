@@ -13,6 +13,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.moe import GptOssDecoder, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
+from treeline_runtime.models.preflight import check_quantization, resolve_context_length
 from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
@@ -58,17 +59,6 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
     return E4M3
 
 
-def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
-    if config.context_length is None:
-        return model.max_position
-    if config.context_length > model.longest_context:
-        raise ConfigError(
-            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions"
-        )
-    return config.context_length
-
-
 def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
     """All that the checkpoint's files but its weights say of the model. Raises ModelError or ConfigError."""
     return read_config(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
@@ -89,9 +79,8 @@ def load_model(config: EngineConfig) -> Decoder:
         torch.cuda.set_device(device)
     model_config, pooling = architecture_of(config)
     context_length = resolve_context_length(config, model_config)
+    check_quantization(config, model_config)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
-    if scheme is not None and model_config.moe is not None:
-        raise ModelError(f"--quantization fp8 is not supported for {model_config.architecture}, which has experts")
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
         logger.warning(
             "fp8 saves nothing here: products of fp8 need a GPU from Ada on (compute capability 8.9) and Triton, so "

@@ -20,7 +20,8 @@ import torch
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype, resolve_kv_dtype
+from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
+from treeline_runtime.models.preflight import resolve_context_length
 from treeline_runtime.scheduler.prompt_graphs import worth_capturing
 
 CPU_POOL_LIMIT = 1 << 30

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from treeline_wire import headers as wire_headers
 from treeline_wire.anthropic_errors import anthropic_error_body
-from treeline_wire.openai_errors import error_body
+from treeline_wire.openai_errors import error_body, no_such_model
 
 Header = tuple[bytes, bytes]
 
@@ -64,10 +64,9 @@ def overloaded(message: str) -> ApiError:
 class UnknownModel(ApiError):
     """404: a client never gets another model than the one that it named."""
 
-    def __init__(self, name: object) -> None:
-        self.name = short(name)
-        message = f"The model `{self.name}` does not exist or you do not have access to it."
-        super().__init__(404, message, param="model", code="model_not_found")
+    def __init__(self, name: object, served: str) -> None:
+        self.name, self.served = short(name), served
+        super().__init__(404, no_such_model(self.name, [served]), param="model", code="model_not_found")
 
     def without_picker(self) -> ApiError:
         """The same where no picker was asked: it may be the name of an InferenceModel, or of another pool's model."""

@@ -207,19 +207,19 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """What the API calls its type."""
     param: str | None = None
     code: str | None = None
-    unknown_model: str | None = None
-    """The name, where it is that."""
+    unknown_model: tuple[str, str] | None = None
+    """The name, where it is that, and the one that is served."""
 
     @classmethod
     def of(cls, error: ApiError) -> Refused:
         told = error.body["error"]
-        name = error.name if isinstance(error, UnknownModel) else None
+        name = (error.name, error.served) if isinstance(error, UnknownModel) else None
         return cls(error.status, told["message"], told["type"], told["param"], told["code"], name)
 
     def error(self) -> ApiError:
         """The same, but for its headers."""
         if self.unknown_model is not None:
-            return UnknownModel(self.unknown_model)
+            return UnknownModel(*self.unknown_model)
         return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code)
 
 

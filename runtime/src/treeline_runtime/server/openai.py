@@ -59,7 +59,7 @@ class ModelFacts:
     def check_model(self, name: object) -> None:
         """Raises UnknownModel for another model than the one served; none at all is this one."""
         if name is not None and name != self.name:
-            raise UnknownModel(name)
+            raise UnknownModel(name, self.name)
 
 
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]

@@ -1,0 +1,164 @@
+"""What is refused before anything is loaded: what config.json and the sizes of files say already. No torch here.
+
+The memory that weights need is estimated from below, so that nothing is refused that would have worked: the rest is
+found while they are loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.models.config import ModelConfig, ModelError, read_config
+from treeline_runtime.models.pooling import pooling_of
+
+INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""What is converted to the type that is computed in."""
+_ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_CONFIG_TYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
+_MOST_HEADER_BYTES = 100 << 20
+"""As safetensors itself bounds it."""
+_NVIDIA_SMI_S = 20.0
+_GIB = 1 << 30
+
+
+class Memory(NamedTuple):
+    """What weights have to fit into."""
+
+    size: int
+    """Bytes, used ones included."""
+    name: str
+    cuda: bool
+
+
+def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1) -> None:
+    """`copies`: how many runtimes with this configuration share the machine. Weights need not be there yet: then the
+    index beside config.json says their size. Raises ModelError or ConfigError.
+    """
+    model = read_config(directory)
+    pooling_of(directory, config.task, matryoshka=config.matryoshka)
+    resolve_context_length(config, model)
+    check_quantization(config, model)
+    if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
+        _check_fit(config, directory, memory, copies)
+
+
+def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
+    if config.context_length is None:
+        return model.max_position
+    if config.context_length > model.longest_context:
+        raise ConfigError(
+            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions: set at "
+            "most these, or leave it out"
+        )
+    return config.context_length
+
+
+def check_quantization(config: EngineConfig, model: ModelConfig) -> None:
+    """Raises ModelError where weights of this model are not quantised as they are loaded."""
+    if config.quantization == "fp8" and model.moe is not None:
+        raise ModelError(
+            f"--quantization fp8 is not supported for {model.architecture}, which has experts: leave the flag out"
+        )
+
+
+def _check_fit(config: EngineConfig, directory: Path, memory: Memory, copies: int) -> None:
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
+    itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
+    each = weight_bytes(directory, itemsize)
+    if each is None or each * copies <= memory.size:
+        return
+    many = f"{copies} runtimes need {copies} times that: start fewer (--replicas), or " if each <= memory.size else ""
+    smaller = "" if itemsize == 1 else "an fp8 checkpoint, " if itemsize == 2 else "--dtype bfloat16, "
+    raise ConfigError(
+        f"the weights of {config.model} take {each / _GIB:.1f} GiB as {'fp8' if itemsize == 1 else dtype}, and "
+        f"{memory.name} has {memory.size / _GIB:.1f} GiB: {many}take {smaller}a smaller model or more memory "
+        f"(`treeline size {config.model}` says what it needs)"
+    )
+
+
+def weight_bytes(directory: Path, itemsize: int) -> int | None:
+    """What the weights take at least, once floating point has this size; None: nothing says it."""
+    files = sorted(directory.glob("*.safetensors"))
+    try:
+        if files:
+            return sum(_loaded_bytes(file, itemsize) for file in files)
+        total = int(json.loads((directory / INDEX).read_bytes())["metadata"]["total_size"])
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # what is wrong with it, the loader says
+    stored = _CONFIG_TYPES.get(str(config.get("torch_dtype") or config.get("dtype")))
+    if config.get("quantization_config") or stored is None:
+        return total if itemsize > 1 else None
+    return total * itemsize // stored
+
+
+def _loaded_bytes(file: Path, itemsize: int) -> int:
+    """What the tensors of a file take. Quantised ones stay as they are; floating point is never counted larger than it
+    becomes."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise ValueError(f"{file} has no header")
+        header = json.loads(opened.read(length))
+    tensors = [told for name, told in header.items() if name != "__metadata__"]
+    return sum(
+        math.prod(told["shape"]) * itemsize
+        if told["dtype"] in _FLOATS
+        else told["data_offsets"][1] - told["data_offsets"][0]
+        for told in tensors
+    )
+
+
+def memory_of(device: str) -> Memory | None:
+    """The memory of the device that a runtime will take; None where it cannot be told without torch."""
+    gpus = _gpus() if device == "auto" or device.startswith("cuda") else []
+    if gpus is None:
+        return None
+    if gpus:
+        return max(gpus)
+    if device not in ("auto", "cpu"):
+        return None
+    return Memory(_machine_bytes(), "this machine", cuda=False)
+
+
+def _gpus() -> list[Memory] | None:
+    """The GPUs of this machine; None where there may be some that nothing here tells about."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1") or _torch_is_for_cpus():
+        return []
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        hidden = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+        return None if any(Path(name).exists() for name in hidden) else []
+    query = [program, "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True).stdout
+        rows = [line.partition(",") for line in told.splitlines()]
+        return [Memory(int(size) << 20, f"this GPU ({name.strip()})", cuda=True) for size, _, name in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _torch_is_for_cpus() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
+
+
+def _machine_bytes() -> int:
+    """Memory of the machine, or of this process's control group if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # none, or "max"
+        return total

@@ -1,0 +1,172 @@
+"""What config.json and the sizes of files say is refused before torch, or a process, is there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from support.ports import free_base
+from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.models import preflight
+from treeline_runtime.models.config import ModelError
+from treeline_runtime.models.preflight import INDEX, Memory, check_before_loading, memory_of, weight_bytes
+
+TINY = Path(__file__).parents[3] / "models" / "tiny"
+GIB = 1 << 30
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """The tiny model's small files, without weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def change(folder: Path, **settings: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+def index(folder: Path, size: int) -> Path:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": {}}))
+    return folder
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, gib: float, cuda: bool = False) -> None:
+    memory = Memory(int(gib * GIB), "this GPU (H1)" if cuda else "this machine", cuda)
+    monkeypatch.setattr(preflight, "memory_of", lambda _device: memory)
+
+
+def test_the_size_of_weights_is_that_of_the_tensors_once_loaded(tmp_path: Path) -> None:
+    tensors = load_file(TINY / "model.safetensors")
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    for itemsize in (1, 2, 4):
+        assert weight_bytes(TINY, itemsize) == numbers * itemsize
+    first = next(iter(tensors.values()))
+    packed = {"a": first.float(), "b": first.float().byte()}
+    save_file(packed, tmp_path / "model.safetensors")
+    assert weight_bytes(tmp_path, 4) == first.numel() * 5, "what is quantised stays as it is"
+
+
+def test_before_weights_are_there_the_index_says_their_size(checkpoint: Path) -> None:
+    assert weight_bytes(checkpoint, 4) is None
+    index(change(checkpoint, torch_dtype="bfloat16"), 10 * GIB)
+    assert weight_bytes(checkpoint, 4) == 20 * GIB
+    assert weight_bytes(checkpoint, 2) == 10 * GIB
+    change(checkpoint, quantization_config={"quant_method": "fp8"})
+    assert weight_bytes(checkpoint, 2) == 10 * GIB
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{}"])
+def test_broken_files_are_left_to_the_loader(checkpoint: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, 0.001)
+    (checkpoint / "model.safetensors").write_bytes(content)
+    (checkpoint / INDEX).write_bytes(content)
+    check_before_loading(EngineConfig(model="m"), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gib", "cuda", "copies", "said"),
+    [
+        ({}, 39, False, 1, "the weights of m take 40.0 GiB as float32, and this machine has 39.0 GiB: take --dtype"),
+        ({"dtype": "bfloat16"}, 19, False, 1, "take 20.0 GiB as bfloat16, and this machine has 19.0 GiB: take an fp8"),
+        ({}, 19, True, 1, "take 20.0 GiB as bfloat16, and this GPU (H1) has 19.0 GiB: take an fp8"),
+        ({"quantization": "fp8"}, 9, True, 1, "take 10.0 GiB as fp8, and this GPU (H1) has 9.0 GiB: take a smaller"),
+        ({}, 79, False, 2, "2 runtimes need 2 times that: start fewer (--replicas), or take"),
+        ({}, 40, False, 1, None),
+        ({}, 20, True, 1, None),
+        ({"quantization": "fp8"}, 10, True, 1, None),
+        ({"load_format": "dummy"}, 1, True, 9, None),
+    ],
+)
+def test_weights_that_cannot_fit_are_refused_with_both_sizes(
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Any,
+    gib: float,
+    cuda: bool,
+    copies: int,
+    said: str | None,
+) -> None:
+    machine(monkeypatch, gib, cuda)
+    index(change(checkpoint, torch_dtype="bfloat16"), 20 * GIB)
+    config = EngineConfig(model="m", **settings)
+    if said is None:
+        check_before_loading(config, checkpoint, copies)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_before_loading(config, checkpoint, copies)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "settings", "error", "said"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            {},
+            ModelError,
+            "architecture MambaForCausalLM is not supported; sup",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, {}, ModelError, "awq"),
+        ({}, {"context_length": 10**6}, ConfigError, "context_length 1000000 exceeds the model's 8192 positions: set"),
+    ],
+)
+def test_what_is_not_served_is_refused(
+    checkpoint: Path, changed: Any, settings: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as refused:
+        check_before_loading(EngineConfig(model="m", **settings), change(checkpoint, **changed))
+    assert said in str(refused.value)
+
+
+def nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(preflight, "_torch_is_for_cpus", lambda: False)
+
+
+def test_the_largest_gpu_counts_and_none_where_cuda_is_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path, "echo '24576, NVIDIA L4'; echo '81920, NVIDIA H100, 80GB'", monkeypatch)
+    assert memory_of("auto") == memory_of("cuda:1") == Memory(80 * GIB, "this GPU (NVIDIA H100, 80GB)", cuda=True)
+    cpu = memory_of("cpu")
+    assert cpu is not None
+    assert not cpu.cuda
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert memory_of("auto") == cpu
+    assert memory_of("cuda") is None
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo 'No devices were found'"])
+def test_a_gpu_that_cannot_be_told_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    nvidia_smi(tmp_path, script, monkeypatch)
+    assert memory_of("auto") is None
+
+
+@pytest.mark.integration
+def test_serve_and_up_refuse_before_torch_is_loaded_or_a_process_started(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").touch()
+    change(checkpoint, architectures=["MambaForCausalLM"])
+    program = (
+        "import sys; from treeline.main import main; status = main(sys.argv[1:]);"
+        "sys.exit(status if 'torch' not in sys.modules else 99)"
+    )
+    ports = ["--port", "0", "--metrics-port", "off", "--admin-port", "off", "--no-events"]
+    for words in (["serve", str(checkpoint), *ports], ["up", str(checkpoint), "--port-base", str(free_base(17))]):
+        done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 1, done.stderr
+        assert "architecture MambaForCausalLM is not supported; supported: " in done.stderr
+        assert "starting" not in done.stderr
