@@ -212,7 +212,7 @@ def test_a_conversation_at_a_terminal(server, chat, tmp_path):
     assert "system prompt: none" in terminal.says("/system")
     assert "/nonsense is no command" in terminal.says("/nonsense x")
     assert "saved to" in terminal.says(f"/save {tmp_path}/a.json")
-    assert "is there already" in terminal.says(f"/save {tmp_path}/a.json")
+    assert "is there already" in " ".join(terminal.says(f"/save {tmp_path}/a.json").split())
     saved = json.loads((tmp_path / "a.json").read_text())
     assert [message["role"] for message in saved] == ["user", "assistant"] * 2
     assert [saved[0]["content"], saved[1]["content"]] == [CAPITAL, "The capital of France is Paris."]
@@ -244,7 +244,7 @@ def test_a_question_may_have_several_lines_typed_or_pasted(chat):
     with serving(lambda _: iter([delta(content="ok", finish="stop"), DONE])) as fake:
         terminal = chat(fake.url)
         terminal.until(PROMPT)
-        terminal.type("one\ntwo\x1b\rthree\r")
+        terminal.type("one\x1b\rtwo\x1b\nthree\r")
         terminal.until(r"ok[\s\S]*\n>")
         terminal.type("\x1b[200~four\nfive\n\x1b[201~\r")
         terminal.until(r"ok[\s\S]*\n>")
@@ -261,7 +261,7 @@ def test_ctrl_c_ends_the_answer_and_the_servers_work_and_twice_the_chat(server, 
 
     for _ in range(20):  # the tiny model ends most answers soon
         terminal.type("Write a long list of words, and count on: one two three four five six seven\r")
-        terminal.until(r"seven[\s\S]*(first token|\d s, Ctrl-C stops|\w\w\w)")
+        terminal.until("Ctrl-C stops")
         terminal.type("\x03")
         if "stopped" in terminal.until(r"stopped|first token[\s\S]*again leaves"):
             break
@@ -396,8 +396,9 @@ def test_a_server_that_dies_while_one_chats_is_told(chat):
     terminal.until(PROMPT)
     for process in servers_of(terminal.process):
         process.kill()
-    shown = terminal.says("hi", "ended with status -9")
-    assert "its log is" in shown
+    shown = " ".join(terminal.says("hi", "its log").split())
+    assert "ended with status -9; its log" in shown
+    assert terminal.end() == 1
 
 
 def test_arguments_for_a_server_that_runs_already_are_refused(tmp_path):

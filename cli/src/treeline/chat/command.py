@@ -39,7 +39,7 @@ HELP = """\
 /help          this list
 /exit          leave; so do Ctrl-D, and Ctrl-C twice
 
-Enter sends, Alt-Enter or Ctrl-J begins a new line, Ctrl-C stops an answer.
+Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer.
 To send a line that begins with /, put a space before it."""
 COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 
@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     errors = Console(stderr=True, highlight=False)
     try:
         with contextlib.ExitStack() as stack:
-            check: Callable[[], None] | None = None
+            check = _nothing
             url = args.target if "://" in args.target else f"http://{args.target}"
             if not is_url:
                 from treeline.chat.local_server import LocalServer
@@ -102,12 +102,7 @@ def main(argv: Sequence[str]) -> int:
                 server = stack.enter_context(LocalServer(args.target, serve_args, errors))
                 url, check = server.url, server.check
             client = stack.enter_context(Client(url))
-            try:
-                return _chat(client, args)
-            except ChatError:
-                if check is not None:  # that the server has ended says more
-                    check()
-                raise
+            return _chat(client, args, check)
     except ChatError as error:
         errors.print(Text(f"treeline chat: error: {error}", style="red"), soft_wrap=True)
         return 1
@@ -130,14 +125,19 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _chat(client: Client, args: argparse.Namespace) -> int:
+def _nothing() -> None:
+    """A server that runs already is not ours to look after."""
+
+
+def _chat(client: Client, args: argparse.Namespace, check: Callable[[], None]) -> int:
+    """check: raises ChatError where a server of ours has ended."""
     settings = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     body = {key: value for key, value in settings.items() if value is not None}
     conversation = Conversation(args.system)
     if sys.stdin.isatty() and sys.stdout.isatty():
         console = Console(highlight=False)
         model = args.model or _only(client.models(), lambda models: _chosen(models, console))
-        return Chat(client, {"model": model, **body}, conversation, console).run()
+        return Chat(client, {"model": model, **body}, conversation, console, check).run()
     if not (question := sys.stdin.buffer.read().decode(errors="replace").strip()):
         raise ChatError("standard input has no question: echo QUESTION | treeline chat, or call it in a terminal")
     model = args.model or _only(client.models(), _refuse_several)
@@ -194,9 +194,17 @@ def _calls(answer: Answer) -> list[str]:
 class Chat:
     """The chat at a terminal."""
 
-    def __init__(self, client: Client, body: dict[str, Any], conversation: Conversation, console: Console) -> None:
-        """body: what every request has besides its messages."""
+    def __init__(
+        self,
+        client: Client,
+        body: dict[str, Any],
+        conversation: Conversation,
+        console: Console,
+        check: Callable[[], None],
+    ) -> None:
+        """body: what every request has but its messages. check: raises ChatError where a server of ours has ended."""
         self._client, self._body, self._conversation, self._console = client, body, conversation, console
+        self._check = check
 
     def run(self) -> int:
         """Until the user leaves; returns the exit status."""
@@ -280,6 +288,7 @@ class Chat:
                 for piece in clock.timing(pieces):
                     view.add(piece)
         except ChatError as error:
+            self._check()
             self._wrong(f"{error} (/retry asks again)")
         except KeyboardInterrupt:
             self._note("stopped")

@@ -17,7 +17,7 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 class Prompt:
     def __init__(self, commands: Sequence[str]) -> None:
         keys = KeyBindings()
-        for pressed in (("escape", "enter"), ("c-j",)):
+        for pressed in (("escape", "enter"), ("escape", "c-j")):
             keys.add(*pressed)(_new_line)
         self._session: PromptSession[str] = PromptSession(
             [("bold", "> ")],

@@ -75,7 +75,7 @@ class AnswerView:
         )
 
     def __enter__(self) -> AnswerView:
-        self._live.start()
+        self._live.start(refresh=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
