@@ -76,6 +76,14 @@ WORDS = {
         ("runtime", "picker"),
     ),
     "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve", ("runtime",)),
+    "chat": Word(
+        "chat in the terminal with a server, or with a model for which one is started", "treeline.chat.command"
+    ),
+    "size": Word(
+        "which GPUs a model needs, and how many sequences fit: from its config.json alone",
+        "treeline.size.command",
+        ("runtime",),
+    ),
     "pick": Word(
         "run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain",
         "treeline_epp.main",

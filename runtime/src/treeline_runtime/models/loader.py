@@ -8,6 +8,7 @@ import logging
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.moe import GptOssDecoder, MoeDecoder
