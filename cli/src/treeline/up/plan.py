@@ -39,6 +39,7 @@ class UpOptions:
     picker_admin_port: int = ports.PICKER_ADMIN
     runtime_args: tuple[str, ...] = ()
     debug_endpoints: bool = False
+    show_prompts: bool = False
     log_level: str = "info"
     api_keys: Mapping[str, str] = field(default_factory=dict)
     """Client → its key; empty means open."""
@@ -117,12 +118,14 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         "--admin-port": options.picker_admin_port,
     }
     settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
-    argv = [sys.executable, "-m", "treeline_epp", *_flags({**settings, **own_ports})]
+    argv = [sys.executable, "-m", "treeline_epp", "--console", *_flags({**settings, **own_ports})]
     for runtime in runtimes:
         host, port = runtime.ports["port"]
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
+    if options.show_prompts:
+        argv += ["--show-prompts"]
     if options.api_keys:
         argv += ["--trust-edge", f"--max-client-requests={ClientLimits().unanswered_requests}"]
     if options.tracing is not None:
