@@ -72,12 +72,13 @@ def console_pages(fleet: Fleet, log: DecisionLog, series: Series, *, texts: bool
             shown["prefixes"] = view.prefixes(log, fleet, now, texts=asked)
         return Page(shown, headers=_HEADERS)
 
-    return {**_files(), DATA: data}
+    return {**files(), DATA: data}
 
 
-def _files() -> dict[str, Handler]:
-    files = (file for file in Path(__file__).parent.iterdir() if file.suffix in _TYPES)
-    return {ROOT if file.name == "page.html" else f"{ROOT}{file.name}": _shown(file) for file in files}
+def files() -> dict[str, Handler]:
+    """What the page is made of, by path."""
+    found = (file for file in Path(__file__).parent.iterdir() if file.suffix in _TYPES)
+    return {ROOT if file.name == "page.html" else f"{ROOT}{file.name}": _shown(file) for file in found}
 
 
 def _shown(file: Path) -> Handler:

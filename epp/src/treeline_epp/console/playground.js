@@ -128,9 +128,10 @@ async function ask(said, accepted) {
     const answer = await chat(body, by("key").value, own.signal, answer => turn.show(answer));
     if (messages !== said) return;
     turn.end(answer);
-    messages = [...said, {role: "assistant", content: answer.content || null,
-      ...answer.calls.length ? {tool_calls: answer.calls.filter(Boolean)} : {}}];
-    if (answer.finish === "tool_calls" || answer.calls.length) turn.offerCalls(answer.calls.filter(Boolean));
+    const calls = answer.stopped ? [] : answer.calls.filter(Boolean);
+    const made = {role: "assistant", content: answer.content || null, ...calls.length ? {tool_calls: calls} : {}};
+    if (answer.content || calls.length) messages = [...said, made];
+    if (calls.length) turn.offerCalls(calls);
   } catch (error) {
     turn.fail(error instanceof Refused ? error.message :
       error instanceof TypeError ? "The gateway does not answer." : `The answer cannot be read: ${error.message}`);
