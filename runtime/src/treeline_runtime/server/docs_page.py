@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -54,7 +55,8 @@ def docs_page(document: Schema) -> str:
             ),
             "<h2>Schemas</h2>",
             *(
-                f'<details id="{escape(name)}"><summary>{escape(name)}</summary>{_schema(found)}</details>'
+                # What a link leads to is inside: so a browser opens it.
+                f'<details><summary>{escape(name)}</summary><div id="{escape(name)}">{_schema(found)}</div></details>'
                 for name, found in sorted(document.get("components", {}).get("schemas", {}).items())
             ),
             "</html>",
@@ -63,7 +65,11 @@ def docs_page(document: Schema) -> str:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    return (f"<p>{escape(part)}</p>" for part in text.split("\n\n") if part.strip())
+    return (f"<p>{_text(part)}</p>" for part in text.split("\n\n") if part.strip())
+
+
+def _text(text: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _operation(method: str, path: str, found: Schema) -> str:
@@ -102,7 +108,7 @@ def _schema(found: Schema) -> str:
 
 
 def _table(rows: list[tuple[str, Schema, str]]) -> str:
-    lines = (f"<tr><td><code>{escape(name)}</code><td>{_kind(kind)}<td>{escape(text)}" for name, kind, text in rows)
+    lines = (f"<tr><td><code>{escape(name)}</code><td>{_kind(kind)}<td>{_text(text)}" for name, kind, text in rows)
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
