@@ -55,8 +55,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
         EnvoyConfig(request_body_mode="STREAMED", response_body_mode="BUFFERED"),
         EnvoyConfig(request_body_mode="NONE", access_log=None),
         EnvoyConfig(tracing=Tracing("collector.observability.svc")),
+        EnvoyConfig(console_port=9004),
+        EnvoyConfig(console_port=9004, listen_host="0.0.0.0", api_keys={"ada": "sk-1"}),
     ],
-    ids=["default", "ipv6", "dns", "everything", "duplex", "streamed", "none", "traced"],
+    ids=["default", "ipv6", "dns", "everything", "duplex", "streamed", "none", "traced", "console", "console, keys"],
 )
 def test_the_real_envoy_accepts_it(config: EnvoyConfig, tmp_path: Path) -> None:
     assert validate(config, tmp_path) == ""

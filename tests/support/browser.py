@@ -6,6 +6,7 @@ https://chromedevtools.github.io/devtools-protocol/
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import os
@@ -79,6 +80,31 @@ class Tab:
     async def until(self, script: str) -> None:
         """Wait until the expression is true."""
         await until(lambda: self.run(script), script, 60, lambda: self.troubles)
+
+    async def press(self, key: str, text: str = "") -> None:
+        """A key of the keyboard, wherever the focus is. `text` is what it types, if anything."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}.get(key, ord(key[0].upper()))
+        named: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code}
+        if typed := text or {"Enter": "\r"}.get(key, ""):
+            named["text"] = typed
+        await self._send("Input.dispatchKeyEvent", type="keyDown", **named)
+        await self._send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+
+    async def type(self, text: str) -> None:
+        """As if pasted, wherever the focus is."""
+        await self._send("Input.insertText", text=text)
+
+    async def look(self, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
+        """The size of the window, and whether its user likes it `light` or `dark`."""
+        await self._send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+        )
+        await self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    async def screenshot(self) -> bytes:
+        """What is in the window, as PNG."""
+        found = await self._send("Page.captureScreenshot", format="png")
+        return base64.b64decode(found["data"])
 
     async def text(self, selector: str) -> str:
         """What can be read there."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
+from treeline_wire import headers as names
 from treeline_wire.browsers import foreign_host, page_request
 from treeline_wire.security import is_loopback
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 _http_log = logging.getLogger(f"{__name__}.http")
 _http_log.setLevel(logging.CRITICAL)  # it would write a traceback for whatever is not HTTP
 
-TOKEN_HEADER = b"x-treeline-console"
+_EDGE = names.EDGE.encode()
 _SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
 RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
@@ -64,23 +64,24 @@ class PageServer:
     others in a browser on this machine reach it, too. `PROBES` alone are for all.
 
     `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that its
-    browser shows: that is, anybody who may start a process there or forward a port to it. `token` is known to a page of
-    this server alone, which is private itself: by it the requests of that page's script are distinguished from those of
-    others. `questions` are pages that are asked by POST, with at most `question_bytes`.
+    browser shows: that is, anybody who may start a process there or forward a port to it. `own` are the paths of a web
+    page of this server and of what that page loads: scripts of the same origin may ask for them too. A gateway may lead
+    its clients to `own` paths that are not private; our Envoy marks what it passes on, and nothing private is shown to
+    that. `questions` are pages that are asked by POST, with at most `question_bytes`.
     """
 
     def __init__(
         self,
         pages: Mapping[str, Handler],
         private: Collection[str] = (),
-        token: str = "",
+        own: Collection[str] = (),
         streams: Mapping[str, Stream] | None = None,
         questions: Mapping[str, Question] | None = None,
         question_bytes: int = 1 << 20,
     ) -> None:
         self._pages = pages
         self._private = private
-        self._token = token.encode()
+        self._own = own
         self._streams = streams or {}
         self._questions = questions or {}
         self._streaming: set[asyncio.Task[object]] = set()
@@ -176,19 +177,22 @@ class PageServer:
 
     def _why_not(self, request: web.Request) -> str | None:
         """Why it gets no answer. What comes to loopback must be meant for it; only there are private pages shown."""
-        transport = request.transport
+        transport, headers, path = request.transport, request.raw_headers, request.path
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
-        if request.path in PROBES or not (request.path in self._private or is_loopback(own_address)):
+        private = path in self._private
+        if path in PROBES or not (private or is_loopback(own_address)):
             return None
-        why = why_not_local(self._not_of_our_page(request.raw_headers), own_address)
-        return f"only for clients on this machine: {why}" if why else None
+        if any(name.lower() == _EDGE for name, _ in headers) and (private or path in self._own):
+            return f"{_LOCAL}: the request came through a gateway" if private else None
+        if path in self._own:
+            # That of modules is told besides; who names it as its Host came by it, too.
+            same = {_SAME_ORIGIN, (b"origin", f"http://{request.host}".encode("latin-1"))}
+            headers = tuple(each for each in headers if (each[0].lower(), each[1]) not in same)
+        why = why_not_local(headers, own_address)
+        return f"{_LOCAL}: {why}" if why else None
 
-    def _not_of_our_page(self, headers: RawHeaders) -> RawHeaders:
-        """The headers without the mark of a page, where that is our own by its token and by the browser's word."""
-        shown = next((value for name, value in headers if name.lower() == TOKEN_HEADER), b"")
-        if not self._token or not hmac.compare_digest(shown, self._token):
-            return headers
-        return [(name, value) for name, value in headers if (name.lower(), value) != _SAME_ORIGIN]
+
+_LOCAL = "only for clients on this machine"
 
 
 def why_not_local(headers: Iterable[tuple[bytes, bytes]], own_address: str) -> str | None:

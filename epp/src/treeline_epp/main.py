@@ -154,7 +154,7 @@ def _picker(options: Options) -> Picker:
         1 if options.own_proxy else 0,
         seed,
         options.flow_control.saturation,
-        scored=3 if options.enable_debug_endpoints else 1,
+        scored=3 if options.console or options.enable_debug_endpoints else 1,
     )
     picker = Picker(config)
     log.info("policy %s", options.policy)

@@ -225,14 +225,20 @@ class Options:
         parse=seconds,
         help="how long open streams may go on after SIGTERM; 30s and 1m30s are understood, too (default %(default)s)",
     )
+    console: bool = setting(
+        False,
+        help="serve the page /console/ on the admin port: a playground for a gateway that leads to it, and for clients "
+        "on this machine (in this pod) alone load, decisions and prefixes",
+    )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /debug/console on the "
+        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /console/ on the "
         "admin port, to clients on this machine (in this pod) alone",
     )
     show_prompts: bool = setting(
         False,
-        help="let /debug/console show the beginnings of prompts to whoever asks there (with --enable-debug-endpoints)",
+        help="let /console/ show the beginnings of prompts to clients on this machine (with --console or "
+        "--enable-debug-endpoints)",
     )
     log_level: str = setting(
         None,
@@ -382,8 +388,8 @@ def _fill(found: dict[str, Any]) -> None:
 
 def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
     """Settings that need one another, or exclude it."""
-    if found["show_prompts"] and not found["enable_debug_endpoints"]:
-        p.error("--show-prompts needs --enable-debug-endpoints, which serves the page that would show them")
+    if found["show_prompts"] and not (found["console"] or found["enable_debug_endpoints"]):
+        p.error("--show-prompts needs --console (or --enable-debug-endpoints), which serves the page that shows them")
     if found["rules_group"] and not (found["gateway"] or found["pool_name"]):
         p.error("--rules-group needs --pool-name or --gateway: objectives and rewrites name their pool")
     if found["peers"] and found["curve_dir"] is None:

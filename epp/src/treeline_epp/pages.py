@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +11,8 @@ from treeline_wire.signals import CONTENT_TYPE, PATH, Signals
 
 from treeline_epp import fleet_report, signals
 from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
-from treeline_epp.console.view import console_pages
+from treeline_epp.console.pages import DATA, console_pages
+from treeline_epp.console.series import Series
 from treeline_epp.fleet import Fleet
 from treeline_epp.health import Health
 from treeline_epp.observing import Observing
@@ -20,6 +20,7 @@ from treeline_epp.options import Options
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.body import Body, RouteRequest
 from treeline_epp.requests.decision_log import KEPT, DecisionLog
+from treeline_epp.requests.exchange import Observers
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
 from treeline_epp.requests.router import Router
@@ -109,7 +110,6 @@ def admin_pages(
     look: Callable[[], Signals],
 ) -> PageServer:
     """What the kubelet, the operator and people who look for a fault read."""
-    token = secrets.token_urlsafe()
 
     def detail() -> dict[str, object]:
         return {} if kube is None else {"kubernetes": kube.describe()}
@@ -125,15 +125,18 @@ def admin_pages(
     }
     debug: dict[str, Handler] = {}
     questions: dict[str, Question] = {}
-    if options.enable_debug_endpoints:
-        router.decisions = DecisionLog()
-        debug = debug_pages(fleet, router.decisions)
-        debug |= console_pages(fleet, router.decisions, token=token, texts=options.show_prompts)
-        questions = {EXPLAIN: lambda data: explain_page(router, data)}
+    console: dict[str, Handler] = {}
+    if options.console or options.enable_debug_endpoints:
+        router.decisions, series = DecisionLog(), Series()
+        router.observers = Observers([*router.observers, series])
+        console = console_pages(fleet, router.decisions, series, texts=options.show_prompts)
+        if options.enable_debug_endpoints:
+            debug = debug_pages(fleet, router.decisions)
+            questions = {EXPLAIN: lambda data: explain_page(router, data)}
     return PageServer(
-        public | debug,
-        private=[*debug, *questions],
-        token=token,
+        public | debug | console,
+        private=[*debug, *questions, DATA],
+        own=console,
         streams={PATH: Stream(lambda: signals.stream(look), CONTENT_TYPE)},
         questions=questions,
         question_bytes=question_bytes(options),

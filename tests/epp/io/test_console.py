@@ -16,10 +16,14 @@ from support.epp_kube import asked
 from support.http import client
 from support.ports import free_ports
 from treeline_epp.admin import Page, PageServer
+from treeline_epp.console.series import KEPT_S, MOST_ENDPOINTS, MOST_TTFTS, Series
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.decision_log import KEPT, PROMPT_BYTES, DecisionLog
+from treeline_epp.requests.exchange import Exchange
+from treeline_epp.requests.usage import Usage
+from treeline_wire import headers as names
 
 SECRET = "The launch code is 0000"
 BEGINNING = "You are the assistant of a bank. " * 8
@@ -34,23 +38,15 @@ async def picker(*flags: str, models: tuple[str, ...] = ("tiny",)) -> AsyncItera
             yield running, fakes[0]
 
 
-async def token_of(running: RunningPicker) -> str:
-    """What the page tells its script."""
-    page = (await running.get("/debug/console")).text
-    found = re.search(r'name="console-token" content="([\w-]{20,})"', page)
-    assert found is not None
-    return found[1]
-
-
 async def fetch(running: RunningPicker, query: str = "", headers: Mapping[str, str] | None = None) -> httpx.Response:
     async with client(timeout=60) as http:
-        url = f"http://127.0.0.1:{running.options.admin_port}/debug/console.json?{query}"
+        url = f"http://127.0.0.1:{running.options.admin_port}/console/data?{query}"
         return await http.get(url, headers=headers)
 
 
 async def test_decisions_are_told_with_their_reasons_and_prompts_only_if_the_flag_allows() -> None:
     async with picker() as (running, _):
-        assert (await fetch(running)).json()["decisions"] == {"count": 0, "next": 0, "shown": []}
+        assert (await fetch(running)).json()["decisions"] == {"count": 0, "shown": []}
         for turn in range(3):
             await asked(running, "tiny", prompt=f"{BEGINNING}{SECRET}{turn}", request_id=f"r{turn}", answered=True)
         answer = await fetch(running, "prefixes=1")
@@ -72,7 +68,7 @@ async def test_decisions_are_told_with_their_reasons_and_prompts_only_if_the_fla
         refused = await fetch(running, "texts=1&prefixes=1")
         assert refused.status_code == 403
         assert "--show-prompts" in refused.json()["error"]
-        for wrong in ("after=-1", "after=x", "after=" + "9" * 20, "after=²"):
+        for wrong in ("after=-1", "after=x", "after=" + "9" * 20, "after=²", "since=x"):
             assert (await fetch(running, wrong)).status_code == 400
 
 
@@ -126,76 +122,204 @@ async def test_endpoints_are_told_with_their_load() -> None:
         }
 
 
-async def test_only_the_pages_own_script_and_clients_on_this_machine_are_answered() -> None:
+async def test_data_is_for_the_pages_own_script_and_clients_on_this_machine() -> None:
     async with picker() as (running, _):
-        token = {"x-treeline-console": await token_of(running)}
-        own = {"Sec-Fetch-Site": "same-origin", **token}
+        own = {"Sec-Fetch-Site": "same-origin"}
+        here = f"127.0.0.1:{running.options.admin_port}"
         assert (await fetch(running, headers=own)).status_code == 200
+        assert (await fetch(running, headers={**own, "Origin": f"http://{here}"})).status_code == 200
         assert (await fetch(running)).status_code == 200, "curl"
+        async with client(timeout=60) as http:
+            assert (await http.get(f"http://{here}/debug/tree", headers=own)).status_code == 403
         for headers in (
-            {"Sec-Fetch-Site": "same-origin"},
-            {"Sec-Fetch-Site": "same-origin", "x-treeline-console": "guessed"},
-            {"Sec-Fetch-Site": "same-origin", "x-treeline-console": "é"},
-            {"Sec-Fetch-Site": "cross-site", **token},
-            {"Sec-Fetch-Site": "same-site", **token},
+            {"Sec-Fetch-Site": "cross-site"},
+            {"Sec-Fetch-Site": "same-site"},
             {**own, "Origin": "http://evil.example"},
             {**own, "Host": "evil.example"},
+            {**own, "Host": "evil.example", "Origin": "http://evil.example"},
+            {names.EDGE: "true"},
+            {**own, names.EDGE.upper(): "true"},
         ):
-            raw = {name: value.encode("latin-1") for name, value in headers.items()}
-            async with client(timeout=60) as http:
-                url = f"http://127.0.0.1:{running.options.admin_port}/debug/console.json"
-                assert (await http.get(url, headers=raw)).status_code == 403, headers
-        async with client(timeout=60) as http:  # whose script could read the token
-            url = f"http://127.0.0.1:{running.options.admin_port}/debug/console"
-            assert (await http.get(url, headers=own | {"x-treeline-console": ""})).status_code == 403
+            assert (await fetch(running, headers=headers)).status_code == 403, headers
 
 
-async def test_the_page_may_load_nothing_and_be_in_no_frame() -> None:
+async def test_a_gateway_may_lead_anybody_to_the_files_and_to_nothing_else() -> None:
+    async with picker() as (running, _), client(timeout=60) as http:
+        through = {names.EDGE: "true", "Host": "models.example", "Sec-Fetch-Site": "same-origin"}
+        at = f"http://127.0.0.1:{running.options.admin_port}"
+        for path in ("/console/", "/console/main.js", "/console/console.css"):
+            assert (await http.get(at + path, headers=through)).status_code == 200
+            assert (await http.get(at + path, headers={"Host": "models.example"})).status_code == 403, "rebinding"
+        for path in ("/console/data", "/debug/tree", "/debug/decisions", "/endpoints"):
+            assert (await http.get(at + path, headers=through)).status_code == 403
+
+
+async def test_without_the_debug_pages_there_is_the_console_alone() -> None:
+    async with engines(1) as fakes:
+        endpoint = f"{fakes[0].name}={fakes[0].address}"
+        async with running_picker("--endpoint", endpoint, "--console", debug=False) as running:
+            assert (await fetch(running)).status_code == 200
+            assert (await running.get("/console/")).status_code == 200
+            assert (await running.get("/debug/decisions")).status_code == 404
+        async with running_picker("--endpoint", endpoint, debug=False) as running:
+            assert (await running.get("/console/")).status_code == 404
+            assert (await fetch(running)).status_code == 404
+
+
+async def test_the_page_may_load_nothing_from_elsewhere_and_be_in_no_frame() -> None:
     async with picker() as (running, _):
-        answer = await running.get("/debug/console")
-        policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
-        assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
-        assert re.fullmatch(r"'sha256-[\w+/]{43}='", policy["script-src"])
-        assert re.fullmatch(r"'sha256-[\w+/]{43}='", policy["style-src"])
-        assert policy["connect-src"] == "'self'"
-        assert answer.headers["cache-control"] == "no-store"
-        assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    html = (resources.files("treeline_epp.console") / "page.html").read_text()
-    assert not re.search(r"https?:|<link|<iframe|\ssrc=|\shref=|\son\w+=|\sstyle=|innerHTML|insertAdjacent", html)
+        for path, kind in (("", "text/html"), ("main.js", "text/javascript"), ("console.css", "text/css")):
+            answer = await running.get(f"/console/{path}")
+            policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+            assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+            assert {policy[f"{what}-src"] for what in ("script", "style", "connect", "img")} == {"'self'"}
+            assert policy["require-trusted-types-for"] == "'script'"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["cache-control"] == "no-store"
+            assert answer.headers["content-type"] == f"{kind}; charset=utf-8"
+    loads = r"""(?:src|href|from|url)\s*[=(]?\s*["']?(?:https?:)?//"""
+    elsewhere = re.compile(loads + r"|\son\w+=|\sstyle=|innerHTML|insertAdjacent")
+    for file in (resources.files("treeline_epp.console")).iterdir():
+        if file.name.endswith((".html", ".js", ".css")):
+            assert not elsewhere.search(file.read_text()), file.name
+
+
+async def test_what_requests_came_to_is_kept_by_the_second_and_endpoint() -> None:
+    now = 1000.5
+    series = Series(wall=lambda: now)
+    for _ in range(MOST_TTFTS + 4):
+        series.ended(exchange("e0", ttft_s=0.25, prompt=100, cached=60))
+    series.ended(exchange("e1", status=503))
+    series.ended(exchange(None, status=429))
+    assert series.since(0) == [], "the second is not over"
+    now = 1001.5
+    first, second, third = series.since(0)
+    assert first == [1000, "e0", 20, 0, 2000, 1200, [0.25] * MOST_TTFTS]
+    assert second == [1000, "e1", 1, 1, 0, 0, []]
+    assert third == [1000, "", 1, 1, 0, 0, []]
+    assert series.since(1000) == []
+    for number in range(2 * MOST_ENDPOINTS):
+        series.ended(exchange(f"e{number}"))
+    now = 1000.0 + KEPT_S
+    names_of_it = [cell[1] for cell in series.since(0)]
+    assert len(names_of_it) == MOST_ENDPOINTS + 1
+    assert "" in names_of_it
+    now += 2
+    assert series.since(0) == [], "they are too old"
+
+
+def exchange(
+    endpoint: str | None,
+    *,
+    ttft_s: float = 0.0,
+    status: int = 200,
+    prompt: int | None = None,
+    cached: int | None = None,
+) -> Exchange:
+    """One that has ended."""
+    made = Exchange("r", "/v1/completions", None, "", 0, False, False, started_at=1.0)
+    if endpoint is not None:
+        picker = Picker()
+        picker.add_endpoint(EndpointSpec(endpoint, "127.0.0.1:1"))
+        made.decision = picker.pick(Request("r"), 0.0)
+    kind = {"content-type": "text/event-stream"} if ttft_s else {}
+    made.answered({":status": str(status), **kind}, None, Usage(prompt, cached), 1.0 + ttft_s)
+    return made
 
 
 # In a browser
+
+
+def console_of(running: RunningPicker, view: str) -> str:
+    return f"http://127.0.0.1:{running.options.admin_port}/console/#{view}"
 
 
 @pytest.mark.integration
 @pytest.mark.deep
 async def test_in_a_browser_decisions_come_live_and_what_others_say_is_only_text(tmp_path: Path) -> None:
     async with picker("--show-prompts", models=("tiny", HOSTILE)) as (running, _), browser_tab(tmp_path) as tab:
-        await tab.go(f"http://127.0.0.1:{running.options.admin_port}/debug/console")
+        await tab.go(console_of(running, "load"))
         await tab.until("document.querySelectorAll('#endpoints tr').length === 2")
         for turn in range(2):
             await asked(
                 running, HOSTILE, prompt=f"{BEGINNING}{HOSTILE} {SECRET}", request_id=f"{HOSTILE}{turn}", answered=True
             )
-        await tab.until("document.querySelectorAll('#decisions > tr').length === 2")
-        row = await tab.text("#decisions > tr")
+        await tab.run("location.hash = 'decisions'")
+        await tab.until("document.querySelectorAll('#rows > tr').length === 2")
+        row = await tab.text("#rows > tr")
         assert f"{HOSTILE}1" in row, "the newest comes first"
         assert SECRET not in await tab.text("body")
         await tab.run("document.querySelector('#texts').click()")
-        await tab.until("document.querySelector('#decisions > tr code') !== null")
-        assert SECRET in await tab.text("#decisions > tr code")
-        await tab.until("document.querySelector('#prefixes li code') !== null")
-        assert "2 requests" in await tab.text("#prefixes li")
-        assert "held by e" in await tab.text("#prefixes li")
+        await tab.until("document.querySelector('#rows > tr code') !== null")
+        assert SECRET in await tab.text("#rows > tr code")
+        await tab.run("document.querySelector('#rows summary').click()")
+        assert "cost_s" in await tab.text("#rows details table")
+        await tab.run("location.hash = 'prefixes'")
+        await tab.until("document.querySelector('#tree li code') !== null")
+        assert "2 requests" in await tab.text("#tree li")
+        assert "held by e" in await tab.text("#tree li")
         await tab.run("document.querySelector('#texts').click()")
-        await tab.until("document.querySelector('#decisions > tr') && !document.querySelector('#decisions > tr code')")
-        await tab.run("document.querySelector('#decisions summary').click()")
-        assert "cost_s" in await tab.text("#decisions details table")
-        assert await tab.run("document.querySelectorAll('body img, body > :not(:last-child) script').length") == 0
+        await tab.until("document.querySelector('#tree li') && !document.querySelector('#tree li code')")
+        await tab.run("location.hash = 'load'")
+        await tab.until("document.querySelectorAll('#charts figure').length === 4")
+        assert await tab.run("document.querySelectorAll('main img, main script').length") == 0
         assert await tab.run("window.hacked") is None
-        assert tab.troubles == []
+        assert tab.troubles == PLAYGROUND_ALONE
         await running.stop()
         await tab.until("document.querySelector('#trouble').innerText === 'The picker does not answer.'")
+
+
+PLAYGROUND_ALONE = ["Failed to load resource: the server responded with a status of 403 (Forbidden)"]
+"""On its own port a picker has no models to chat with."""
+
+
+@pytest.mark.integration
+@pytest.mark.deep
+async def test_in_a_browser_search_finds_requests_models_and_prompts_and_a_link_its_decision(tmp_path: Path) -> None:
+    async with picker("--show-prompts", models=("tiny", "other")) as (running, _), browser_tab(tmp_path) as tab:
+        for number in range(3):
+            await asked(running, "tiny", prompt=f"{BEGINNING} of fish", request_id=f"r{number}", answered=True)
+            await asked(running, "other", prompt=f"{BEGINNING} of birds", request_id=f"s{number}", answered=True)
+        await tab.go(console_of(running, "decisions=r1"))
+        await tab.until("document.querySelectorAll('#rows > tr').length === 1")
+        assert "cost_s" in await tab.text("#rows details[open] table"), "its terms are shown at once"
+
+        async def search(text: str) -> None:
+            await tab.run(
+                f"document.querySelector('#search').value = {text!r};"
+                "document.querySelector('#search').dispatchEvent(new Event('input'))"
+            )
+
+        for text, found in (("OTHER", 3), ("s2", 1), ("", 6), ("birds", 0)):
+            await search(text)
+            assert await tab.run("document.querySelectorAll('#rows > tr').length") == found, text
+        await tab.run("document.querySelector('#texts').click()")
+        await tab.until("document.querySelectorAll('#rows > tr').length === 3")
+        await tab.run("location.hash = 'prefixes'")
+        await tab.until("document.querySelector('#tree code') !== null")
+        assert await tab.run("document.querySelectorAll('#tree > details').length") == 1
+        assert "fish" not in await tab.text("#tree")
+        await search("nothing like it")
+        assert "Nothing is found" in await tab.text("#tree")
+
+
+@pytest.mark.integration
+@pytest.mark.deep
+async def test_in_a_browser_a_picker_that_was_restarted_is_followed(tmp_path: Path) -> None:
+    async with engines(1) as fakes, browser_tab(tmp_path) as tab:
+        (port,) = free_ports(1)
+        words = ("--endpoint", f"{fakes[0].name}={fakes[0].address}", "--admin-port", str(port))
+        async with running_picker(*words) as running:
+            for number in range(3):
+                await asked(running, "tiny", request_id=f"before{number}", answered=True)
+            await tab.go(console_of(running, "decisions"))
+            await tab.until("document.querySelectorAll('#rows > tr').length === 3")
+        await tab.until("document.querySelector('#trouble').innerText === 'The picker does not answer.'")
+        async with running_picker(*words) as running:
+            await asked(running, "tiny", request_id="after", answered=True)
+            await tab.until("document.querySelectorAll('#rows > tr').length === 4")
+            assert "after" in await tab.text("#rows > tr")
+            assert await tab.text("#trouble") == ""
 
 
 @pytest.mark.integration
@@ -204,7 +328,8 @@ async def test_in_a_browser_prompts_cannot_be_asked_for_without_the_flag_and_oth
     tmp_path: Path,
 ) -> None:
     async with picker() as (running, _), browser_tab(tmp_path) as tab:
-        console = f"http://127.0.0.1:{running.options.admin_port}/debug/console"
+        console = console_of(running, "load")
+        data = f"http://127.0.0.1:{running.options.admin_port}/console/data"
         (port,) = free_ports(1)
         elsewhere = f"http://127.0.0.1:{port}/"
         stranger = PageServer({"/": lambda _query: Page(b"<p>hello</p>", content_type="text/html")})
@@ -214,18 +339,23 @@ async def test_in_a_browser_prompts_cannot_be_asked_for_without_the_flag_and_oth
             await tab.until("document.querySelectorAll('#endpoints tr').length === 2")
             assert await tab.run("document.querySelector('#texts').disabled")
             assert "--show-prompts" in await tab.text("#texts-why")
-            assert tab.troubles == []
+            assert tab.troubles == PLAYGROUND_ALONE
             # A script that got into the page could tell nobody what it sees, and load nothing.
             assert await tab.run(f"fetch({elsewhere!r}, {{mode: 'no-cors'}}).then(() => 'sent', () => 'refused')") == (
                 "refused"
             )
-            smuggled = "const made = document.createElement('script'); made.textContent = 'window.hacked = 1';"
+            smuggled = (
+                "const made = document.createElement('script');"
+                "try { made.textContent = 'window.hacked = 1'; } catch { made.append('window.hacked = 1'); }"
+            )
             assert await tab.run(f"{smuggled} document.body.append(made); window.hacked") is None
-            assert len(tab.troubles) >= 2, "the policy was named"
+            markup = "try { document.body.innerHTML = '<b>hello</b>'; 'made' } catch { 'refused' }"
+            assert await tab.run(markup) == "refused"
+            assert len(tab.troubles) >= 3, "the policy was named"
             await tab.go(elsewhere)
             for asks in (
                 f"fetch({console!r}).then(answer => answer.text(), () => 'refused')",
-                f"fetch({console + '.json'!r}).then(answer => answer.text(), () => 'refused')",
+                f"fetch({data!r}).then(answer => answer.text(), () => 'refused')",
             ):
                 assert await tab.run(asks) == "refused"
             framed = await tab.run(

@@ -71,6 +71,7 @@ def test_defaults_are_filled_in_beside_what_is_set(control_plane, namespace):
         "replicas": 1,
         "limits": {"receiveTimeoutSeconds": 60, "connections": 10_000, "unansweredRequests": 1000},
         "exposeRouting": False,
+        "console": False,
     }
     assert spec["rollout"]["maxSurge"] == 1
 

@@ -202,6 +202,7 @@ PARTS = {
     "picker tls": {"gateway": {"standalone": {"pickerTls": {"secretRef": {"name": "cert"}}}}},
     "limits": {"gateway": {"standalone": {"limits": {"unansweredRequests": 7, "connections": 99}}}},
     "routing shown": {"gateway": {"standalone": {"exposeRouting": True}}},
+    "console": {"gateway": {"standalone": {"console": True}}},
     "quotas": {
         "endpointPicker": {"flowControl": {"enabled": True, "quotas": {"configMapRef": {"name": "quotas"}}}},
     },

@@ -90,6 +90,23 @@ def test_clients_see_the_routing_where_somebody_asks_for_it_and_nowhere_else() -
     assert f'"remove": "{headers.CACHED_TOKENS}"' not in shown
 
 
+def test_a_console_that_is_asked_for_is_reached_from_envoy_and_shows_nothing_private() -> None:
+    cluster = converged(pool("a", gateway={"standalone": {"console": True}}))
+    (host,) = envoys_listener(cluster)["route_config"]["virtual_hosts"]
+    (console,) = [route for route in host["routes"] if route.get("route", {}).get("cluster") == "console"]
+    assert console["match"]["prefix"] == "/console/"
+    assert "request_headers_to_remove" not in console, "the picker is to see that it came through a gateway"
+    assert "--console" in container(cluster, "treeline-epp")["args"]
+    (port,) = [p for p in cluster.get("Service", "treeline-epp")["spec"]["ports"] if p["port"] == 9004]
+    assert port["targetPort"] == "admin"
+    for name, way in (("treeline-edge", "egress"), ("treeline-epp", "ingress")):
+        rules = cluster.get("NetworkPolicy", name)["spec"][way]
+        assert {"port": 9004, "protocol": "TCP"} in rules[0]["ports"]
+    without = converged(pool("a"))
+    assert "--console" not in container(without, "treeline-epp")["args"]
+    assert "/console/" not in json.dumps(envoys_listener(without))
+
+
 KEYED: dict[str, Any] = {"standalone": {"apiKeysSecretRef": {"name": "keys"}}}
 VLLM: dict[str, Any] = {"model": {"uri": "hf://org/name"}, "engine": {"type": "vllm"}}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ from treeline_runtime.server import native_fields as native
 from treeline_runtime.server import openai
 from treeline_runtime.server import pooling_reader as pooling
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
+from treeline_runtime.server.docs_page import docs_page
 from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 
 
@@ -282,13 +286,42 @@ def test_errors_of_anthropics_paths_are_as_the_document_says(http: httpx.Client,
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_shows_the_document(http: httpx.Client) -> None:
+def test_the_page_shows_the_document(http: httpx.Client, document: Schema) -> None:
     page = http.get("/docs")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "url: '/openapi.json'" in page.text
-    assert "swagger-ui" in page.text
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"<b>{method.upper()}</b> <code>{path}</code>" in page.text
+    for name in document["components"]["schemas"]:
+        assert f'<div id="{name}">' in page.text
+    assert page.text.count("<details") == page.text.count("</details>")
     assert http.head("/docs").status_code == 200
     assert http.post("/docs").status_code == 405
+
+
+def test_the_page_runs_nothing_and_loads_nothing(http: httpx.Client) -> None:
+    page = http.get("/docs")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "script" not in policy
+    (style,) = re.findall("<style>(.*?)</style>", page.text, re.DOTALL)
+    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
+    assert not re.search(r"<script|<link|<img|\ssrc=|\son\w+=|\sstyle=|href=\"(?![#/])", page.text)
+
+
+def test_what_a_document_says_is_only_text() -> None:
+    hostile = '<script>alert(1)</script>" onclick="x'
+    kind = {"type": "object", "description": hostile, "properties": {hostile: {"enum": [hostile]}}}
+    operation = {"summary": hostile, "description": hostile, "responses": {"200": {"description": hostile}}}
+    page = docs_page(
+        {
+            "info": {"title": hostile, "version": hostile, "description": hostile},
+            "paths": {hostile: {"get": operation | {"parameters": [{"name": hostile, "schema": kind}]}}},
+            "components": {"schemas": {hostile: kind, "b": {"$ref": f"#/components/schemas/{hostile}"}}},
+        }
+    )
+    assert "<script" not in page
+    assert '" onclick' not in page
 
 
 def test_the_other_listeners_have_neither(admin: httpx.Client, metrics: httpx.Client) -> None:

@@ -131,6 +131,11 @@ def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
         help="serve /debug/radix and /debug/tree on the admin ports (they show prompts)",
     )
     up.add_argument(
+        "--show-prompts",
+        action="store_true",
+        help="let the console show the beginnings of prompts to browsers on this machine",
+    )
+    up.add_argument(
         "--tracing",
         action="store_true",
         help="OpenTelemetry traces of requests through Envoy, picker and runtimes, sent over OTLP/gRPC as the "
@@ -272,6 +277,7 @@ def envoy_config(options: UpOptions) -> EnvoyConfig:
         listen_port=options.port,
         ext_proc_port=options.ext_proc_port,
         eds_port=options.eds_port,
+        console_port=options.picker_admin_port,
         api_keys={**options.api_keys, PROBE: options.probe_key} if options.api_keys else None,
         isolation=options.isolation,
         expose_cached_tokens=options.expose_routing,
@@ -299,7 +305,9 @@ def _how_to_try(options: UpOptions) -> str:
     key = " -H 'authorization: Bearer …'" if options.api_keys else ""
     return f"""ready: {url}
 
-try it:
+in a browser: {url}/console/ (chat, load, decisions)
+
+or:
   curl -i {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 

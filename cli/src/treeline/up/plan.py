@@ -44,6 +44,7 @@ class UpOptions:
     runtime_args: tuple[str, ...] = ()
     picker_args: tuple[str, ...] = ()
     debug_endpoints: bool = False
+    show_prompts: bool = False
     log_level: str = "info"
     api_keys: Mapping[str, str] = field(default_factory=dict)
     """Client → its key; empty means open."""
@@ -135,7 +136,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     }
     settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
     settings["--log-format"] = "text"
-    argv = [sys.executable, "-m", "treeline_epp", *_flags({**settings, **own_ports})]
+    argv = [sys.executable, "-m", "treeline_epp", "--console", *_flags({**settings, **own_ports})]
     for runtime in runtimes:
         host, port = runtime.ports["port"]
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
@@ -143,6 +144,8 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         argv += ["--endpoint", f"{engine.name}={engine.address}"]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
+    if options.show_prompts:
+        argv += ["--show-prompts"]
     if options.api_keys:
         argv += ["--trust-edge", f"--max-client-requests={ClientLimits().unanswered_requests}"]
     if options.tracing is not None:

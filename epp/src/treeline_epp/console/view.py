@@ -8,24 +8,20 @@ holds it.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import re
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from treeline_epp import fleet_report
-from treeline_epp.admin import Handler, Page
 from treeline_epp.fleet import Fleet
 from treeline_epp.index.index import Index
 from treeline_epp.index.matching import GUARD_BYTES
-from treeline_epp.requests.decision_log import DecisionLog, Noted
+from treeline_epp.requests.decision_log import KEPT, DecisionLog, Noted
 
 MOST_HOLDERS = 5
 
@@ -115,10 +111,8 @@ class Holders:
 
 MOST_ENDPOINTS = 200
 MOST_PREFIXES = 30
-MOST_SHOWN = 100
-"""Decisions in one answer."""
 _LONGEST_TEXT = 300
-_SHOWN = ("name", "pool", "state", "engine", "no_events", "selectable", "failing", "silent", "subscription")
+_SHOWN = ("name", "address", "pool", "state", "engine", "no_events", "selectable", "failing", "silent", "subscription")
 """Of what the debug page says of an endpoint; an engine may list thousands of models."""
 
 
@@ -144,13 +138,16 @@ def _endpoint(fleet: Fleet, described: dict[str, object], now: float) -> dict[st
         if report is not None:
             out["report_age_s"] = now - report.at
             out["running"] = report.running
+            if load.fresh(now) and report.decode_step_s:
+                # Each running request gets a token in a step.
+                out["tokens_per_s"] = report.running / report.decode_step_s
             out["memory_used"] = report.tokens_held / report.tokens_total if report.tokens_total else None
     return out
 
 
 def decisions(log: DecisionLog, after: int, *, texts: bool) -> list[dict[str, Any]]:
     """Those after a number, the newest first."""
-    return [_decision(kept, texts=texts) for kept in log.since(after, MOST_SHOWN)]
+    return [_decision(kept, texts=texts) for kept in log.since(after, KEPT)]
 
 
 def _decision(kept: Noted, *, texts: bool) -> dict[str, Any]:
@@ -215,77 +212,11 @@ def _space(namespace: str | None) -> str:
 
 
 def _text(key: bytes) -> str:
-    """The beginning and the end of a key, which may be cut within a character."""
-    text = key.decode("utf-8", "replace")
+    """The beginning and the end of a key, which may be cut within a character. A diamond is a special token."""
+    text = _SPECIAL.sub("◆".encode(), key).decode("utf-8", "replace")
     half = _LONGEST_TEXT // 2
     return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
 
 
-PAGE, DATA = "/debug/console", "/debug/console.json"
-_HTML = Path(__file__).with_name("page.html")
-_TOKEN = "CONSOLE-TOKEN"
-
-
-def console_pages(fleet: Fleet, log: DecisionLog, *, token: str, texts: bool) -> dict[str, Handler]:
-    """The pages by their paths. `texts`: prompts are shown to clients that ask for them."""
-    page = page_of(token)
-
-    def data(query: Mapping[str, str]) -> Page:
-        asked = query.get("texts") == "1"
-        if asked and not texts:
-            return Page({"error": "prompts are shown only by a picker that runs with --show-prompts"}, 403)
-        after = query.get("after", "0")
-        if not (after.isascii() and after.isdecimal() and len(after) < 16):
-            return Page({"error": "`after` is the number of a decision"}, 400)
-        now = time.monotonic()
-        shown: dict[str, object] = {
-            "ready": fleet.discovered.is_set(),
-            "texts_allowed": texts,
-            "decisions": {
-                "count": log.count,
-                "next": log.count,
-                "shown": decisions(log, int(after), texts=asked),
-            },
-            "endpoints": endpoints(fleet, now),
-        }
-        if query.get("prefixes") == "1":
-            shown["prefixes"] = prefixes(log, fleet, now, texts=asked)
-        return Page(shown, headers=ALWAYS)
-
-    return {PAGE: lambda _query: page, DATA: data}
-
-
-def page_of(token: str) -> Page:
-    """The HTML, for a server that knows this token."""
-    html = _HTML.read_text(encoding="utf-8").replace(_TOKEN, token)
-    return Page(html.encode(), content_type="text/html; charset=utf-8", headers=_headers(html))
-
-
-ALWAYS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-
-
-def _headers(html: str) -> dict[str, str]:
-    """Only the page's own script and style run, and they reach nothing but this port."""
-    policy = {
-        "default-src": "'none'",
-        "script-src": _hash(html, "script"),
-        "style-src": _hash(html, "style"),
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }
-    written = "; ".join(f"{name} {value}" for name, value in policy.items())
-    return {**ALWAYS, "Content-Security-Policy": written, "Cross-Origin-Opener-Policy": "same-origin"}
-
-
-def _hash(html: str, tag: str) -> str:
-    """The one element of this tag, as a policy names it."""
-    (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
+_SPECIAL = re.compile(rb"\xff.{0,4}", re.DOTALL)
+"""As `treeline_wire.keys.escape` writes one."""

@@ -329,6 +329,9 @@ class Standalone(Part):
     expose_routing: StrictBool = False
     """Response headers `x-treeline-endpoint` (the pod that served) and `x-treeline-cached-tokens`, to see the routing.
     Off, because they tell clients addresses of pods, and whether somebody else has asked the same before."""
+    console: StrictBool = False
+    """A page for browsers at `/`: a playground that asks what any client may ask. Load, prefixes and decisions are not
+    shown there, but at `/console/` of port 9004 of a picker's pod, by `kubectl port-forward`."""
 
 
 class ParentRef(Part):

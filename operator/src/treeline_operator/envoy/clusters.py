@@ -9,6 +9,7 @@ from treeline_wire import headers
 from treeline_operator.envoy.config import (
     ADMIN_CLUSTER,
     COLLECTOR_CLUSTER,
+    CONSOLE_CLUSTER,
     EDS_CLUSTER,
     EXT_PROC_CLUSTER,
     HEALTH_NAME,
@@ -25,6 +26,9 @@ _RESETS_WAITING: Final = 8192
 """Frames that wait until a picker reads on; with more Envoy ends the connection that all clients share. A request that
 a client gives up leaves its reset (a control frame) and up to 60 KiB of headers: half a gigabyte of them at most, where
 Envoy's own 1,000 resets are sent within a second."""
+
+_CONSOLE_AT_ONCE: Final = 4
+_CONSOLE_WAITING: Final = 64
 
 _BUSY: Final[Message] = {
     "circuit_breakers": {
@@ -108,6 +112,16 @@ def admin_cluster(config: EnvoyConfig) -> Message:
     """Envoy's own admin page, for the health listener."""
     assert config.admin_port is not None  # EnvoyConfig sees to it
     return _one_host(ADMIN_CLUSTER, "127.0.0.1", config.admin_port, connect_timeout_s=0.25)
+
+
+def console_cluster(config: EnvoyConfig) -> list[Message]:
+    """The picker's admin port, if the console is shown. Its pages are few and small: whoever asks for them by the
+    thousand waits, and not the picker."""
+    if config.console_port is None:
+        return []
+    cluster = _one_host(CONSOLE_CLUSTER, config.epp_host, config.console_port, connect_timeout_s=1.0)
+    bounds = {"max_connections": _CONSOLE_AT_ONCE, "max_pending_requests": _CONSOLE_WAITING}
+    return [{**cluster, "circuit_breakers": {"thresholds": [bounds]}}]
 
 
 def collector_cluster(config: EnvoyConfig) -> list[Message]:

@@ -15,6 +15,7 @@ EXT_PROC_CLUSTER = "ext_proc"
 EDS_CLUSTER = "eds"
 ADMIN_CLUSTER = "admin"
 COLLECTOR_CLUSTER = "collector"
+CONSOLE_CLUSTER = "console"
 CERTIFICATE = "certificate"
 """The name under which Envoy finds the listener's certificate in a discovery file."""
 HEALTH_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -91,7 +92,9 @@ class EnvoyConfig:
     and keys can change (see `keys`). `access_log` is a path such as `/dev/stdout`; `None` means none.
     `engines` are the types of the engines behind the listener: clients reach their inference paths and nothing else
     (see `treeline_wire.paths`). `admin_port` is on loopback, where pages in a browser reach it too; `None` means that
-    there is no admin page. `health_port` serves `/ready` and `/metrics`, and nothing else; `None` means no such port.
+    there is no admin page. `console_port` is the picker's admin port, where it serves the console: then `/` leads to
+    it, and from a listener on loopback also to its private data. `health_port` serves `/ready` and `/metrics`, and
+    nothing else; `None` means no such port.
     """
 
     listen_host: str = "127.0.0.1"
@@ -100,6 +103,7 @@ class EnvoyConfig:
     epp_host: str = "127.0.0.1"
     ext_proc_port: int = ports.EXT_PROC
     eds_port: int = ports.EDS
+    console_port: int | None = None
     engines: tuple[str, ...] = ("treeline",)
     body_limit: int = 32 * 1024 * 1024
     health_port: int | None = None

@@ -25,6 +25,7 @@ import json
 from treeline_operator.envoy.clusters import (
     admin_cluster,
     collector_cluster,
+    console_cluster,
     eds_cluster,
     ext_proc_cluster,
     pods_cluster,
@@ -41,7 +42,10 @@ _PAGES = {"/ready": "/ready", "/metrics": "/stats/prometheus"}
 def bootstrap(config: EnvoyConfig) -> Message:
     """The bootstrap as plain JSON types; `json.dump` of it is a file for `envoy --config-path`."""
     listeners = [listener(config)]
-    clusters = [pods_cluster(config), ext_proc_cluster(config), eds_cluster(config), *collector_cluster(config)]
+    clusters = [
+        *(pods_cluster(config), ext_proc_cluster(config), eds_cluster(config)),
+        *(*console_cluster(config), *collector_cluster(config)),
+    ]
     if config.health_port is not None:
         listeners.append(_health_listener(config.listen_host, config.health_port))
         clusters.append(admin_cluster(config))

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from ipaddress import ip_address
 from typing import Final
 
 from treeline_wire import headers
-from treeline_wire.paths import BELOW, PathRule, inference_paths
+from treeline_wire.paths import BELOW, READ, PathRule, inference_paths
 
 from treeline_operator.envoy import keys, overload
 from treeline_operator.envoy.config import (
     COLLECTOR_CLUSTER,
+    CONSOLE_CLUSTER,
     EXT_PROC_CLUSTER,
     LISTENER,
     LONGEST_HOLD_S,
@@ -106,7 +107,7 @@ def _manager(config: EnvoyConfig) -> Message:
             router({"suppress_envoy_headers": True}),
         ],
         "access_log": _access_log(config),
-        "local_reply_config": {"mappers": _local_replies()},
+        "local_reply_config": {"mappers": [*_redirects(config), *_local_replies()]},
         "use_remote_address": True,
         "normalize_path": True,
         "merge_slashes": True,
@@ -225,25 +226,56 @@ def _routes(config: EnvoyConfig) -> Message:
     everything = {
         "name": "all",
         "domains": ["*"],
-        "routes": _allowed(config.engines, to_pods, picked_only=not config.fail_open),
+        "routes": [*_console(config), *_allowed(config, to_pods)],
         "request_body_buffer_limit": config.body_limit,
     }
     return {"name": "gateway", "virtual_hosts": [everything]}
 
 
-def _allowed(engines: Iterable[str], to_pods: Message, *, picked_only: bool) -> list[Message]:
-    """The routes of the engines' inference paths to `to_pods`, and last the one that refuses the rest. `picked_only`:
-    what the picker named no endpoint for is refused.
+def _console(config: EnvoyConfig) -> list[Message]:
+    """The routes of the picker's console, which a browser asks for without a key.
+
+    The picker shows what is private to nothing that has the header of the edge. It is taken off where only clients on
+    this machine reach the listener: the picker then looks at what their browsers say, as on its own port.
+    """
+    if config.console_port is None:
+        return []
+    route: Message = {
+        "match": _match(PathRule(_CONSOLE, READ), prefix=True),
+        "route": {"cluster": CONSOLE_CLUSTER, "timeout": "10s"},
+    }
+    if config.knows_clients:
+        route["typed_per_filter_config"] = {keys.FILTER: typed("config.route.v3.FilterConfig", {"disabled": True})}
+    if ip_address(config.listen_host).is_loopback:
+        route["request_headers_to_remove"] = [headers.EDGE]
+    leads = {"path_redirect": _CONSOLE, "response_code": "FOUND"}
+    to_it = [{**route, "match": _match(PathRule(path, READ)), "redirect": leads} for path in ("/", _CONSOLE[:-1])]
+    for each in to_it:
+        del each["route"]
+    return [route, *to_it]
+
+
+_CONSOLE: Final = "/console/"
+_NO_PAGE: Final = {"content-security-policy": "sandbox; default-src 'none'", "x-content-type-options": "nosniff"}
+"""An engine's answer that a browser takes for a page runs no script: it would have the console's origin."""
+
+
+def _allowed(config: EnvoyConfig, to_pods: Message) -> list[Message]:
+    """The routes of the engines' inference paths to `to_pods`, and last the one that refuses the rest.
 
     The picker's filter, and the one that stops what it named no endpoint for, are switched off unless a route switches
     them on. So what is not in the list is refused at its headers: the picker is not asked, no body is read, and no
     endpoint is named."""
     asked = {EXT_PROC_FILTER: typed("extensions.filters.http.ext_proc.v3.ExtProcPerRoute", {"overrides": {}})}
-    if picked_only:
+    if not config.fail_open:
         rules = {"rules": {"policies": {"picked": _PICKED}}}
         asked[PICKED_FILTER] = typed("extensions.filters.http.rbac.v3.RBACPerRoute", {"rbac": rules})
+    more: Message = {}
+    if config.console_port is not None:
+        more["response_headers_to_add"] = [header(name, value) for name, value in _NO_PAGE.items()]
     served = [
-        {"match": _match(rule), "route": to_pods, "typed_per_filter_config": asked} for rule in inference_paths(engines)
+        {"match": _match(rule), "route": to_pods, "typed_per_filter_config": asked, **more}
+        for rule in inference_paths(config.engines)
     ]
     # Its text is replaced by the mapper below.
     nothing = {"status": 404, "body": {"inline_string": "not found"}}
@@ -260,10 +292,17 @@ def _not_found() -> list[Message]:
     )
 
 
-def _match(rule: PathRule) -> Message:
+def _match(rule: PathRule, *, prefix: bool = False) -> Message:
     methods = {"name": ":method", "string_match": {"safe_regex": {"regex": "|".join(rule.methods)}}}
+    if prefix:
+        return {"prefix": rule.path, "headers": [methods]}
     path = {"safe_regex": {"regex": re.escape(rule.path) + BELOW}} if rule.below else {"path": rule.path}
     return {**path, "headers": [methods]}
+
+
+def _redirects(config: EnvoyConfig) -> list[Message]:
+    """What leads to the console is no error, and stays as it is."""
+    return [] if config.console_port is None else [{"filter": status(302)}]
 
 
 def _local_replies() -> list[Message]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from treeline_wire import ports
+
 from treeline_operator import envoy, names
 from treeline_operator.plan.canonical import canonical
 from treeline_operator.plan.gateway_common import GatewayContext, container_resources, deployment, resources
@@ -95,6 +97,7 @@ def config(context: GatewayContext) -> envoy.EnvoyConfig:
         admin_port=ADMIN_PORT,
         health_port=HEALTH_PORT,
         epp_host=f"{picker}.{context.platform.cluster_domain}",
+        console_port=ports.PICKER_ADMIN if settings.console else None,
         engines=_engines(context),
         body_limit=_body_limit(context),
         limits=envoy.Limits(

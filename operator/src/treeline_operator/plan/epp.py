@@ -67,6 +67,8 @@ def inputs(context: GatewayContext) -> str:
         made_from["unanswered"] = unanswered
     if tokenizers := Tokenizers.of(context.shared).inputs:
         made_from["tokenizers"] = tokenizers
+    if _shows_console(context):
+        made_from["console"] = True
     if (secret := _tls_secret(context)) is not None:
         made_from["tls"] = secret
     if (tracing := context.shared.tracing) is not None:
@@ -100,10 +102,11 @@ def service(context: GatewayContext) -> Object:
     fallback serves the request. What pickers have in flight, and where they have sent which prompts, they tell each
     other (`peers_service`).
     """
+    console = ((names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN),) if _shows_console(context) else ()
     spec = {
         "type": "ClusterIP",
         "selector": context.pods("epp"),
-        "ports": [service_port(name, number, name) for name, number in _SERVED],
+        "ports": [service_port(name, number, name) for name, number in (*_SERVED, *console)],
     }
     return manifest("v1", "Service", context.meta_of("epp"), spec=spec)
 
@@ -201,6 +204,8 @@ def arguments(context: GatewayContext) -> list[str]:
     else:
         # Our own Envoy says who the client is; through a Gateway anybody may say anything.
         words.append(f"--max-client-requests={context.shared.edge.limits.unanswered_requests}")
+        if _shows_console(context):
+            words.append("--console")
         if _tls_secret(context) is not None:
             words += ["--secure-serving", f"--cert-path={TLS_DIR}", "--require-client-certificates"]
     if context.shared.has_clients:
@@ -208,6 +213,10 @@ def arguments(context: GatewayContext) -> list[str]:
     if context.shared.tracing is not None:
         words.append("--tracing")
     return [*words, *_flow_flags(picker.flow_control), *Tokenizers.of(context.shared).flags]
+
+
+def _shows_console(context: GatewayContext) -> bool:
+    return context.shared.mode == "standalone" and context.shared.edge.console
 
 
 def _tls_secret(context: GatewayContext) -> str | None:

@@ -84,8 +84,9 @@ def _envoy(context: GatewayContext) -> Object:
         # Readiness and metrics: Envoy's own admin page is on its loopback.
         {"from": [_operator(context), *context.platform.metrics_from], "ports": [port(HEALTH_PORT)]},
     ]
+    console = [port(ports.PICKER_ADMIN)] if context.shared.edge.console else []
     egress = [
-        {"to": [_pods(context.gateway, "epp")], "ports": [port(ports.EXT_PROC), port(ports.EDS)]},
+        {"to": [_pods(context.gateway, "epp")], "ports": [port(ports.EXT_PROC), port(ports.EDS), *console]},
         {"to": [_pods(context.gateway, "runtime")], "ports": _serving_ports(context)},
         _DNS,
         *_collector(context.shared.tracing),
@@ -98,11 +99,13 @@ def _picker(context: GatewayContext) -> Object:
     platform = context.platform
     if context.shared.mode == "standalone":
         callers = [_pods(context.gateway, "edge")]
+        console = [port(ports.PICKER_ADMIN)] if context.shared.edge.console else []
     else:
+        console = []
         parents = (parent for pool in context.pools for parent in pool.spec.gateway.parent_refs)
         callers = _proxies(parents, context.namespace)
     ingress = [
-        {"from": callers, "ports": [port(ports.EXT_PROC), port(ports.EDS)]},
+        {"from": callers, "ports": [port(ports.EXT_PROC), port(ports.EDS), *console]},
         {"from": [_operator(context)], "ports": [port(ports.PICKER_ADMIN)]},
     ]
     peers = {"ports": [{"port": ports.PEERS, "protocol": "UDP"}]}

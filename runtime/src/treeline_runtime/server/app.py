@@ -21,6 +21,7 @@ from treeline_wire.anthropic_errors import is_anthropics
 
 from treeline_runtime.server import schema
 from treeline_runtime.server.dependencies import Guard
+from treeline_runtime.server.docs_page import HEADERS, docs_page
 from treeline_runtime.server.errors import ApiError, ClientGone, UnknownModel, anthropic_error
 from treeline_runtime.server.http import ApiRequest, json_answer
 from treeline_runtime.server.limits import TooMuchInFlight
@@ -50,21 +51,24 @@ def application(
     # Included routers would match each path twice.
     routes: list[BaseRoute] = [route for router in routers for route in router.routes]
     if documented:
-        routes.append(Route("/openapi.json", _document))
+        routes += [Route("/openapi.json", _document), Route("/docs", _docs)]
     app = FastAPI(
         title="Treeline",
         version=importlib.metadata.version("treeline-runtime"),
         description=schema.DESCRIPTION,
-        openapi_url="/openapi.json" if documented else None,
+        # The page that FastAPI has would load scripts from another host.
+        openapi_url=None,
+        docs_url=None,
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         routes=routes,
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.service, app.state.guard, app.state.hints = service, guard, hints
     if documented:
-        app.state.document = json.dumps(schema.document(app)).encode()
+        document = schema.document(app)
+        app.state.document = json.dumps(document).encode()
+        app.state.docs = docs_page(document).encode()
     for kind, answer in (
         (ApiError, _refused),
         (TooMuchInFlight, _full),
@@ -153,6 +157,11 @@ def _path_of(scope: Scope) -> str:
 async def _document(request: Request) -> Response:
     """The OpenAPI document. Anybody may ask for it, so it is encoded once."""
     return Response(request.app.state.document, media_type="application/json")
+
+
+async def _docs(request: Request) -> Response:
+    """The document as a page. It was made once, too."""
+    return Response(request.app.state.docs, media_type="text/html", headers=HEADERS)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
