@@ -86,7 +86,8 @@ def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_position
     if config.context_length > model.longest_context:
         raise ConfigError(
-            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions"
+            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions: set at "
+            "most these, or leave it out"
         )
     return config.context_length
 

@@ -14,7 +14,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.moe import GptOssDecoder, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
-from treeline_runtime.models.preflight import check_quantization, resolve_context_length
+from treeline_runtime.models.preflight import check_quantization
 from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE

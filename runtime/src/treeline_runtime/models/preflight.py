@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.pooling import pooling_of
 
@@ -49,18 +50,6 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1)
     check_quantization(config, model)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
         _check_fit(config, directory, memory, copies)
-
-
-def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
-    if config.context_length is None:
-        return model.max_position
-    if config.context_length > model.longest_context:
-        raise ConfigError(
-            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions: set at "
-            "most these, or leave it out"
-        )
-    return config.context_length
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig) -> None:

@@ -29,7 +29,6 @@ from treeline_runtime.memory import (
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
-from treeline_runtime.models.preflight import resolve_context_length
 
 CPU_POOL_LIMIT = 1 << 30
 """Bytes: on a CPU the pool shares the machine with everything else."""
