@@ -28,7 +28,7 @@ _LANGUAGES: Final = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".json": "js
 class GithubLists(Extension):
     """What stands in a list is indented by two columns or more, as on GitHub; Python-Markdown wants four."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
         parser: BlockParser = build_block_parser(md)
         md.parser = parser
@@ -47,12 +47,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     kept = Files([file for file in files if not Path(file.abs_src_path or root).is_relative_to(config.docs_dir)])
     shown: set[str] = set()
     for path in _sources(root):
-        _add(kept, config, path, abs_src_path=str(root / path))
+        _add(kept, File.generated(config, path, abs_src_path=str(root / path)))
         if path.endswith(".md"):
             text = (root / path).read_text()
             shown.update(target for link in _LINK.findall(text) if (target := _shown(root, path, link)))
     for path in sorted(shown):
-        _add(kept, config, _page_of(root, path), content=_listing(root, path))
+        _add(kept, File.generated(config, _page_of(root, path), content=_listing(root, path)))
     return kept
 
 
@@ -74,8 +74,7 @@ def _sources(root: Path) -> list[str]:
     return [path for path in listed if path.endswith((".md", *PICTURES)) and (root / path).is_file()]
 
 
-def _add(files: Files, config: MkDocsConfig, path: str, **source: str) -> None:
-    file = File.generated(config, path, **source)
+def _add(files: Files, file: File) -> None:
     file.dest_uri = file.dest_uri.removeprefix("docs/")  # the site's own pages are at its top
     files.append(file)
 
