@@ -11,7 +11,7 @@ case ${1:-} in
   "")
     port=$(python -c 'import socket; s = socket.create_server(("127.0.0.1", 0)); print(s.getsockname()[1])')
     exec mkdocs serve --dev-addr "127.0.0.1:$port" --watch README.md --watch mkdocs.yml ;;
-  --build) exec mkdocs build --quiet --site-dir "$(realpath -m "${2:-dist/site}")" ;;
+  --build) exec mkdocs build --site-dir "$(realpath -m "${2:-dist/site}")" ;;
   --release)
     [ $# = 2 ] || { echo "docs: name the version: scripts/docs.sh --release 0.2.0" >&2; exit 2; }
     exec mike deploy --update-aliases "$2" latest ;;

@@ -13,25 +13,41 @@ from pathlib import Path
 from typing import Any, Final
 
 from markdown import Markdown
-from markdown.blockparser import BlockParser
 from markdown.blockprocessors import build_block_parser
 from markdown.extensions import Extension
+from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 PICTURES: Final = (".svg", ".png")
 _LINK: Final = re.compile(r"(?<=\]\()[^()\s#]+")
+_ITEM: Final = re.compile(r" *([-*+]|\d+\.) ")
 _LANGUAGES: Final = {".py": "python", ".sh": "sh", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".ipynb": "json"}
 
 
 class GithubLists(Extension):
-    """What stands in a list is indented by two columns or more, as on GitHub; Python-Markdown wants four."""
+    """Lists as on GitHub: a paragraph may end where one begins, and what stands in one is indented by two columns.
+    Python-Markdown wants an empty line, and four columns."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         md.tab_length = 2
-        parser: BlockParser = build_block_parser(md)
-        md.parser = parser
+        md.parser = build_block_parser(md)
+        after_code_blocks_are_taken_out = 24
+        md.preprocessors.register(_ListsAfterText(md), "lists_after_text", after_code_blocks_are_taken_out)
+
+
+class _ListsAfterText(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        made: list[str] = []
+        in_list = False
+        for line in lines:
+            item = _ITEM.match(line) is not None
+            if item and made and made[-1] and not in_list:
+                made.append("")
+            in_list = item or (bool(made and made[-1]) and bool(line) and in_list)
+            made.append(line)
+        return made
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
