@@ -33,7 +33,8 @@ HUB_NAME = "treeline/tiny"
 INSTALL_S = 900
 RUN_S = 300
 START_S = 180
-PORT, RUNTIME_PORT, RUNTIME_METRICS_PORT, RUNTIMES = 8480, 8490, 8540, 2
+PORT, RUNTIMES = 8480, 2
+RUNTIME_METRICS_PORT = PORT + 5 + RUNTIMES  # as `treeline up --port-base` has it
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate")
 
 VLLM_BENCH_SERVE = """
@@ -425,19 +426,13 @@ def hub() -> None:
 def gateway() -> Iterator[str]:
     """`treeline up` on ports of its own."""
     HOME.mkdir(parents=True, exist_ok=True)
-    ports = {"--port": PORT, "--runtime-port": RUNTIME_PORT, "--events-port": 8500, "--replay-port": 8510,
-             "--load-port": 8520, "--ext-proc-port": 8530, "--eds-port": 8531, "--metrics-port": 8532,
-             "--picker-admin-port": 8534, "--runtime-admin-port": 8550,
-             "--runtime-metrics-port": RUNTIME_METRICS_PORT}  # fmt: skip
     command = [
         str(ROOT / ".venv" / "bin" / "treeline"),
         "up",
-        "--model",
         str(MODEL),
-        "--replicas",
-        str(RUNTIMES),
+        f"--port-base={PORT}",
+        f"--replicas={RUNTIMES}",
     ]
-    command += [part for flag, port in ports.items() for part in (flag, str(port))]
     with (HOME / "up.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -35,6 +35,48 @@ def test_the_picker_is_told_every_runtime():
         assert f"{runtime.name}={host}:{port}" in picker.argv
 
 
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_base_moves_all_ports_and_leaves_no_gap(replicas):
+    options, _ = _options(["m", "--port-base", "9100", "--replicas", str(replicas)])
+    started = plan(options, Path("/bin/envoy"), Path("/tmp/envoy.json"))
+    ports = sorted(port for child in started for _, port in child.ports.values())
+    assert ports == list(range(9100, 9100 + 5 + 6 * replicas))
+    assert (options.port, gateway_url(options)) == (9100, "http://127.0.0.1:9100")
+
+
+def test_the_gateways_port_goes_before_the_base():
+    assert _options(["m", "--port-base", "9100", "--port", "80"])[0].port == 80
+
+
+def test_engines_that_run_already_stand_behind_picker_and_envoy_and_no_runtime_is_started():
+    flags = ["--engine", "a=127.0.0.1:8001", "--engine", "b=[fd00::2]:8001"]
+    options, _ = _options([*flags, "--", "--tokenizer", "hf://org/name"])
+    a, b, picker, envoy = plan(options, Path("/bin/envoy"), Path("/tmp/envoy.json"))
+    assert [(one.name, one.argv, one.ready_url) for one in (a, b)] == [
+        ("engine a", (), "http://127.0.0.1:8001/health"),
+        ("engine b", (), "http://[fd00::2]:8001/health"),
+    ]
+    assert {"a=127.0.0.1:8001", "b=[fd00::2]:8001"} <= set(picker.argv)
+    assert picker.argv[-2:] == ("--tokenizer", "hf://org/name")
+    assert envoy.after == ("picker",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["m"], "MODEL: with --engine no runtime is started: leave it out, or leave out --engine"),
+        (["--replicas", "2"], "--replicas: with --engine no runtime is started"),
+        (["--served-model-name", "n"], "--served-model-name: with --engine no runtime is started"),
+        (["--engine", "a=127.0.0.1:2"], "--engine: name 'a' occurs more than once"),
+        (["--engine", "b=example.org:80"], "the host must be an IP address or localhost"),
+    ],
+)
+def test_what_does_not_go_with_engines_is_refused(capsys, words, said):
+    with pytest.raises(SystemExit):
+        _options(["--engine", "a=127.0.0.1:1", *words])
+    assert said in capsys.readouterr().err
+
+
 def test_arguments_for_the_runtimes_reach_every_runtime_and_nobody_else():
     *runtimes, picker, envoy = children(runtime_args=("--max-total-tokens", "4096"))
     assert all(runtime.argv[-2:] == ("--max-total-tokens", "4096") for runtime in runtimes)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from support.ports import free_base, free_ports
+from support.ports import free_base
 from support.stack import until
 from treeline.main import main
 
@@ -20,13 +20,8 @@ pytestmark = pytest.mark.integration
 
 
 def command(*more: str) -> list[str]:
-    gateway, ext_proc, eds, metrics, picker_admin = free_ports(5)
-    words = [sys.executable, "-m", "treeline", "up", "--port", str(gateway), "--ext-proc-port", str(ext_proc)]
-    words += ["--eds-port", str(eds), "--metrics-port", str(metrics)]
-    words += ["--picker-admin-port", str(picker_admin)]
-    several = ["--runtime-port", "--runtime-metrics-port", "--runtime-admin-port"]
-    for option in (*several, "--events-port", "--replay-port", "--load-port"):
-        words += [option, str(free_base(2))]
+    """With ports for two runtimes."""
+    words = [sys.executable, "-m", "treeline", "up", "--port-base", str(free_base(5 + 2 * 6))]
     return [*words, *more]
 
 

@@ -52,7 +52,7 @@ CREATING = {"waiting": {"reason": "ContainerCreating"}}
 NOT_FOUND = "failed to pull and unpack image: registry.example/runtime:1: not found"
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 3\nValueError: bad \x1b[31mpage\x1b[0m size\n\n'
 USAGE = (
-    "usage: treeline serve --model PATH_OR_HF_ID [FLAG …]\n"
+    "usage: treeline serve MODEL [FLAG …]\n"
     "treeline serve: error: unrecognized arguments: --prt 9000\nTry 'treeline serve --help'.\n"
 )
 NO_FOLDER = (

@@ -134,6 +134,7 @@ class ServerProcess:
             "--model",
             str(model),
             "--threads=1",
+            "--log-format=text",
             *own,
             *ports,
         ]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
+
 import pytest
 from treeline_wire.command_line import Parser
 
@@ -51,6 +55,58 @@ def test_words_complain_alike(capsys: pytest.CaptureFixture[str]) -> None:
         "kitchen: error: unrecognized arguments: --hot",
         "Try 'kitchen --help'.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pott-7", "3"], "unrecognized arguments: --pott-7 3; did you mean --pot-7?"),
+        (["--pott-7=3"], "unrecognized arguments: --pott-7=3; did you mean --pot-7?"),
+        (["--pot-3", "1", "--", "--pott-7"], "unrecognized arguments: -- --pott-7"),
+        (["--xyzzy"], "unrecognized arguments: --xyzzy"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert complaint(kitchen(), capsys, *words)[1] == f"kitchen: error: {said}"
+
+
+def test_the_flag_that_was_meant_is_one_of_the_word_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="kitchen")
+    words = parser.add_subparsers()
+    words.add_parser("bake").add_argument("--heat")
+    words.add_parser("fry").add_argument("--heap")
+    assert "did you mean --heat?" in complaint(parser, capsys, "bake", "--heatt", "9")[1]
+    assert (
+        "invalid choice: 'bakee' (choose from 'bake', 'fry'); did you mean bake?"
+        in complaint(parser, capsys, "bakee")[1]
+    )
+
+
+def test_help_has_colours_on_a_terminal_alone_and_no_color_takes_them_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(file: io.StringIO) -> str:
+        kitchen(description="In [brackets] and `ticks`").print_help(file)
+        return file.getvalue()
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich looks at: its own idea of a terminal is this process's
+    plain, coloured = shown(io.StringIO()), shown(Terminal())
+    assert "\x1b[" not in plain
+    assert re.search(r"\x1b\[[0-9;]*m--pot-3", coloured)
+    assert "[brackets]" in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(Terminal()) == plain
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setitem(sys.modules, "rich_argparse", None)
+    assert shown(Terminal()) == plain
 
 
 def test_help_still_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:

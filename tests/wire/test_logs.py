@@ -90,6 +90,49 @@ def test_packages_log_from_their_level_on_and_libraries_from_warnings(
     ]
 
 
+def test_text_is_for_terminals_and_times_are_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        for file, form, is_json in (
+            (Terminal(), None, False),
+            (io.StringIO(), None, True),
+            (Terminal(), "json", True),
+            (io.StringIO(), "text", False),
+        ):
+            monkeypatch.setattr(sys, "stderr", file)
+            set_up("info", "treeline_x", form=form, process="scheduler")
+            said = {
+                "name": "treeline_x",
+                "levelno": 20,
+                "levelname": "INFO",
+                "msg": "hello",
+                "created": 0.5,
+                "msecs": 500,
+            }
+            logging.getLogger("treeline_x").handle(logging.makeLogRecord(said))
+            if is_json:
+                line = json.loads(file.getvalue())
+                assert (line["time"], line["process"]) == ("1970-01-01T00:00:00.500+00:00", "scheduler")
+            else:
+                assert file.getvalue() == "1970-01-01T00:00:00.500Z INFO    scheduler   hello\n"
+    finally:
+        root.handlers, root.level = before
+
+
+def test_warnings_of_libraries_are_lines_as_all_others() -> None:
+    program = (
+        "import warnings, treeline_wire.logs as logs; logs.set_up('info', 'treeline_x', form='json');"
+        "warnings.warn('this is old')"
+    )
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    assert "this is old" in json.loads(told)["message"]
+
+
 def test_only_the_standard_library_is_loaded_for_it() -> None:
     program = "import sys, treeline_wire.logs; sys.exit('msgspec' in sys.modules or 'jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -95,27 +95,12 @@ QUICK = Settings(groups=4, repeats=3, prefix=256, suffix=32, output=4)
 
 def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[str], int]:
     """The command that starts everything, and the gateway's port."""
-    names = (
-        "port",
-        "runtime-port",
-        "runtime-metrics-port",
-        "runtime-admin-port",
-        "events-port",
-        "replay-port",
-        "load-port",
-        "ext-proc-port",
-        "eds-port",
-        "metrics-port",
-        "picker-admin-port",
-    )
-    ports = dict(zip(names, free_ports(len(names), run=2), strict=True))
-    argv = [sys.executable, "-m", "treeline", "up", "--model", str(context.model)]
+    port = free_ports(1, run=5 + 2 * 6)[0]
+    argv = [sys.executable, "-m", "treeline", "up", str(context.model), "--port-base", str(port)]
     argv += ["--served-model-name", MODEL_NAME, "--replicas", "2", "--threads", "1", "--policy", policy]
     argv += ["--log-level", "warning"]
-    for name, port in ports.items():
-        argv += [f"--{name}", str(port)]
     argv += ["--", "--max-total-tokens", str(settings.cache), "--page-size", str(PAGE_TOKENS)]
-    return argv, ports["port"]
+    return argv, port
 
 
 def checked(summary: Summary, settings: Settings) -> Summary:

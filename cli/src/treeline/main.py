@@ -31,6 +31,8 @@ class Word:
                 raise
             print(f"treeline {name}: {error.name} is not installed: pip install {self.optional}", file=sys.stderr)
             return 1
+        if callable(signal.getsignal(signal.SIGINT)):  # not where it is ignored, as in a script's background command
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(module.main(argv))
 
 
@@ -58,16 +60,25 @@ WORDS = {
 }
 
 
+EXAMPLES = """examples:
+  treeline up                        try it: a gateway, the picker and two runtimes of a tiny model
+  treeline serve Qwen/Qwen3-0.6B     one OpenAI-compatible server, without a gateway
+  treeline up --engine a=10.0.0.5:8000 --engine b=10.0.0.6:8000
+                                     a gateway and the picker before servers that run already
+  treeline WORD --help               flags and examples of one word"""
+
+
 def parser() -> argparse.ArgumentParser:
     words = "\n".join(f"  {name:<9} {word.help}" for name, word in WORDS.items())
     top = Parser(
         prog="treeline",
         usage="treeline WORD [OPTIONS]",
         description="Treeline serves large language models where their prefixes already live.",
-        epilog=f"words:\n{words}\n\n`treeline WORD --help` tells more. To begin: treeline up",
+        epilog=f"words:\n{words}\n\n{EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("word", choices=WORDS, metavar="WORD", help="what to do, see below")
+    top.add_argument("--version", action="store_true", help="the same as `treeline version`")
     return top
 
 
@@ -88,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, `head` for one, has enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:  # while it was still loading: once it runs, each word ends in its own way
+    except KeyboardInterrupt:  # before the word has handlers of its own: once it runs, each ends in its own way
         return 128 + signal.SIGINT
 
 

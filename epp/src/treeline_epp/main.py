@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["explain"]:
         return explain_command.main(argv[1:])
     options = options_of(argv)
-    set_up(options.log_level, "treeline_epp", "treeline_kube")
+    set_up(options.log_level, "treeline_epp", "treeline_kube", form=options.log_format)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_until_signal(options))

@@ -13,7 +13,7 @@ from typing import Any
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
 from treeline_wire.headers import CREDENTIALS
-from treeline_wire.logs import LEVELS
+from treeline_wire.logs import FORMAT_HELP, FORMATS, LEVELS
 from treeline_wire.settings import add_flags, namespace, port_setting, setting, values
 
 from treeline_epp.compat.flags import add_foreign, flag_bool, ignored, seconds
@@ -239,6 +239,7 @@ class Options:
         choices=LEVELS,
         help="debug logs one line for every decision, without prompt text (default info)",
     )
+    log_format: str | None = setting(None, choices=FORMATS, help=FORMAT_HELP)
     curve_dir: Path | None = setting(None, metavar="DIR", help="CURVE key pair for engines that publish with keys")
     secure_serving: bool = setting(
         None,

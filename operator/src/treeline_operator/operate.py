@@ -29,7 +29,7 @@ $KUBECONFIG, the pod's ServiceAccount, or ~/.kube/config, in this order.
 examples:
   treeline operate                                   all namespaces, one of several replicas
   treeline operate --namespace ml --namespace dev    two namespaces; Roles are enough
-  treeline operate --no-leader-elect --log-format text --log-level debug --kubeconfig ~/.kube/config
+  treeline operate --no-leader-elect --log-level debug --kubeconfig ~/.kube/config
   treeline operate plan -f pool.yaml                 what it would make of a file; no cluster is asked
 """
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from treeline_wire.logs import LEVELS
+from treeline_wire.logs import FORMAT_HELP, FORMATS, LEVELS
 from treeline_wire.settings import namespace, port_setting, setting
 
 
@@ -43,4 +42,4 @@ class Settings:
         help="look at everything so often (%(default)g)",
     )
     log_level: str = setting("info", group="logs", choices=LEVELS, help="default: %(default)s")
-    log_format: Literal["json", "text"] = setting("json", group="logs", help="default: %(default)s")
+    log_format: str | None = setting(None, group="logs", choices=FORMATS, help=FORMAT_HELP)

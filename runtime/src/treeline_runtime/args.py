@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 from treeline_wire import ports
-from treeline_wire.command_line import Parser
-from treeline_wire.settings import add_flags, port_setting, setting, shown, values
+from treeline_wire.command_line import Parser, one_of_two
+from treeline_wire.logs import FORMAT_HELP, FORMATS
+from treeline_wire.settings import add_flags, port_setting, setting, settings_of, shown, values
 
 from treeline_runtime.config import SchedulerConfig
 
 EPILOG = """\
 examples:
-  treeline serve --model ./models/tiny                       a checkpoint on this disk, http://127.0.0.1:8000
-  treeline serve --model Qwen/Qwen3-0.6B --port 9000         downloaded from the Hugging Face Hub (HF_TOKEN if gated)
-  treeline serve --model ./m --port 8001 --no-events --metrics-port off --admin-port off
-                                                             a second server on this machine, inference alone
-  treeline serve --model ./m --host 0.0.0.0 --curve-dir /keys   in a pod: events encrypted, open to the endpoint picker
+  treeline serve ./models/tiny                       a checkpoint on this disk, http://127.0.0.1:8000
+  treeline serve Qwen/Qwen3-0.6B --port 9000         downloaded from the Hugging Face Hub (HF_TOKEN if gated)
+  treeline serve ./m --port 8001 --no-events --metrics-port off --admin-port off
+                                                     a second server on this machine, inference alone
+  treeline serve ./m --host 0.0.0.0 --curve-dir /keys   in a pod: events encrypted, open to the endpoint picker
 
 try it:
   curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
@@ -240,6 +241,7 @@ class ServerArgs(SchedulerConfig):
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", group="lifetime", help="(default: %(default)s)"
     )
+    log_format: str | None = setting(None, group="lifetime", choices=FORMATS, help=FORMAT_HELP)
 
     def public(self) -> dict[str, Any]:
         """The arguments as `/server_info` shows them: without secrets."""
@@ -258,12 +260,14 @@ def build_parser(prog: str = "treeline serve", *, short: bool = False) -> argpar
     """`short`: its help does not show the rare flags, which it takes nevertheless."""
     parser = Parser(
         prog=prog,
-        usage="%(prog)s --model PATH_OR_HF_ID [FLAG …]",
+        usage="%(prog)s MODEL [FLAG …]",
         description="Serve one model: an OpenAI-compatible API (and SGLang's /generate) over a radix prefix cache.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    model = settings_of(ServerArgs)["model"][1]
+    parser.add_argument("word", nargs="?", metavar="MODEL", help=model.help)
     said = "show these and the rarer flags (docs/serve.md)" if short else argparse.SUPPRESS
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help=said)
     for group, title in GROUPS.items():
@@ -277,7 +281,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     given = parser.parse_args(argv)
     if given.api_key == "":
         parser.error("argument --api-key: must not be empty")
-    return ServerArgs(**values(ServerArgs, given) | {"admin_key": _admin_key(parser)})
+    model = one_of_two(parser, given.word, given.model, "model")
+    if not model:
+        parser.error("which model? Give a checkpoint folder, or org/name on the Hugging Face Hub")
+    return ServerArgs(**values(ServerArgs, given) | {"model": model, "admin_key": _admin_key(parser)})
 
 
 def _admin_key(parser: argparse.ArgumentParser) -> str | None:

@@ -22,7 +22,9 @@ class EngineConfig:
 
     model: str = setting(
         group="serving",
-        metavar="PATH_OR_HF_ID",
+        metavar="MODEL",
+        word=True,
+        rare=True,
         help="a checkpoint folder, or org/name on the Hugging Face Hub, where org/name@REV is a branch, tag or commit",
     )
     task: Literal["auto", "generate", "embed", "score", "reward"] = setting(

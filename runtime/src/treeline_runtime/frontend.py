@@ -320,7 +320,15 @@ def new_service(
     name = served_name(args)
     metrics = Metrics(name)
     pool = ReaderPool(
-        ReaderSpec(str(model.directory.absolute()), name, model.defaults, args.log_level, model.pooling, model.formats)
+        ReaderSpec(
+            str(model.directory.absolute()),
+            name,
+            model.defaults,
+            args.log_level,
+            model.pooling,
+            model.formats,
+            args.log_format,
+        )
     )
     service = Service(
         model_name=name,

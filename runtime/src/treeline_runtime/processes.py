@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from treeline_wire.logs import set_up
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.confined.child import end_with_parent
@@ -60,15 +61,9 @@ class StartError(Exception):
     """The child cannot do its work, for a reason that the user can act on."""
 
 
-def setup_logging(process: str, level: str) -> None:
-    """Logs go to standard error, one line each, with the process's name."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=level.upper(),
-        format=f"%(asctime)s %(levelname)-7s {process:<11} %(message)s",
-        datefmt="%H:%M:%S",
-        force=True,
-    )
+def setup_logging(process: str, level: str, form: str | None) -> None:
+    """Logs go to standard error, with the process's name."""
+    set_up(level, "treeline", "treeline_runtime", form=form, process=process)
 
 
 # ---- the parent's side ------------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[byt
     if process == "scheduler":
         end_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
-    setup_logging(process, spec.args.log_level)
+    setup_logging(process, spec.args.log_level, spec.args.log_format)
     faulthandler.enable()  # the watchdog ends a stuck child with SIGABRT: then its stacks are in the log
     threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

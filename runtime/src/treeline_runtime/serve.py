@@ -2,8 +2,8 @@
 
     bind the ports → find the model → start the children → serve HTTP (503) → all ready: serve → stop → drain → end all
 
-A server ends in one of three ways: a signal (drain, status 0), a second signal (at once, status 128 + signal), or the
-end of a child (requests in flight get an error, status 1).
+A server ends in one of three ways: a signal (drain, status 0; Ctrl-C before it is ready: status 130), a second signal
+(at once, status 128 + signal), or the end of a child (requests in flight get an error, status 1).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -74,15 +73,16 @@ class Server:
         model: ServedModel,
         addresses: Addresses,
         context: zmq.Context[zmq.Socket[bytes]],
+        signals: asyncio.Queue[signal.Signals],
     ) -> None:
-        """Raises ServeError."""
+        """`signals` gets SIGTERM and SIGINT. Raises ServeError."""
         self._args = args
         self._listeners = listeners
         self._context = context
         self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1)
         self._started = time.monotonic()
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+        self._signals = signals
         self._children = ["scheduler", "detokenizer", *([] if args.no_events else ["publisher"])]
         self._ready: dict[str, dict[str, Any]] = {}
         self._stopping = False
@@ -104,9 +104,6 @@ class Server:
 
     async def run(self) -> int:
         """Serves until a signal or failure stops it; returns the exit status."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signals.put_nowait, number)
         group = ProcessGroup(self._on_end)
         servers = self._servers()
         inbox = None
@@ -140,6 +137,9 @@ class Server:
             return await self._fail(self._failure.result())
         if not asked.done():
             return await self._fail("the HTTP server ended by itself")
+        if asked.result() == signal.SIGINT and not self._state.ready:
+            logger.info("SIGINT: stopping, before it was ready")
+            return 128 + signal.SIGINT
         drain = asyncio.create_task(self._drain(asked.result()))
         again = asyncio.create_task(self._signals.get())
         await _first(drain, again, self._failure)
@@ -345,16 +345,20 @@ def serve(args: ServerArgs) -> int:
 
 
 async def _run(args: ServerArgs, listeners: Listeners, model: ServedModel) -> int:
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):  # from here on there is a folder to remove, and soon children to end
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with SocketFolder() as folder:
         try:
-            return await Server(args, listeners, model, Addresses(str(folder)), context).run()
+            return await Server(args, listeners, model, Addresses(str(folder)), context, signals).run()
         finally:
             context.destroy(linger=0)
 
 
 def _quit(number: int, _frame: object) -> None:
-    """SIGTERM before there is a server to drain. (As process 1 of a container we would ignore it by default.)"""
+    """A signal before there is a server to drain: nothing is there to clean up, and an exception would have to wait for
+    the threads of a download. (As process 1 of a container we would ignore SIGTERM by default.)"""
     os._exit(128 + number)
 
 
@@ -364,14 +368,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
     except SystemExit as stop:  # --help, or a wrong argument, which has been printed
         return stop.code if isinstance(stop.code, int) else 1
-    setup_logging("http", args.log_level)
+    setup_logging("http", args.log_level, args.log_format)
     signal.signal(signal.SIGTERM, _quit)
+    signal.signal(signal.SIGINT, _quit)
     give_back_large_blocks()
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     try:
         return serve(args)
     except (ListenError, ServeError, EventsError, ModelNotFound) as error:
-        print(f"treeline serve: error: {error}", file=sys.stderr)  # noqa: T201
+        logger.error("treeline serve: error: %s", error)
         return 1
-    except KeyboardInterrupt:  # before the server runs: during a download
-        return 128 + signal.SIGINT

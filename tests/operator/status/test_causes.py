@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 
 import pytest
@@ -80,7 +81,7 @@ def test_what_our_runtime_says_where_there_is_no_model_is_known(tmp_path):
     for path in (tmp_path / "nope", empty, file, half):
         with pytest.raises(ModelNotFound) as said:
             resolve_model(str(path))
-        words = f"INFO    http        listening\ntreeline serve: error: {said.value}\n"
+        words = json.dumps({"level": "error", "message": f"treeline serve: error: {said.value}"}) + "\n"
         status = crashed(1, 1, message=words)
         (cause,) = diagnose([pod(POOL, POD, **status).object])
         assert cause.reason is Reason.WEIGHTS_MISSING, words

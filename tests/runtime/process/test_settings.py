@@ -22,7 +22,7 @@ def test_every_setting_of_a_group_has_a_flag_with_words_and_no_other_has():
 def test_without_flags_the_command_line_gives_the_defaults(monkeypatch: pytest.MonkeyPatch):
     for variable in ("TREELINE_API_KEY", "TREELINE_ADMIN_KEY"):
         monkeypatch.delenv(variable, raising=False)
-    assert parse_args(["--model", "m"]) == ServerArgs(model="m")
+    assert parse_args(["--model", "m"]) == parse_args(["m"]) == ServerArgs(model="m")
 
 
 def test_the_same_bounds_hold_for_flags_and_for_python(capsys: pytest.CaptureFixture[str]):

@@ -39,8 +39,9 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        ([], "--model"),
-        (["--model", "m", "--prot", "1"], "--prot"),
+        ([], "which model?"),
+        (["m", "--prot", "1"], "unrecognized arguments: --prot 1; did you mean --port?"),
+        (["m", "--model", "n"], "MODEL is given twice, as 'm' and as --model 'n': leave one out"),
         (["--model", "m", "--port", "http"], "--port: expected a whole number, got 'http'"),
         (["--model", "m", "--port", "70000"], "--port: must be at least 0 and at most 65535"),
         (["--model", "m", "--dtype", "int3"], "--dtype"),

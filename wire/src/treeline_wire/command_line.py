@@ -1,11 +1,16 @@
-"""The command lines of all rooms: a wrong one is answered in three lines, however many flags there are."""
+"""The command lines of all rooms: a wrong one is answered in three lines, however many flags there are, with the word
+that was perhaps meant; help has colours on a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import sys
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from types import FrameType
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 _ONE_LINE = 1 << 16
 
@@ -16,9 +21,29 @@ class Parser(argparse.ArgumentParser):
     The parsers of its words (`add_subparsers`) are of this class, too.
     """
 
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it; remembers the words, so that an error can say which of them is mistyped."""
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Exits with status 2."""
-        self.exit(2, f"{self._hint()}{self.prog}: error: {message}\nTry '{self.prog} --help'.\n")
+        self.exit(2, f"{self._hint()}{self.prog}: error: {message}{self._meant()}\nTry '{self.prog} --help'.\n")
+
+    def print_help(self, file: Any = None) -> None:
+        """With colours where the help goes to a terminal and `NO_COLOR` is not set."""
+        if _shows_colours(file or sys.stdout):
+            self.formatter_class = _coloured(self.formatter_class)
+        super().print_help(file)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            listed = ", ".join(map(repr, known))
+            message = f"invalid choice: {value!r} (choose from {listed}){_perhaps(str(value), known)}"
+            raise argparse.ArgumentError(action, message)
 
     def _hint(self) -> str:
         """The first line of a usage of our own, else the positional arguments behind `[OPTIONS]`."""
@@ -28,6 +53,52 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.HelpFormatter(f"{self.prog} [OPTIONS]", width=_ONE_LINE)
         formatter.add_usage(None, self._get_positional_actions(), [])
         return f"{formatter.format_help().strip()}\n"
+
+    def _meant(self) -> str:
+        """The flag that was perhaps meant by the first one that is unknown; empty if there is none."""
+        known = self._flags(self._given)
+        for word in self._given:
+            flag = word.partition("=")[0]
+            if flag == "--":
+                break
+            if flag.startswith("--") and not any(one.startswith(flag) for one in known):
+                return _perhaps(flag, known)
+        return ""
+
+    def _flags(self, words: Sequence[str]) -> list[str]:
+        """Its own and those of its words that are among `words`."""
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags += [flag for name, sub in action.choices.items() if name in words for flag in sub._flags(words)]
+        return flags
+
+
+def one_of_two(parser: argparse.ArgumentParser, word: str | None, flag: str | None, name: str) -> str | None:
+    """What was given as the word `NAME` or as the flag `--name`; exits with status 2 where both were."""
+    if word is not None and flag is not None:
+        parser.error(f"{name.upper()} is given twice, as {word!r} and as --{name} {flag!r}: leave one out")
+    return flag if word is None else word
+
+
+def _perhaps(word: str, known: Iterable[str]) -> str:
+    return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1))
+
+
+def _shows_colours(file: IO[str]) -> bool:
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _coloured(formatter: Any) -> Any:
+    """The same formatter with colours, if their library is installed: the images have no terminal and do without it."""
+    try:
+        from rich_argparse import RawDescriptionRichHelpFormatter, RichHelpFormatter
+    except ImportError:
+        return formatter
+    raw = issubclass(formatter, argparse.RawDescriptionHelpFormatter)
+    base = RawDescriptionRichHelpFormatter if raw else RichHelpFormatter
+    # Brackets in our texts are brackets, and the names of groups stay as they are.
+    return type("Coloured", (base,), {"text_markup": False, "usage_markup": False, "group_name_formatter": str})
 
 
 def take_interrupts() -> None:

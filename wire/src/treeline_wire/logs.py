@@ -1,4 +1,4 @@
-"""How the programs of a cluster log: one JSON object a line on standard error, or text for people.
+"""How all programs log, on standard error: one JSON object a line, or text for people, with times in UTC.
 
 Only the standard library is needed, so that the launcher of Envoy stays small.
 """
@@ -14,20 +14,28 @@ from typing import Any, Final
 MOST_CHARS: Final = 4096
 """The longest message, field and exception: they may quote what a peer has sent, and each line goes to a disk."""
 LEVELS: Final = ("debug", "info", "warning", "error")
+FORMATS: Final = ("text", "json")
+FORMAT_HELP: Final = "text for people, or one JSON object a line (default: text on a terminal, json elsewhere)"
 _USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "fields"}
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a JSON object: `time`, `level`, `logger`, `message`, `exception`, and what `extra` has.
+    """A record as a JSON object: `time`, `level`, `logger`, `process` (of programs with several), `message`,
+    `exception`, and what `extra` has.
 
     What is under the name `fields` in `extra` becomes members too; these may have any names.
     """
 
+    def __init__(self, process: str = "") -> None:
+        super().__init__()
+        self._process = {"process": process} if process else {}
+
     def format(self, record: logging.LogRecord) -> str:
         line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _utc(record),
             "level": record.levelname.lower(),
             "logger": record.name,
+            **self._process,
             "message": record.getMessage(),
             **_fields(record),
         }
@@ -43,13 +51,16 @@ class JsonFormatter(logging.Formatter):
 class TextFormatter(logging.Formatter):
     """A record as one line of text, with what `extra` has behind it."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+    def __init__(self, process: str = "") -> None:
+        super().__init__(f"%(asctime)s %(levelname)-7s {f'{process:<11} ' if process else ''}%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{name}={_short(str(value))}" for name, value in _fields(record).items())
         text = super().format(record)
         return f"{text}  {fields}" if fields else text
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _utc(record).replace("+00:00", "Z")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _short(record.message)
@@ -59,13 +70,22 @@ class TextFormatter(logging.Formatter):
         return _short(super().formatException(ei))
 
 
-def set_up(level: str, *packages: str, form: str = "json") -> None:
-    """Log these packages from `level` on, libraries from warnings on: at debug they print requests with headers."""
+def set_up(level: str, *packages: str, form: str | None = None, process: str = "") -> None:
+    """Log these packages from `level` on, libraries from warnings on: at debug they print requests with headers.
+
+    `form`: one of `FORMATS`; None: text on a terminal, JSON elsewhere. `process`: which one of a program's several.
+    """
+    text = sys.stderr.isatty() if form is None else form == "text"
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(TextFormatter(process) if text else JsonFormatter(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(True)
     for package in packages:
         logging.getLogger(package).setLevel(level.upper())
+
+
+def _utc(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
 
 
 def _short(text: str) -> str:

@@ -52,6 +52,8 @@ class Setting:
     secret: bool = False
     rare: bool = False
     """Left out of the short `--help`."""
+    word: bool = False
+    """The command takes it without a flag, too, so that the flag is not required."""
 
 
 def setting(default: Any = dataclasses.MISSING, /, **words: Any) -> Any:
@@ -129,7 +131,7 @@ def _flag(name: str, words: Setting) -> str:
 
 def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
     """The arguments of `add_argument`. A default that is text, as the environment's, is parsed like a flag's value."""
-    found = {"required": True} if default is dataclasses.MISSING else {"default": default}
+    found = {"required": not words.word} if default is dataclasses.MISSING else {"default": default}
     if hint is bool and words.parse is None:
         return found | {"action": argparse.BooleanOptionalAction if words.either else "store_true"}
     if hint is bool:

@@ -12,54 +12,84 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import httpx
 from rich.console import Console
+from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_operator.envoy import EnvoyConfig, Tracing, bootstrap_json
 from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
+from treeline_runtime.download import repository
 from treeline_wire import tracing_env
-from treeline_wire.command_line import Parser
+from treeline_wire.command_line import Parser, one_of_two
 from treeline_wire.tracing_env import TracingError
 
-from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan
+from treeline.up.plan import TINY_MODEL, UpOptions, busy_ports, gateway_url, plan, ports_from
 from treeline.up.progress import show
 from treeline.up.supervisor import ChildFailed, Supervisor
 
 EPILOG = """examples:
   treeline up                                   the tiny model of this repository, two runtimes
-  treeline up --model ./Qwen3-0.6B --replicas 1 a checkpoint in Hugging Face layout
-  treeline up --model Qwen/Qwen3-0.6B           a Hugging Face id (downloaded; HF_TOKEN is used when set)
+  treeline up ./Qwen3-0.6B --replicas 1         a checkpoint in Hugging Face layout
+  treeline up Qwen/Qwen3-0.6B                   a Hugging Face id (downloaded; HF_TOKEN is used when set)
   treeline up --policy round_robin              compare with routing that ignores prefixes
+  treeline up --port-base 9100                  beside another one: all ports from 9100 on
+  treeline up ./Qwen3-0.6B -- --context-length 4096
+  treeline up --engine a=127.0.0.1:8001 --engine b=127.0.0.1:8002 -- --tokenizer hf://Qwen/Qwen3-0.6B
+                                                before two servers (vLLM, SGLang, ours) that run already
 
-Ports of runtime i are the base port + i. Arguments after `--` go to every runtime (see `treeline serve --help`)."""
+Arguments after `--` go to every runtime (see `treeline serve --help`); with --engine, to the picker (see
+`treeline pick --help`). vLLM and SGLang do not tell their tokenizer: name it by --tokenizer, so that prompts
+are matched with what their caches hold (docs/engines.md)."""
 
 
 def parser() -> argparse.ArgumentParser:
     defaults = UpOptions(model="")
     up = Parser(
         prog="treeline up",
-        description=__doc__,
+        usage="%(prog)s [MODEL] [FLAG …] [-- FLAG …]\n       %(prog)s --engine NAME=HOST:PORT … [FLAG …] [-- FLAG …]",
+        description=__doc__.replace("`", ""),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     up.add_argument(
-        "--model", metavar="PATH_OR_ID", help="checkpoint folder or Hugging Face id (default: the tiny model)"
+        "word", nargs="?", metavar="MODEL", help="checkpoint folder or Hugging Face id (default: the tiny model)"
+    )
+    up.add_argument("--model", help=argparse.SUPPRESS)
+    up.add_argument(
+        "--engine",
+        action="append",
+        default=[],
+        type=_engine,
+        metavar="NAME=HOST:PORT",
+        help="put the gateway and the picker before this OpenAI-compatible server, which runs already (vLLM, SGLang or "
+        "`treeline serve`), and start no runtime; may be repeated",
     )
     up.add_argument("--served-model-name", metavar="NAME", help="the name clients use (default: the folder's name)")
     up.add_argument(
         "--replicas",
         type=_positive,
-        default=defaults.replicas,
-        help="runtimes to start (default: %(default)s)",
+        metavar="N",
+        help=f"runtimes to start (default: {defaults.replicas})",
     )
-    up.add_argument("--threads", type=_positive, help="torch threads per runtime (default: the cores shared out)")
+    up.add_argument(
+        "--threads", type=_positive, metavar="N", help="torch threads per runtime (default: the cores shared out)"
+    )
     up.add_argument(
         "--host", type=_address, default=defaults.host, help="address of the gateway (default: %(default)s)"
     )
-    up.add_argument("--port", type=_port, default=defaults.port, help="port of the gateway (default: %(default)s)")
+    up.add_argument("--port", type=_port, metavar="PORT", help=f"port of the gateway (default: {defaults.port})")
+    up.add_argument(
+        "--port-base",
+        type=_port,
+        metavar="PORT",
+        help="take all ports from this one on: the gateway's, four of the picker, six of each runtime (default: those "
+        "of docs/operations.md)",
+    )
     up.add_argument(
         "--policy",
         metavar="NAME[:KEY=VALUE,…]",
@@ -67,7 +97,6 @@ def parser() -> argparse.ArgumentParser:
         default=defaults.policy,
         help=policy_help(),
     )
-    _add_ports(up, defaults)
     up.add_argument(
         "--api-keys",
         type=Path,
@@ -109,23 +138,11 @@ def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
     )
 
 
-def _add_ports(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
-    for option, meaning in {
-        "runtime-port": "HTTP port of the first runtime",
-        "runtime-metrics-port": "metrics port of the first runtime",
-        "runtime-admin-port": "admin port of the first runtime",
-        "events-port": "KV-event port of the first runtime",
-        "replay-port": "replay port of the first runtime",
-        "load-port": "load port of the first runtime",
-        "ext-proc-port": "the picker's ext_proc port",
-        "eds-port": "the picker's EDS and health port",
-        "metrics-port": "the picker's metrics port",
-        "picker-admin-port": "the picker's admin port",
-    }.items():
-        default = getattr(defaults, option.replace("-", "_"))
-        up.add_argument(
-            f"--{option}", type=_port, default=default, metavar="PORT", help=f"{meaning} (default: {default})"
-        )
+def _engine(text: str) -> EndpointSpec:
+    try:
+        return parse_flag(text)
+    except DiscoveryError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:
@@ -156,16 +173,23 @@ def _split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
-    own, runtime_args = _split(argv)
+    own, passed_on = _split(argv)
     up = parser()
     args = vars(up.parse_args(own))
     log_dir = args.pop("log_dir")
-    model = args.pop("model")
-    if model is None:
-        if not (TINY_MODEL / "config.json").exists():
-            up.error("the tiny model comes with the repository, and this is an installed package: pass --model")
-        model = str(TINY_MODEL)
-        args["served_model_name"] = args["served_model_name"] or "tiny"
+    args["model"] = one_of_two(up, args.pop("word"), args["model"], "model")
+    if engines := args.pop("engine"):
+        args |= {"engines": _engines(up, args, engines), "picker_args": passed_on, "model": ""}
+    else:
+        args["runtime_args"] = passed_on
+        if args["model"] is None:
+            if not (TINY_MODEL / "config.json").exists():
+                up.error("which model? The tiny one comes with the repository, and this is an installed package")
+            args |= {"model": str(TINY_MODEL), "served_model_name": args["served_model_name"] or "tiny"}
+    replicas = args["replicas"] = args["replicas"] or UpOptions.replicas
+    if (base := args.pop("port_base")) is not None:
+        args |= {name: port for name, port in ports_from(base, replicas).items() if args.get(name) is None}
+    args["port"] = args["port"] or UpOptions.port
     try:
         args["api_keys"] = _api_keys(args["api_keys"])
     except ValueError as error:
@@ -185,8 +209,22 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
         args["tracing"] = _tracing() if args["tracing"] else None
     except TracingError as error:
         up.error(f"--tracing: {error}")
-    threads = args.pop("threads") or max(1, (os.cpu_count() or 1) // args["replicas"])
-    return UpOptions(model=model, threads=threads, runtime_args=runtime_args, **args), log_dir
+    args["threads"] = args["threads"] or max(1, (os.cpu_count() or 1) // replicas)
+    return UpOptions(**args), log_dir
+
+
+def _engines(
+    up: argparse.ArgumentParser, args: Mapping[str, object], engines: Sequence[EndpointSpec]
+) -> tuple[EndpointSpec, ...]:
+    """Exits with status 2 where a flag is given that is about runtimes of our own."""
+    for name in ("model", "served_model_name", "replicas", "threads"):
+        if args[name] is not None:
+            flag = "MODEL" if name == "model" else f"--{name.replace('_', '-')}"
+            up.error(f"{flag}: with --engine no runtime is started: leave it out, or leave out --engine")
+    try:
+        return unique(engines)
+    except DiscoveryError as error:
+        up.error(f"--engine: {error}")
 
 
 def _tracing() -> Tracing | None:
@@ -238,9 +276,22 @@ def envoy_config(options: UpOptions) -> EnvoyConfig:
     )
 
 
+def _model(options: UpOptions) -> str:
+    """A name that clients can ask for: of engines that run already, the first that the picker knows."""
+    if not options.engines:
+        return options.served_model_name or (
+            Path(options.model).name if Path(options.model).exists() else repository(options.model)
+        )
+    headers = {"x-api-key": options.probe_key} if options.api_keys else {}
+    with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
+        answer = httpx.get(f"{gateway_url(options)}/v1/models", headers=headers, timeout=2.0, trust_env=False)
+        return str(answer.json()["data"][0]["id"])
+    return "NAME"
+
+
 def _how_to_try(options: UpOptions) -> str:
     url = gateway_url(options)
-    model = options.served_model_name or Path(options.model).name
+    model = _model(options)
     key = " -H 'authorization: Bearer …'" if options.api_keys else ""
     return f"""ready: {url}
 
@@ -248,9 +299,16 @@ try it:
   curl -i {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
-metrics: http://127.0.0.1:{options.metrics_port}/metrics (picker), \
-http://127.0.0.1:{options.runtime_metrics_port}/metrics (runtime-0)
-administration: http://127.0.0.1:{options.runtime_admin_port} (runtime-0)    stop: Ctrl-C"""
+{_pages(options)}    stop: Ctrl-C"""
+
+
+def _pages(options: UpOptions) -> str:
+    picker = f"metrics: http://127.0.0.1:{options.metrics_port}/metrics (picker)"
+    if options.engines:
+        names = ", ".join(engine.name for engine in options.engines)
+        return f"{picker}\nhow requests are routed to {names}: http://127.0.0.1:{options.picker_admin_port}/endpoints"
+    return f"""{picker}, http://127.0.0.1:{options.runtime_metrics_port}/metrics (runtime-0)
+administration: http://127.0.0.1:{options.runtime_admin_port} (runtime-0)"""
 
 
 async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console) -> int:
@@ -260,7 +318,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
         for line in busy:
             console.print(f"treeline up: {line}", style="red", highlight=False, soft_wrap=True)
         console.print(
-            "Stop what holds a port, or choose another (see treeline up --help).",
+            "Stop what holds a port, or take others: --port-base 9100 moves all of them, --port the gateway's.",
             highlight=False,
             soft_wrap=True,
         )
@@ -270,7 +328,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
     supervisor = Supervisor(children, log_dir)
     progress = asyncio.create_task(show(supervisor.children, console))
     try:
-        await supervisor.run(on_ready=lambda: print(_how_to_try(options), flush=True))
+        status = await supervisor.run(on_ready=lambda: print(_how_to_try(options), flush=True))
     except ChildFailed as failure:
         progress.cancel()
         await asyncio.gather(progress, return_exceptions=True)
@@ -280,7 +338,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
         progress.cancel()
         await asyncio.gather(progress, return_exceptions=True)
     console.print("stopped", highlight=False)
-    return 0
+    return status
 
 
 @contextlib.contextmanager
@@ -302,7 +360,8 @@ _LOCK = "lock"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until Ctrl-C or SIGTERM (status 0); status 1 when a child dies, a port is busy or Envoy is missing."""
+    """Serve until Ctrl-C or SIGTERM (status 0; 128 + signal before it was ready); status 1 when a child dies, a port is
+    busy or Envoy is missing."""
     options, log_dir = _options(argv)
     console = Console(stderr=True)
     with _workplace() as folder:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_operator import envoy
 from treeline_operator.api.gateway import ClientLimits
 from treeline_wire import ports
@@ -20,7 +21,10 @@ from treeline_wire import ports
 class UpOptions:
     """What the user asked for. Ports of replica i are the base port + i."""
 
-    model: str
+    model: str = ""
+    """Empty where there are `engines`."""
+    engines: tuple[EndpointSpec, ...] = ()
+    """Servers that run already, in place of runtimes of our own."""
     replicas: int = 2
     host: str = "127.0.0.1"
     port: int = ports.GATEWAY
@@ -38,6 +42,7 @@ class UpOptions:
     metrics_port: int = ports.METRICS
     picker_admin_port: int = ports.PICKER_ADMIN
     runtime_args: tuple[str, ...] = ()
+    picker_args: tuple[str, ...] = ()
     debug_endpoints: bool = False
     log_level: str = "info"
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +57,7 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to start.
+    """One process to start; without `argv`, a server that runs already and is only waited for.
 
     `ready_url` answers 200 to `ready_headers` when it is ready; `after` names the children that must be ready before
     this one is started; `ports` maps what a port is for to (host, port), all of which must be free beforehand.
@@ -68,6 +73,16 @@ class ChildSpec:
 
 
 LOOPBACK = "127.0.0.1"
+
+
+def ports_from(base: int, replicas: int) -> dict[str, int]:
+    """All ports of a run, one behind the other: the gateway's, the picker's four, then six for each of the runtimes."""
+    alone = ("port", "ext_proc_port", "eds_port", "metrics_port", "picker_admin_port")
+    several = ("runtime_port", "runtime_metrics_port", "runtime_admin_port", "events_port", "replay_port", "load_port")
+    found = {name: base + at for at, name in enumerate(alone)}
+    return found | {name: base + len(alone) + at * replicas for at, name in enumerate(several)}
+
+
 TINY_MODEL = Path(__file__).resolve().parents[4] / "models" / "tiny"
 
 
@@ -91,10 +106,11 @@ def _runtime(options: UpOptions, index: int) -> ChildSpec:
         "--load-port": options.load_port + index,
     }
     settings: dict[str, object] = {"--threads": options.threads, "--log-level": options.log_level}
+    settings["--log-format"] = "text"  # the logs are files for people, and their last lines are shown on failure
     if options.served_model_name:
         settings["--served-model-name"] = options.served_model_name
     argv = [sys.executable, "-m", "treeline_runtime"]
-    argv += _flags({"--model": options.model, "--host": LOOPBACK, **own_ports, **settings})
+    argv += [options.model, *_flags({"--host": LOOPBACK, **own_ports, **settings})]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
     if options.tracing is not None:
@@ -109,6 +125,10 @@ def _runtime(options: UpOptions, index: int) -> ChildSpec:
     )
 
 
+def _engine(engine: EndpointSpec) -> ChildSpec:
+    return ChildSpec(name=f"engine {engine.name}", argv=(), ready_url=f"http://{engine.address}/health", ports={})
+
+
 def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     own_ports = {
         "--grpc-port": options.ext_proc_port,
@@ -117,10 +137,13 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         "--admin-port": options.picker_admin_port,
     }
     settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
+    settings["--log-format"] = "text"
     argv = [sys.executable, "-m", "treeline_epp", *_flags({**settings, **own_ports})]
     for runtime in runtimes:
         host, port = runtime.ports["port"]
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
+    for engine in options.engines:
+        argv += ["--endpoint", f"{engine.name}={engine.address}"]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
     if options.api_keys:
@@ -129,7 +152,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         argv += ["--tracing"]
     return ChildSpec(
         name="picker",
-        argv=tuple(argv),
+        argv=(*argv, *options.picker_args),
         ready_url=f"http://{LOOPBACK}:{options.picker_admin_port}/ready",
         ports={flag.removeprefix("--"): (LOOPBACK, port) for flag, port in own_ports.items()},
     )
@@ -149,8 +172,9 @@ def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
 
 def plan(options: UpOptions, envoy_binary: Path, bootstrap: Path) -> list[ChildSpec]:
     """The children, in the order in which they are shown; Envoy's configuration will be written to `bootstrap`."""
-    runtimes = [_runtime(options, index) for index in range(options.replicas)]
-    return [*runtimes, _picker(options, runtimes), _envoy(options, envoy_binary, bootstrap)]
+    runtimes = [] if options.engines else [_runtime(options, index) for index in range(options.replicas)]
+    engines = [_engine(engine) for engine in options.engines]
+    return [*runtimes, *engines, _picker(options, runtimes), _envoy(options, envoy_binary, bootstrap)]
 
 
 def busy_ports(children: Iterable[ChildSpec]) -> list[str]:

@@ -24,6 +24,8 @@ def _row(child: Child, spinner: Spinner) -> tuple[Spinner | Text, str, str]:
             return Text("✓", style="green"), child.spec.name, child.spec.ready_url.rsplit("/", 1)[0]
         case Phase.EXITED:
             return Text("✗", style="red"), child.spec.name, "exited"
+        case Phase.STARTING if not child.spec.argv:
+            return spinner, child.spec.name, f"no answer yet from {child.spec.ready_url}, {seconds}"
         case Phase.STARTING:
             return spinner, child.spec.name, f"loading, {seconds}"
         case Phase.WAITING:
@@ -57,4 +59,9 @@ def _print_changes(children: Sequence[Child], shown: dict[str, Phase], console: 
     for child in children:
         if child.phase is not Phase.WAITING and shown.get(child.spec.name) is not child.phase:
             shown[child.spec.name] = child.phase
-            console.print(f"{child.spec.name}: {child.phase}", highlight=False, soft_wrap=True)
+            phase = (
+                f"waiting for {child.spec.ready_url}"
+                if not child.spec.argv and not child.ready.is_set()
+                else child.phase
+            )
+            console.print(f"{child.spec.name}: {phase}", highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -73,27 +74,35 @@ class Supervisor:
         self.children = [Child(spec, log_dir / f"{spec.name}.log") for spec in specs]
         self._by_name = {child.spec.name: child for child in self.children}
         self._stop = asyncio.Event()
+        self._status = 0
 
-    async def run(self, on_ready: Callable[[], None]) -> None:
+    async def run(self, on_ready: Callable[[], None]) -> int:
         """Start all, call `on_ready` once all are ready, wait for a signal; then stop all.
 
-        Raises ChildFailed when a child dies first.
+        Returns the exit status: 0 for a signal that came after all were ready, else 128 + signal. Raises ChildFailed
+        when a child dies first.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._asked_to_stop, number)
         try:
             await self._until_stopped(on_ready)
+            return self._status
         finally:
             await self._stop_all()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 
+    def _asked_to_stop(self, number: signal.Signals) -> None:
+        if not self._stop.is_set() and not all(child.ready.is_set() for child in self.children):
+            self._status = 128 + number
+        self._stop.set()
+
     async def _until_stopped(self, on_ready: Callable[[], None]) -> None:
         stopped = asyncio.create_task(self._stop.wait())
         lives = [asyncio.create_task(self._live(child)) for child in self.children]
         all_ready = asyncio.create_task(self._all_ready())
-        pending: set[asyncio.Task[object]] = {stopped, all_ready, *lives}
+        pending: set[asyncio.Task[Any]] = {stopped, all_ready, *lives}
         try:
             while True:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +127,14 @@ class Supervisor:
         for name in child.spec.after:
             await self._by_name[name].ready.wait()
         child.enter(Phase.STARTING)
+        if not child.spec.argv:
+            await self._becomes_ready(child)
+            if not child.ready.is_set():
+                raise ChildFailed(
+                    f"nothing answers at {child.spec.ready_url} ({child.spec.name}): start that server, or leave out "
+                    f"its --engine"
+                )
+            await asyncio.Event().wait()  # from now on the picker watches it
         with child.log_path.open("wb") as log:
             child.process = await asyncio.create_subprocess_exec(
                 *child.spec.argv,
@@ -147,7 +164,8 @@ class Supervisor:
                         child.ready.set()
                         return
                 if time.monotonic() - child.since > READY_TIMEOUT_S:
-                    self._signal(child, signal.SIGKILL)
+                    if child.process is not None:
+                        self._signal(child, signal.SIGKILL)
                     return
                 await asyncio.sleep(READY_POLL_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -355,10 +356,18 @@ def size(count: int) -> str:
 
 def _telling_line(text: str) -> str:
     """The last line that names an error, rather than what follows it; without one, the last that says anything."""
-    lines = [flat for line in text.splitlines() if (flat := _line(line))]
+    lines = [flat for line in text.splitlines() if (flat := _line(_message(line)))]
     said = [line for line in lines if not _HINT.search(line)] or lines
     errors = [line for line in said if _ERROR.search(line)]
     return (errors or said or [""])[-1]
+
+
+def _message(line: str) -> str:
+    """What a line of our programs' logs says, which is a JSON object; any other line as it is."""
+    try:
+        return str(json.loads(line)["message"]) if line.startswith("{") else line
+    except (ValueError, KeyError, RecursionError):
+        return line
 
 
 def _line(text: str) -> str:

@@ -71,6 +71,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
     log_level: str
     pooling: Pooling | None = None
     formats: Formats = NO_FORMATS
+    log_format: str | None = None
 
 
 class Order(msgspec.Struct, frozen=True):

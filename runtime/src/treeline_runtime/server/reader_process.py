@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _load(spec: ReaderSpec) -> Reader:
-    setup_logging("reader", spec.log_level)
+    setup_logging("reader", spec.log_level, spec.log_format)
     prompts = Prompts(TokenizerBundle.from_dir(spec.model_dir))
     return Reader(spec.model_name, prompts, spec.defaults, spec.pooling, spec.formats)
 
