@@ -202,6 +202,40 @@ def test_huge_and_padded_lengths_are_read_as_protobuf_reads_them(length: bytes) 
             assert as_read(tag + length + rest) == as_protobuf_reads(tag + length + rest)
 
 
+def nested(depth: int) -> bytes:
+    """Metadata with lists within lists."""
+    value = field(3, b"x")
+    for _ in range(depth):
+        value = field(6, field(1, value))
+    return field(8, field(1, field(1, b"envoy.lb") + field(2, field(1, field(1, b"k") + field(2, value)))))
+
+
+BODY = field(4, field(1, b"{}"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        field(2, field(1, field(1, field(1, b"\xff\xfe")))),
+        field(2, field(1, field(1, field(1, b"key"))))[:-1],
+        BODY + b"\x50" + b"\x80" * 15 + b"\x01",
+        BODY + b"\x02\x01a",
+        BODY + b"\x0b",
+        nested(60) + BODY,
+        nested(20_000) + BODY,
+    ],
+    ids=["no-utf8", "cut", "endless-number", "field-0", "open-group", "deep", "very-deep"],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    """That both readers agree says nothing where both are lenient."""
+    with pytest.raises(DecodeError):
+        READER.read(data)
+
+
+def test_a_field_of_another_type_is_one_that_is_not_known() -> None:
+    assert READER.read(b"\x10\x01" + BODY) == READER.read(BODY)
+
+
 def test_every_header_that_the_picker_asks_for_is_converted() -> None:
     """Whoever looks at a header that is not in the list would never see it."""
     asked: set[str] = set()
