@@ -21,7 +21,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +46,11 @@ def upcoming() -> str:
 def version() -> Version:
     """Of the checkout. A shallow one counts the commits that it has; without git the number is 0."""
     dirty = ["dirty"] if git("status", "--porcelain", "--untracked-files=no") else []
-    if not dirty and (tag := git("describe", "--tags", "--exact-match", "--match", "v[0-9]*")):
-        return Version(tag)
+    if not dirty and (tags := git("tag", "--points-at", "HEAD", "--list", "v[0-9]*").split()):
+        try:
+            return max(map(Version, tags))
+        except InvalidVersion as error:
+            raise SystemExit(f"a tag of this commit is no version ({error}): write v0.2.0 or v0.2.0rc1") from None
     last = git("describe", "--tags", "--abbrev=0", "--match", "v[0-9]*")
     commits = git("rev-list", "--count", f"{last}..HEAD" if last else "HEAD") or "0"
     local = ".".join([*(f"g{commit}" for commit in [git("rev-parse", "--short=8", "HEAD")] if commit), *dirty])
@@ -84,19 +87,19 @@ def write_tree(target: Path, version: Version) -> None:
         (target / room / "README.md").write_text(with_absolute_links(page, folder, version))
     for script in (target / "models" / "tiny").glob("*.py"):
         script.unlink()  # what trained the model is in the repository
-    chart = target / "charts" / "treeline" / "Chart.yaml"
-    numbered = chart.read_text()
-    former = re.search(r"^appVersion: *(\S+)", numbered, re.MULTILINE)
-    if former is not None:
-        chart.write_text(numbered.replace(former[1], semver(version)))
 
 
 def write_version(tree: Path, version: Version) -> None:
-    """Into every pyproject.toml, and into its pins of the others."""
+    """Into every pyproject.toml with its pins of the others, and into the chart, whose images have its version."""
     for room in DISTRIBUTIONS:
         project = tree / room / "pyproject.toml"
         text = re.sub(r'^version = ".*"', f'version = "{version}"', project.read_text(), count=1, flags=re.MULTILINE)
         project.write_text(re.sub(r'"(treeline-[^"=]+)==[^"]*"', rf'"\1=={version}"', text))
+    chart = tree / "charts" / "treeline" / "Chart.yaml"
+    numbered = chart.read_text()
+    former = re.search(r"^appVersion: *(\S+)", numbered, re.MULTILINE)
+    if former is not None:
+        chart.write_text(numbered.replace(former[1], semver(version)))
 
 
 def with_absolute_links(page: str, folder: str, version: Version) -> str:
@@ -174,4 +177,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

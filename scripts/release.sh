@@ -36,8 +36,7 @@ if [ -n "$dry" ]; then
   noted=$(sed -n 's/^## \([^ ]*\).*/\1/p' CHANGELOG.md | head -1)
 else
   [ -z "$(git status --porcelain)" ] || die "there are changes that are not committed: commit them, or try with --dry-run"
-  git describe --tags --exact-match --match "v[0-9]*" >/dev/null 2>&1 ||
-    die "this commit has no tag: git tag -s vX.Y.Z, or try with --dry-run"
+  [[ $version != *.dev* ]] || die "this commit has no tag: git tag -s vX.Y.Z, or try with --dry-run"
   heading=$(grep -E "^## ${version//./\\.}( |$)" CHANGELOG.md) || die "CHANGELOG.md has no section '## $version (DATE)': write it, and tag that commit"
   grep -qE '\([0-9]{4}-[0-9]{2}-[0-9]{2}\)$' <<<"$heading" || die "CHANGELOG.md says '$heading': put the date into it, and tag that commit"
 fi

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 import dist  # noqa: E402
 
-pytestmark = [pytest.mark.deep, pytest.mark.integration]
+pytestmark = [pytest.mark.deep, pytest.mark.integration, pytest.mark.timeout(900)]
 
 UV = str(ROOT / ".venv" / "bin" / "uv")
 TWINE = "twine==7.0.0"

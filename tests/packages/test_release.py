@@ -20,7 +20,7 @@ from support.control_plane import programs_or_skip
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.deep, pytest.mark.integration]
+pytestmark = [pytest.mark.deep, pytest.mark.integration, pytest.mark.timeout(900)]
 
 DOCKER = """#!/bin/sh
 [ "$1" != info ] || exit 0

@@ -37,6 +37,15 @@ def test_a_tagged_commit_has_the_version_of_its_tag(checkout):
     assert str(dist.version()) == "0.3.0"
 
 
+def test_of_several_tags_the_highest_counts_and_one_that_is_no_version_is_refused(checkout):
+    checkout("tag", "v0.3.0rc1")
+    checkout("tag", "v0.3.0")
+    assert str(dist.version()) == "0.3.0"
+    checkout("tag", "v3-of-something")
+    with pytest.raises(SystemExit, match="v3-of-something"):
+        dist.version()
+
+
 def test_a_commit_behind_a_tag_is_a_development_version_of_what_the_changelog_names_first(checkout):
     checkout("tag", "v0.2.0")
     checkout("commit", "--allow-empty", "-m", "two")
