@@ -2,9 +2,9 @@
 
 `python scripts/dist.py [--out DIR]`. The version comes from git: at a tag vX.Y.Z it is X.Y.Z; elsewhere the version
 that CHANGELOG.md names first, as a development version with the number of commits and the commit, such as
-0.2.0.dev1501+g0750d2ac. It is written into a copy of the tracked files; the checkout keeps X.Y.Z.dev0. Images and chart
-of a release are built from such a copy too (`--tree DIR` writes one); `--version` prints the version, `--semver` as
-charts and images spell it.
+0.2.0.dev1501+g0750d2ac. It is written into a copy of the tracked files; the checkout keeps X.Y.Z.dev0, which `--next`
+takes from CHANGELOG.md after a release. Images and chart of a release are built from such a copy too (`--tree DIR`
+writes one). `--version` prints the version, `--semver` as charts and images spell it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from rich.progress import track
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,18 +35,26 @@ def git(*words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def version() -> Version:
-    """Of the checkout. A shallow one counts the commits that it has; without git the number is 0."""
-    dirty = ["dirty"] if git("status", "--porcelain", "--untracked-files=no") else []
-    if not dirty and (tag := git("describe", "--tags", "--exact-match", "--match", "v[0-9]*")):
-        return Version(tag)
+def upcoming() -> str:
+    """The version that CHANGELOG.md names first."""
     found = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     if found is None:
         raise SystemExit("CHANGELOG.md names no version: begin it with a section like '## 0.2.0 (unreleased)'")
+    return found[1]
+
+
+def version() -> Version:
+    """Of the checkout. A shallow one counts the commits that it has; without git the number is 0."""
+    dirty = ["dirty"] if git("status", "--porcelain", "--untracked-files=no") else []
+    if not dirty and (tags := git("tag", "--points-at", "HEAD", "--list", "v[0-9]*").split()):
+        try:
+            return max(map(Version, tags))
+        except InvalidVersion as error:
+            raise SystemExit(f"a tag of this commit is no version ({error}): write v0.2.0 or v0.2.0rc1") from None
     last = git("describe", "--tags", "--abbrev=0", "--match", "v[0-9]*")
     commits = git("rev-list", "--count", f"{last}..HEAD" if last else "HEAD") or "0"
     local = ".".join([*(f"g{commit}" for commit in [git("rev-parse", "--short=8", "HEAD")] if commit), *dirty])
-    return Version(f"{found[1]}.dev{commits}" + (f"+{local}" if local else ""))
+    return Version(f"{upcoming()}.dev{commits}" + (f"+{local}" if local else ""))
 
 
 def semver(version: Version) -> str:
@@ -70,32 +78,40 @@ def write_tree(target: Path, version: Version) -> None:
         if source.is_file():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, copy)
+    write_version(target, version)
     for room in DISTRIBUTIONS:
-        project = target / room / "pyproject.toml"
-        text = re.sub(r'^version = ".*"', f'version = "{version}"', project.read_text(), count=1, flags=re.MULTILINE)
-        project.write_text(re.sub(r'"(treeline-[^"=]+)==[^"]*"', rf'"\1=={version}"', text))
         shutil.copy(target / "LICENSE", target / room / "LICENSE")
-        page = target / room / "README.md"
-        page.write_text(with_absolute_links(page.read_text(), room, version))
+        # The page of treeline-llm is the project's own.
+        folder = "." if room == "cli" else room
+        page = (target / folder / "README.md").read_text()
+        (target / room / "README.md").write_text(with_absolute_links(page, folder, version))
     for script in (target / "models" / "tiny").glob("*.py"):
         script.unlink()  # what trained the model is in the repository
-    chart = target / "charts" / "treeline" / "Chart.yaml"
+
+
+def write_version(tree: Path, version: Version) -> None:
+    """Into every pyproject.toml with its pins of the others, and into the chart, whose images have its version."""
+    for room in DISTRIBUTIONS:
+        project = tree / room / "pyproject.toml"
+        text = re.sub(r'^version = ".*"', f'version = "{version}"', project.read_text(), count=1, flags=re.MULTILINE)
+        project.write_text(re.sub(r'"(treeline-[^"=]+)==[^"]*"', rf'"\1=={version}"', text))
+    chart = tree / "charts" / "treeline" / "Chart.yaml"
     numbered = chart.read_text()
     former = re.search(r"^appVersion: *(\S+)", numbered, re.MULTILINE)
     if former is not None:
         chart.write_text(numbered.replace(former[1], semver(version)))
 
 
-def with_absolute_links(page: str, room: str, version: Version) -> str:
+def with_absolute_links(page: str, folder: str, version: Version) -> str:
     """A page whose links lead into the repository: a package index shows it without the files around it."""
     at = f"v{version}" if version.local is None else "main"
 
     def absolute(link: re.Match[str]) -> str:
-        path, hash_mark, anchor = link[1].partition("#")
-        inside = os.path.normpath(f"{room}/{path}")
-        return f"]({REPOSITORY}/blob/{at}/{inside}{hash_mark}{anchor})"
+        path, hash_mark, anchor = link[3].partition("#")
+        inside = os.path.normpath(f"{folder}/{path}")
+        return f"{link[1]}{link[2]}({REPOSITORY}/{'raw' if link[1] else 'blob'}/{at}/{inside}{hash_mark}{anchor})"
 
-    return re.sub(r"\]\((?![a-z]+:|#)([^)\s]+)\)", absolute, page)
+    return re.sub(r"(!?)(\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", absolute, page)
 
 
 def reproducible(sdist: Path, seconds: int) -> None:
@@ -136,7 +152,13 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, metavar="DIR", help="only write the sources with their version there")
     parser.add_argument("--version", action="store_true", help="only print the version")
     parser.add_argument("--semver", action="store_true", help="only print it as charts and images spell it")
+    parser.add_argument(
+        "--next", action="store_true", help="only number the checkout for what CHANGELOG.md names first"
+    )
     args = parser.parse_args()
+    if args.next:
+        write_version(ROOT, Version(f"{upcoming()}.dev0"))
+        return 0
     now = version()
     if args.version or args.semver:
         print(semver(now) if args.semver else now)
@@ -155,4 +177,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

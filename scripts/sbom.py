@@ -1,12 +1,13 @@
 """Writes an SBOM for each image, dist/sbom/IMAGE.cdx.json: CycloneDX, from the metadata of the packages installed here.
 
-`python scripts/sbom.py [IMAGE…]`; images are those of scripts/image_requirements.py, the runtime's as runtime-cpu and
-runtime-cuda. cyclonedx-py describes the whole environment once; each image's file keeps what that image installs. The
-lock file makes the versions those of the images. The base image's packages are not in it.
+`python scripts/sbom.py [--version V] [--out DIR] [IMAGE…]`; images are those of scripts/image_requirements.py, the
+runtime's as runtime-cpu and runtime-cuda. cyclonedx-py describes the whole environment once; each image's file keeps
+what that image installs. The lock file makes the versions those of the images. The base image's packages are not in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -68,9 +69,10 @@ def contents(image: str) -> set[str]:
     return {*names, *OWN[image]}
 
 
-def part(document: dict[str, Any], image: str, names: set[str]) -> dict[str, Any]:
-    """The part of a document that describes these distributions, as the SBOM of an image."""
+def part(document: dict[str, Any], image: str, names: set[str], released: str) -> dict[str, Any]:
+    """The part of a document that describes these distributions, as the SBOM of an image of this version."""
     components = [_plain(c) for c in document["components"] if canonicalize_name(c["name"]) in names]
+    components = [_numbered(c, released) if canonicalize_name(c["name"]) in OWN[image] else c for c in components]
     missing = names - {canonicalize_name(c["name"]) for c in components}
     if missing:
         raise SystemExit(f"not installed here, so not described: {', '.join(sorted(missing))}")
@@ -84,7 +86,7 @@ def part(document: dict[str, Any], image: str, names: set[str]) -> dict[str, Any
         "bom-ref": f"image:{image}",
         "type": "container",
         "name": f"treeline-{image}",
-        "version": version("treeline-llm"),
+        "version": released,
     }
     own = [c["bom-ref"] for c in components if canonicalize_name(c["name"]) in OWN[image]]
     return {
@@ -101,17 +103,28 @@ def _plain(component: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in {**component, "externalReferences": kept}.items() if value != []}
 
 
+def _numbered(component: dict[str, Any], released: str) -> dict[str, Any]:
+    """One of ours in a release: the checkout that is installed here has the number of a development version."""
+    purl = {"purl": f"{component['purl'].partition('@')[0]}@{released}"} if "purl" in component else {}
+    return {**component, "version": released, **purl}
+
+
 def main() -> int:
-    chosen = sys.argv[1:] or list(OWN)
+    parser = argparse.ArgumentParser(description="Write an SBOM for each image.")
+    parser.add_argument("images", nargs="*", metavar="IMAGE", help=f"of these: {', '.join(OWN)} (default: all)")
+    parser.add_argument("--version", default=version("treeline-llm"), help="the images' version (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=TARGET, metavar="DIR", help="where to (default: dist/sbom)")
+    args = parser.parse_args()
+    chosen = args.images or list(OWN)
     if unknown := set(chosen) - set(OWN):
         raise SystemExit(f"no image {', '.join(sorted(unknown))}; there are: {', '.join(OWN)}")
     document = environment()
-    TARGET.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     for image in chosen:
-        target = TARGET / f"{image}.cdx.json"
-        made = part(document, image, contents(image))
+        target = args.out / f"{image}.cdx.json"
+        made = part(document, image, contents(image), args.version)
         target.write_text(json.dumps(made, indent=1) + "\n")
-        sys.stdout.write(f"{target.relative_to(ROOT)}: {len(made['components'])} components\n")
+        sys.stdout.write(f"{target}: {len(made['components'])} components\n")
     return 0
 
 

@@ -328,15 +328,17 @@ def test_an_sbom_keeps_what_an_image_has_and_says_where_nothing_lies(monkeypatch
         "components": [component(name) for name in ("treeline_operator", "PyYAML", "torch")],
         "dependencies": [{"ref": "treeline_operator", "dependsOn": ["PyYAML", "torch"]}, {"ref": "torch"}],
     }
-    made = sbom.part(document, "edge", {"treeline-operator", "pyyaml"})
+    made = sbom.part(document, "edge", {"treeline-operator", "pyyaml"}, "7.8.9")
     assert [c["name"] for c in made["components"]] == ["treeline_operator", "PyYAML"]
+    assert [c.get("version") for c in made["components"]] == ["7.8.9", None]
+    assert made["metadata"]["component"]["version"] == "7.8.9"
     assert "file:" not in str(made)
     assert made["dependencies"] == [
         {"ref": "treeline_operator", "dependsOn": ["PyYAML"]},
         {"ref": "image:edge", "dependsOn": ["treeline_operator"]},
     ]
     with pytest.raises(SystemExit, match="zmq"):
-        sbom.part(document, "edge", {"zmq"})
+        sbom.part(document, "edge", {"zmq"}, "7.8.9")
     assert set(sbom.OWN) == {"operator", "epp", "edge", "runtime-cpu", "runtime-cuda"}
     assert "nvidia-cublas" in {n.removesuffix("-cu12").removesuffix("-cu13") for n in sbom.contents("runtime-cuda")}
     assert "torch" not in sbom.contents("epp")
