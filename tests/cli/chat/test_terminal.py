@@ -331,7 +331,7 @@ def test_a_plain_terminal_is_chatted_in_too(chat):
         terminal = chat(fake.url, TERM="dumb")
         terminal.until(PROMPT)
         assert "ok" in terminal.says("hi")
-        terminal.type("\x04")
+        terminal.type("/exit\r")
         assert terminal.end() == 0
 
 

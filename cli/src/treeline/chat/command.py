@@ -283,10 +283,15 @@ class Chat:
         messages = self._conversation.ask(question)
         reader, clock = AnswerReader(), Clock()
         pieces = self._client.ask({**self._body, "messages": messages}, reader)
+        view = AnswerView(self._console)
         try:
-            with AnswerView(self._console) as view, contextlib.closing(pieces):
+            try:
+                view.start()
                 for piece in clock.timing(pieces):
                     view.add(piece)
+            finally:
+                view.stop()
+                pieces.close()
         except ChatError as error:
             self._check()
             self._wrong(f"{error} (/retry asks again)")

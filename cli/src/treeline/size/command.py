@@ -217,7 +217,7 @@ def _gpu_table(args: argparse.Namespace, rows: Sequence[Row]) -> Table:
             cells += [f"{found.cache_tokens:,}", f"{row.sequences:,}"]
             cells += _speeds(row) if row.speed is not None and row.sequences else ["-"] * 3
             cells += [_or_dash(row.gpus)] if args.concurrency else []
-            cells += [_or_dash(row.replicas and row.replicas.count)] if args.requests_per_s else []
+            cells += [_or_dash(row.replicas.count if row.replicas else None)] if args.requests_per_s else []
         else:
             cells += ["none", "0"]
         table.add_row(*cells, style="" if row.sequences else "dim")
@@ -250,8 +250,13 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
     first = rows[0]
     if any(row.speed for row in rows):
         said.append(
-            "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: on an "
-            "H200 they are within a third of what was measured."
+            "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: on "
+            "an H200 they are within a third of what was measured."
+        )
+    if args.gpu and first.fit.cache_tokens and not first.sequences:
+        said.append(
+            f"A sequence of {first.tokens:,} tokens does not fit: the longest has {first.fit.cache_tokens:,} "
+            f"(--context {first.fit.cache_tokens})."
         )
     if args.count and first.sequences and args.gpu:
         said.append(f"{args.count} GPUs are {args.count} replicas: {args.count * first.sequences:,} sequences at once.")
