@@ -93,7 +93,7 @@ def test_gpus_and_replicas_are_counted(folder, capsys):
     assert size(path, *flags, "--context", 4096, "--count", 4) == 0
     shown = capsys.readouterr().out
     assert "4 GPUs are 4 replicas" in shown
-    assert f"{many['replicas']} replicas for 20 requests/s, busy to 70%" in shown
+    assert f"{many['replicas']} replicas for 20 requests/s, 70% busy" in shown
 
 
 def test_of_a_gpu_that_is_only_a_size_no_speed_is_told(folder, capsys):

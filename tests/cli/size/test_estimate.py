@@ -51,20 +51,22 @@ def test_a_token_takes_what_the_pool_allocates_for_it(name, stored):
     assert bytes_of_pages == 3 * 16 * bytes_per_token(shape, 1 if stored else 2)  # a page pads batches
 
 
-@pytest.mark.parametrize("gpu_name", ["h200", "l4", "t4"])
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"mem_fraction": 0.95}, {"context_length": 2048}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}],
-)
-@pytest.mark.parametrize("name", NAMES)
+VARIED = ({}, {"mem_fraction": 0.95}, {"context_length": 2048}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"})
+CASES = [
+    (name, settings, gpu_name)
+    for name in NAMES
+    for settings in VARIED
+    for gpu_name in ("h200", "l4", "t4")
+    # others are refused, see below
+    if not ("quantization" in settings and model(name).moe) and not ("kv_cache_dtype" in settings and gpu_name == "t4")
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "gpu_name"), CASES)
 def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu_name, monkeypatch):
     """The runtime's own `resolve`, on a GPU that only says how large it is and how much the weights have left."""
     shape, device = model(name), GPUS[gpu_name]
     config = SchedulerConfig(model="m", device="cuda", **settings)
-    if shape.moe and "quantization" in settings:
-        pytest.skip("experts are not quantised")
-    if "kv_cache_dtype" in settings and not device.has_fp8:
-        pytest.skip("refused, see below")
     found = fit(shape, config, device)
     left = device.memory - found.weights - CONTEXT_BYTES
     capability = (9, 0) if device.has_fp8 else (7, 5)
@@ -124,7 +126,7 @@ def speed(name: str) -> Speed:
     return Speed(shape, fit(shape, SETTINGS, GPUS["h200"]))
 
 
-def test_speeds_are_within_a_third_of_those_measured_on_an_h200():
+def test_speeds_are_within_a_quarter_of_those_measured_on_an_h200():
     rows = {row["metric"]: row["value"] for row in json.loads((ROOT / "bench/results/engine.json").read_text())["rows"]}
     errors = {}
     for short, name in SHAPES.items():
@@ -135,7 +137,7 @@ def test_speeds_are_within_a_third_of_those_measured_on_an_h200():
         metric = f"engine.prefill.{short}.4096"
         errors[metric] = 4096 / estimate.prefill_s(4096) / rows[metric] - 1
     assert len(errors) == 12
-    assert {metric: error for metric, error in errors.items() if abs(error) > 1 / 3} == {}
+    assert {metric: error for metric, error in errors.items() if abs(error) > 1 / 4} == {}
 
 
 def found(tokens: int = 10**6) -> Fit:

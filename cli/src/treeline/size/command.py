@@ -172,7 +172,7 @@ def _count(parameters: int) -> str:
     for letter, unit in (("B", 1e9), ("M", 1e6)):
         if parameters >= unit / 10:
             return f"{parameters / unit:.2f} {letter}"
-    return f"{parameters / 1e3:.1f} K"
+    return f"{parameters / 1e3:.1f} K" if parameters else "0"
 
 
 def _show(args: argparse.Namespace, source: Source, rows: Sequence[Row], advice: str) -> None:
@@ -180,7 +180,7 @@ def _show(args: argparse.Namespace, source: Source, rows: Sequence[Row], advice:
     model, some = source.model, rows[0].fit
     console.print(f"[bold]{args.model}[/]: {model.architecture}, {model.max_position:,} positions\n")
     parts = Table(box=None, pad_edge=False)
-    for title in ("weights", "parameters", "for a token", some.dtype):
+    for title in ("weights", "parameters", "for a token", "memory"):
         parts.add_column(title, justify="left" if title == "weights" else "right")
     for part in some.parts:
         parts.add_row(part.name, _count(part.parameters), _count(part.active), _gib(part.bytes))
@@ -250,8 +250,8 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
     first = rows[0]
     if any(row.speed for row in rows):
         said.append(
-            "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: on "
-            "an H200 they are within a third of what was measured."
+            "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: "
+            "on an H200 they are within a quarter of what was measured."
         )
     if args.gpu and first.fit.cache_tokens and not first.sequences:
         said.append(
@@ -262,7 +262,7 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
         said.append(f"{args.count} GPUs are {args.count} replicas: {args.count * first.sequences:,} sequences at once.")
     if args.gpu and (needed := first.replicas):
         said.append(
-            f"{needed.count} replicas for {args.requests_per_s:g} requests/s, busy to {BUSY:.0%}: each has about "
+            f"{needed.count} replicas for {args.requests_per_s:g} requests/s, {BUSY:.0%} busy: each has about "
             f"{needed.batch:.0f} sequences at once, {needed.token_s * 1000:.0f} ms from token to token, and "
             f"{needed.prefill_s:.2f} s for a prompt."
         )
