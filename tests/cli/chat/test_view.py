@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.markdown import Markdown
-from treeline.chat.answer import Piece, printable
+from treeline.chat.answer import Piece
 from treeline.chat.view import LONGEST_BLOCK, AnswerView, Shown, settled
+from treeline.printable import printable
 
 MARKDOWN = """\
 # A title

@@ -148,6 +148,17 @@ def test_a_config_that_is_none_is_an_error(text, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("treeline size: error: ")
 
 
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "num_local_experts"])
+@pytest.mark.parametrize("value", [10**30, 10**300, "\x1b[2J", ["\x1b[2J"], -1, 0, None])
+def test_a_value_that_no_model_has_is_an_error_without_its_escapes(key, value, tmp_path, capsys):
+    config = json.loads((CONFIGS / "Mixtral-8x7B.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
+    assert size(tmp_path) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("treeline size: error: ")
+    assert "\x1b" not in told
+
+
 def test_an_index_that_is_none_is_an_error(folder, capsys):
     path = folder("Llama-3.1-8B")
     (path / INDEX).write_text('{"metadata": {"total_size": "much"}}')

@@ -14,7 +14,8 @@ from rich.spinner import Spinner
 from rich.style import Style
 from rich.text import Text
 
-from treeline.chat.answer import Piece, printable
+from treeline.chat.answer import Piece
+from treeline.printable import printable
 
 DRAWS_A_SECOND = 10
 LONGEST_BLOCK = 1 << 15

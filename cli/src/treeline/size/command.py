@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.download import ModelNotFound
 from treeline_runtime.models.config import ModelError
 from treeline_wire.command_line import Parser
 
+from treeline.printable import printable
 from treeline.size.estimate import BUSY, Fit, Load, Replicas, Speed, fit, replicas, with_fp8
 from treeline.size.gpus import GIB, GPUS, Gpu, gpu
 from treeline.size.source import Source, read_source
@@ -124,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         wanted = [args.gpu] if args.gpu else [gpu for gpu in GPUS.values() if gpu.has_fp8 or args.kv_dtype == "auto"]
         rows = [_row(source, config, gpu, tokens, args) for gpu in wanted]
     except (ConfigError, ModelError, ModelNotFound) as error:
-        print(f"treeline size: error: {error}", file=sys.stderr)
+        print(f"treeline size: error: {printable(str(error))}", file=sys.stderr)
         return 1
     advice = _advice(source, config, rows) if not any(row.fit.cache_tokens for row in rows) else ""
     if args.json:
@@ -178,7 +180,7 @@ def _count(parameters: int) -> str:
 def _show(args: argparse.Namespace, source: Source, rows: Sequence[Row], advice: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     model, some = source.model, rows[0].fit
-    console.print(f"[bold]{args.model}[/]: {model.architecture}, {model.max_position:,} positions\n")
+    console.print(f"[bold]{escape(printable(args.model))}[/]: {model.architecture}, {model.max_position:,} positions\n")
     parts = Table(box=None, pad_edge=False)
     for title in ("weights", "parameters", "for a token", "memory"):
         parts.add_column(title, justify="left" if title == "weights" else "right")
