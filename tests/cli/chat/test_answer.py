@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fake_openai import DONE, delta, event, usage
-from treeline.chat.answer import LONGEST_EVENT, AnswerReader, BadAnswer, Piece, ToolCall, Usage, brief, printable, said
+from treeline.chat.answer import LONGEST_EVENT, AnswerReader, BadAnswer, Piece, ToolCall, Usage, brief, said
+from treeline.printable import printable
 
 WHOLE = (
     delta(role="assistant", content="")

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.markdown import Markdown
-from treeline.chat.answer import Piece, printable
+from treeline.chat.answer import Piece
 from treeline.chat.view import LONGEST_BLOCK, AnswerView, Shown, settled
+from treeline.printable import printable
 
 MARKDOWN = """\
 # A title
@@ -46,10 +47,12 @@ OURS = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*m|2K|[0-9]*A)")
 
 def drawn(*pieces: Piece, width: int = 60, height: int = 20) -> str:
     file = io.StringIO()
-    with AnswerView(Console(file=file, force_terminal=True, width=width, height=height)) as view:
-        for piece in pieces:
-            view._looked_at = 0.0  # as if each came long after the one before
-            view.add(piece)
+    view = AnswerView(Console(file=file, force_terminal=True, width=width, height=height))
+    view.start()
+    for piece in pieces:
+        view._looked_at = 0.0  # as if each came long after the one before
+        view.add(piece)
+    view.stop()
     return file.getvalue()
 
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 from treeline_wire.sse import EventStream
 
+from treeline.printable import printable
+
 LONGEST_EVENT = 4 << 20
 """Bytes; an event has a few hundred. A server that never ends one is stopped there."""
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, which begin a terminal's escape sequences; marks that reorder a line, so that it reads other than
-it is; halves of characters, which no terminal can be sent."""
-
-
-def printable(text: str) -> str:
-    """The text as a terminal may have it: nothing in it moves the cursor, changes a setting or hides what follows."""
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
 
 
 class BadAnswer(Exception):

@@ -12,7 +12,8 @@ import httpx
 import msgspec
 from treeline_wire import headers
 
-from treeline.chat.answer import AnswerReader, BadAnswer, Piece, brief, printable, said
+from treeline.chat.answer import AnswerReader, BadAnswer, Piece, brief, said
+from treeline.printable import printable
 
 KEYS = ("TREELINE_API_KEY", "OPENAI_API_KEY")
 """Variables of the environment; the first that is set is sent."""

@@ -41,6 +41,7 @@ HELP = """\
 
 Enter sends, Alt-Enter begins a new line, Ctrl-C stops an answer.
 To send a line that begins with /, put a space before it."""
+NO_QUESTION = "standard input has no question: echo QUESTION | treeline chat, or call it in a terminal"
 COMMANDS = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
 
 
@@ -134,12 +135,14 @@ def _chat(client: Client, args: argparse.Namespace, check: Callable[[], None]) -
     settings = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     body = {key: value for key, value in settings.items() if value is not None}
     conversation = Conversation(args.system)
+    if sys.stdin is None:  # closed by who started us
+        raise ChatError(NO_QUESTION)
     if sys.stdin.isatty() and sys.stdout.isatty():
         console = Console(highlight=False)
         model = args.model or _only(client.models(), lambda models: _chosen(models, console))
         return Chat(client, {"model": model, **body}, conversation, console, check).run()
     if not (question := sys.stdin.buffer.read().decode(errors="replace").strip()):
-        raise ChatError("standard input has no question: echo QUESTION | treeline chat, or call it in a terminal")
+        raise ChatError(NO_QUESTION)
     model = args.model or _only(client.models(), _refuse_several)
     _answer_once(client, {"model": model, **body, "messages": conversation.ask(question)})
     return 0
@@ -283,10 +286,15 @@ class Chat:
         messages = self._conversation.ask(question)
         reader, clock = AnswerReader(), Clock()
         pieces = self._client.ask({**self._body, "messages": messages}, reader)
+        view = AnswerView(self._console)
         try:
-            with AnswerView(self._console) as view, contextlib.closing(pieces):
+            try:
+                view.start()
                 for piece in clock.timing(pieces):
                     view.add(piece)
+            finally:
+                view.stop()
+                pieces.close()
         except ChatError as error:
             self._check()
             self._wrong(f"{error} (/retry asks again)")

@@ -18,8 +18,9 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from treeline.chat.answer import brief, printable
+from treeline.chat.answer import brief
 from treeline.chat.client import ChatError
+from treeline.printable import printable
 from treeline.up.plan import LOOPBACK, TINY_MODEL
 from treeline.up.supervisor import die_with_parent
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from types import TracebackType
 
 from markdown_it import MarkdownIt
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -14,7 +14,8 @@ from rich.spinner import Spinner
 from rich.style import Style
 from rich.text import Text
 
-from treeline.chat.answer import Piece, printable
+from treeline.chat.answer import Piece
+from treeline.printable import printable
 
 DRAWS_A_SECOND = 10
 LONGEST_BLOCK = 1 << 15
@@ -57,7 +58,7 @@ class Shown:
 
 
 class AnswerView:
-    """A context, in which the pieces of one answer are added."""
+    """Shows the pieces of one answer. A Ctrl-C may come anywhere between `start` and `stop`, also in `start`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -74,13 +75,16 @@ class AnswerView:
             vertical_overflow="crop",
         )
 
-    def __enter__(self) -> AnswerView:
+    def start(self) -> None:
         self._live.start(refresh=True)
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._live.stop()
-        self._print_first(len(self._pending))
+    def stop(self) -> None:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would leave half of it drawn
+        try:
+            self._live.stop()
+            self._print_first(len(self._pending))
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def add(self, piece: Piece) -> None:
         if piece.kind != self._kind:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.download import ModelNotFound
 from treeline_runtime.models.config import ModelError
 from treeline_wire.command_line import Parser
 
+from treeline.printable import printable
 from treeline.size.estimate import BUSY, Fit, Load, Replicas, Speed, fit, replicas, with_fp8
 from treeline.size.gpus import GIB, GPUS, Gpu, gpu
 from treeline.size.source import Source, read_source
@@ -124,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         wanted = [args.gpu] if args.gpu else [gpu for gpu in GPUS.values() if gpu.has_fp8 or args.kv_dtype == "auto"]
         rows = [_row(source, config, gpu, tokens, args) for gpu in wanted]
     except (ConfigError, ModelError, ModelNotFound) as error:
-        print(f"treeline size: error: {error}", file=sys.stderr)
+        print(f"treeline size: error: {printable(str(error))}", file=sys.stderr)
         return 1
     advice = _advice(source, config, rows) if not any(row.fit.cache_tokens for row in rows) else ""
     if args.json:
@@ -172,15 +174,15 @@ def _count(parameters: int) -> str:
     for letter, unit in (("B", 1e9), ("M", 1e6)):
         if parameters >= unit / 10:
             return f"{parameters / unit:.2f} {letter}"
-    return f"{parameters / 1e3:.1f} K"
+    return f"{parameters / 1e3:.1f} K" if parameters else "0"
 
 
 def _show(args: argparse.Namespace, source: Source, rows: Sequence[Row], advice: str) -> None:
     console = Console(highlight=False, soft_wrap=True)
     model, some = source.model, rows[0].fit
-    console.print(f"[bold]{args.model}[/]: {model.architecture}, {model.max_position:,} positions\n")
+    console.print(f"[bold]{escape(printable(args.model))}[/]: {model.architecture}, {model.max_position:,} positions\n")
     parts = Table(box=None, pad_edge=False)
-    for title in ("weights", "parameters", "for a token", some.dtype):
+    for title in ("weights", "parameters", "for a token", "memory"):
         parts.add_column(title, justify="left" if title == "weights" else "right")
     for part in some.parts:
         parts.add_row(part.name, _count(part.parameters), _count(part.active), _gib(part.bytes))
@@ -217,7 +219,7 @@ def _gpu_table(args: argparse.Namespace, rows: Sequence[Row]) -> Table:
             cells += [f"{found.cache_tokens:,}", f"{row.sequences:,}"]
             cells += _speeds(row) if row.speed is not None and row.sequences else ["-"] * 3
             cells += [_or_dash(row.gpus)] if args.concurrency else []
-            cells += [_or_dash(row.replicas and row.replicas.count)] if args.requests_per_s else []
+            cells += [_or_dash(row.replicas.count if row.replicas else None)] if args.requests_per_s else []
         else:
             cells += ["none", "0"]
         table.add_row(*cells, style="" if row.sequences else "dim")
@@ -250,14 +252,19 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
     first = rows[0]
     if any(row.speed for row in rows):
         said.append(
-            "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: on an "
-            "H200 they are within a third of what was measured."
+            "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: "
+            "on an H200 they are within a quarter of what was measured."
+        )
+    if args.gpu and first.fit.cache_tokens and not first.sequences:
+        said.append(
+            f"A sequence of {first.tokens:,} tokens does not fit: the longest has {first.fit.cache_tokens:,} "
+            f"(--context {first.fit.cache_tokens})."
         )
     if args.count and first.sequences and args.gpu:
         said.append(f"{args.count} GPUs are {args.count} replicas: {args.count * first.sequences:,} sequences at once.")
     if args.gpu and (needed := first.replicas):
         said.append(
-            f"{needed.count} replicas for {args.requests_per_s:g} requests/s, busy to {BUSY:.0%}: each has about "
+            f"{needed.count} replicas for {args.requests_per_s:g} requests/s, {BUSY:.0%} busy: each has about "
             f"{needed.batch:.0f} sequences at once, {needed.token_s * 1000:.0f} ms from token to token, and "
             f"{needed.prefill_s:.2f} s for a prompt."
         )

@@ -49,13 +49,13 @@ def read_source(name: str) -> Source:
 
 def _fetch(repo: str, revision: str | None, to: Path) -> None:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
         hf_hub_download(repo, "config.json", revision=revision, local_dir=to)
-        with contextlib.suppress(EntryNotFoundError):  # one file of weights has no index
+        with contextlib.suppress(RemoteEntryNotFoundError):  # one file of weights has no index
             hf_hub_download(repo, INDEX, revision=revision, local_dir=to)
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:
         raise ModelNotFound(f"{repo} has no config.json: it is no model in Hugging Face's layout") from None
     except Exception as error:  # the library lets errors of several HTTP clients through
         raise ModelNotFound(f"{repo} {hub_problem(error, revision)}") from None

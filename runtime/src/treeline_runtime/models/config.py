@@ -15,6 +15,7 @@ from treeline_runtime.models.settings import FULL, ModelError, flag, read_object
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
 MOST_LAYERS = 4096
+LARGEST_SIZE = 1 << 31
 """No model comes near: a number beyond is a slip, and memory would end before anything said so."""
 CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
 """Endings of architectures: a decoder with a language-model head, with a classification head, and with none."""
@@ -81,6 +82,11 @@ def _check(model: ModelConfig, family: Family) -> None:
     for name in (*sizes, "head_dim", "max_position"):
         if getattr(model, name) < 1:
             raise ModelError(f"config.json: {name} must be at least 1, not {getattr(model, name)}")
+        _check_size(name, getattr(model, name))
+    if model.moe is not None:
+        _check_size("the number of experts", model.moe.num_experts)
+        _check_size("an expert's intermediate size", model.moe.intermediate_size)
+        _check_size("the shared expert's intermediate size", model.moe.shared_intermediate_size)
     if model.num_heads % model.num_kv_heads:
         raise ModelError(
             f"config.json: {model.num_heads} attention heads cannot share {model.num_kv_heads} key/value heads"
@@ -92,6 +98,11 @@ def _check(model: ModelConfig, family: Family) -> None:
         if rope.partial_rotary_factor != 1 and not family.partial_rotary:
             what = f"partial_rotary_factor {rope.partial_rotary_factor}"
             raise ModelError(f"{what} is not supported for {model.architecture}; only 1.0 is")
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > LARGEST_SIZE:
+        raise ModelError(f"config.json: {name} is {size:.1e}, more than {LARGEST_SIZE}")
 
 
 def decoder_architecture(name: str) -> str:
