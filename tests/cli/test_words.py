@@ -1,6 +1,7 @@
 """The command line from outside: its words, its help, its errors."""
 
 import importlib
+import re
 import signal
 import subprocess
 import sys
@@ -35,6 +36,35 @@ def test_help_names_every_word(capsys):
 def test_every_word_explains_itself(word, capsys):
     assert status_of(word, "--help") == 0
     assert f"treeline {word}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], *([word] for word in WORDS), ["pick", "explain"], ["operate", "plan"], ["bench", "serving"], ["sim", "run"]],
+)
+def test_help_has_an_example(words, capsys):
+    assert status_of(*words, "--help") == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"(?im)^examples?:.*treeline {' '.join(words)}", shown, re.DOTALL)
+
+
+def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys):
+    assert status_of("sreve", "m") == 2
+    assert "did you mean serve?" in capsys.readouterr().err
+    assert status_of("bench", "servng") == 2
+    assert "did you mean serving?" in capsys.readouterr().err
+    assert status_of("--versoin") == 2
+    assert "did you mean --version?" in capsys.readouterr().err
+
+
+def test_the_help_of_the_command_loads_no_room():
+    """It is there at once, however large the rooms are."""
+    program = (
+        "import sys; from treeline.main import parser; parser().format_help();"
+        "print(sorted(name for name in sys.modules if name.startswith(('treeline_', 'rich', 'httpx', 'asyncio'))))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert answer.stdout == "['treeline_wire', 'treeline_wire.command_line']\n"
 
 
 def test_a_reader_that_has_read_enough_is_shown_no_traceback(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from treeline_sim.display import RichDisplay
-from treeline_wire.command_line import Parser, take_interrupts
+from treeline_wire.command_line import Parser, perhaps, take_interrupts
 
 from treeline_bench import scripts
 from treeline_bench.context import ROOT, Benchmark, BenchmarkError, ClientFailed, Context
@@ -160,7 +160,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "treeline bench") -> int
                 raise ValueError("--corpus belongs to structured alone: treeline bench structured --corpus DIR")
             chosen = [scripts.corpus(args.corpus, args.every)]
     except (KeyError, ValueError) as error:
-        bench.error(error.args[0])
+        meant = next(filter(None, (perhaps(name, [*BENCHMARKS, "serving", "programs"]) for name in args.names)), "")
+        bench.error(f"{error.args[0]}{meant if isinstance(error, KeyError) else ''}")
     except BenchmarkError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 import os
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -96,7 +98,7 @@ def _tiny_model() -> Finding:
     if folder := tiny_model():
         return Finding("tiny model", Verdict.OK, str(folder))
     return Finding(
-        "tiny model", Verdict.NOTE, "not installed", "pip install treeline-tiny, or name a model with --model"
+        "tiny model", Verdict.NOTE, "not installed", "pip install treeline-tiny, or name a model: `treeline up MODEL`"
     )
 
 
@@ -106,7 +108,7 @@ def _ports() -> Finding:
     busy = busy_ports(plan(UpOptions(model=""), envoy_binary=Path(), bootstrap=Path()))
     if busy:
         return Finding(
-            "ports", Verdict.NOTE, "; ".join(busy), "stop what holds them, or move ours: `treeline up --help`"
+            "ports", Verdict.NOTE, "; ".join(busy), "stop what holds them, or move ours: `treeline up --port-base 9100`"
         )
     return Finding("ports", Verdict.OK, "those of `treeline up` are free")
 
@@ -132,22 +134,35 @@ UP_CHECKS: tuple[Callable[[], Finding], ...] = (
     _ports,
 )
 
+EPILOG = """examples:
+  treeline doctor                              a line for each check; status 1 if `treeline up` cannot run here
+  treeline doctor --json | jq '.findings[] | select(.verdict != "ok")'"""
+
 MARKS = {Verdict.OK: "[green]✓[/]", Verdict.NOTE: "[yellow]![/]", Verdict.MISSING: "[red]✗[/]"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a line per check; status 1 when something that `treeline up` needs is missing."""
-    parser = Parser(prog="treeline doctor", description="Say what this machine can run, and what is missing.")
-    parser.parse_args(argv)
-    console = Console()
+    parser = Parser(
+        prog="treeline doctor",
+        description="Say what this machine can run, and what is missing.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON, for scripts and bug reports")
+    as_json = parser.parse_args(argv).json
+    console = Console(stderr=as_json)
     with console.status("looking around"):
         checks = CHECKS if missing_parts(UP_PARTS) else (*CHECKS, *UP_CHECKS)
         findings = [check() for check in checks]
+    missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
+    if as_json:
+        print(json.dumps({"ready": not missing, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        return 1 if missing else 0
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         table.add_row(MARKS[finding.verdict], finding.what, escape(finding.fact), escape(finding.mend))
     console.print(table)
-    missing = [finding.what for finding in findings if finding.verdict is Verdict.MISSING]
     if missing:
         console.print(f"`treeline up` cannot run here yet: {', '.join(missing)}", style="red", soft_wrap=True)
         return 1

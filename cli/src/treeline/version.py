@@ -20,7 +20,7 @@ def installed(package: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="treeline version", description="Print the version.")
+    parser = Parser(prog="treeline version", description="Print the version.", epilog="example: treeline version --all")
     parser.add_argument("--all", action="store_true", help="also the versions of what Treeline stands on")
     args = parser.parse_args(argv)
     print(f"treeline {installed('treeline-llm')}")

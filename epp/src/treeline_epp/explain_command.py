@@ -146,11 +146,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+_EXAMPLES = """examples:
+  treeline pick explain request.json       where a request would go, and why
+  echo '{"model": "tiny", "prompt": "hello"}' | treeline pick explain --path /v1/completions
+  treeline pick explain --last 5           the last five decisions"""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="treeline pick explain",
         description="Asks a running picker (with --enable-debug-endpoints) where a request would go, and prints for "
         "each endpoint its place and its cost, or what leaves it out. Nothing is sent to an engine.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("body", nargs="?", default="-", metavar="FILE", help="the request's body (default: stdin)")
     parser.add_argument(

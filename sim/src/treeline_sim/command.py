@@ -43,11 +43,17 @@ class Report(msgspec.Struct, frozen=True):
     ratios: dict[str, dict[str, float | None]]
 
 
+_RUN = "treeline sim run --trace multi-turn --policy predicted_ttft,round_robin"
+_SERVE = "treeline sim serve --port 8000"
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     """Of all of `treeline sim`."""
     top = Parser(
         prog=prog,
         description="Simulate engines and let the picker's own code route to them: hours of load in a minute.",
+        epilog=f"examples:\n  {_RUN}\n  {_SERVE}\n\n`treeline sim WORD --help` tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     words = top.add_subparsers(dest="word", required=True, metavar="WORD")
     traces = "\n".join(f"  {trace.name:<24}{trace.summary}" for trace in TRACES.values())
@@ -57,7 +63,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="policies side by side on one trace",
         description="Run a trace through a simulated fleet, once for each policy, and compare.",
         epilog=f"traces:\n{traces}\n\nengines:\n{presets}\n\npolicies:\n  {', '.join(known_policies())}\n"
-        f"  (the oracles know every cache and queue as they are)",
+        f"  (the oracles know every cache and queue as they are)\n\nexample:\n  {_RUN}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
@@ -89,6 +95,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
             "serve",
             help="simulated engines as servers, for pickers and routers that run",
             description="The engine model behind sockets: OpenAI's completion APIs, KV events, replays, load.",
+            epilog=f"example:\n  {_SERVE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     )
     return top

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             listed = ", ".join(map(repr, known))
-            message = f"invalid choice: {value!r} (choose from {listed}){_perhaps(str(value), known)}"
+            message = f"invalid choice: {value!r} (choose from {listed}){perhaps(str(value), known)}"
             raise argparse.ArgumentError(action, message)
 
     def _hint(self) -> str:
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
             if flag == "--":
                 break
             if flag.startswith("--") and not any(one.startswith(flag) for one in known):
-                return _perhaps(flag, known)
+                return perhaps(flag, known)
         return ""
 
     def _flags(self, words: Sequence[str]) -> list[str]:
@@ -82,8 +82,9 @@ def one_of_two(parser: argparse.ArgumentParser, word: str | None, flag: str | No
     return flag if word is None else word
 
 
-def _perhaps(word: str, known: Iterable[str]) -> str:
-    return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1))
+def perhaps(word: str, known: Iterable[str]) -> str:
+    """For the end of an error: the known word that was perhaps meant; empty where none is near."""
+    return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1, cutoff=0.7))
 
 
 def _shows_colours(file: IO[str]) -> bool:
