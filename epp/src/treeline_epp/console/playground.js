@@ -115,6 +115,7 @@ async function ask(said, accepted) {
   let body;
   try {
     if (!by("model").value) await listModels();
+    if (!by("model").value) throw new Error("There is no model to ask.");
     body = request(said);
   } catch (error) {
     by("ask-trouble").textContent = error.message;
