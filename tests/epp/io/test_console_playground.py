@@ -326,3 +326,41 @@ async def test_a_gateway_that_has_gone_is_named_and_the_question_can_be_asked_ag
         await tab.until("document.querySelectorAll('#turns .figures a').length === 1")
         assert "Whole" in await tab.text("#turns")
         assert "Half" not in await tab.text("#turns")
+
+
+async def test_charts_add_up_what_the_picker_tells_by_replica_and_all_together(tmp_path: Path) -> None:
+    cells = [
+        [999, "a", 2, 1, 10, 5, [0.1]],
+        [998, "a", 1, 0, 4, 0, []],
+        [940, "b", 4, 0, 10, 5, []],
+        [700, "a", 9, 9, 9, 9, []],
+        [999, "", 3, 3, 0, 0, []],
+    ]
+    async with playground(tmp_path, Gateway()) as tab:
+
+        async def bins(range_s: int, each: str) -> dict[str, Any]:
+            state = (
+                f"{{now: 1000.4, endpoints: {{shown: [{{name: 'a'}}, {{name: 'b'}}]}}, cells: {json.dumps(cells)},"
+                "speeds: new Map([[999, {a: 5, b: 7}]])}"
+            )
+            found = await tab.run(f"import('/console/charts.js').then(made => made.bins({state}, {range_s}, {each}))")
+            return dict(found)
+
+        parts = await bins(60, "true")
+        assert {name: len(points) for name, points in parts.items()} == {"a": 60, "b": 60}
+        assert [points[-1]["requests"] for points in parts.values()] == [2, 0]
+        assert [points[-1]["speed"] for points in parts.values()] == [5, 7]
+        assert parts["a"][-1] | {"ttfts": []} == {
+            "width_s": 1,
+            "requests": 2,
+            "errors": 1,
+            "prompt": 10,
+            "cached": 5,
+            "ttfts": [],
+            "speed": 5,
+            "speeds": 1,
+        }
+        assert parts["b"][0]["requests"] == 4, "the oldest second that is drawn"
+        whole = (await bins(300, "false"))["all replicas"]
+        assert (whole[-1]["requests"], whole[-1]["errors"], whole[-1]["speed"]) == (6, 4, 12)
+        assert whole[0]["requests"] == 9
