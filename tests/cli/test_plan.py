@@ -123,6 +123,15 @@ def test_the_picker_believes_the_edge_where_it_knows_its_clients():
     assert "sk-ada" not in " ".join((*picker.argv, *envoy.argv))
 
 
+def test_the_picker_serves_the_console_with_prompts_only_if_asked_and_envoy_leads_to_it():
+    for show in (False, True):
+        options = UpOptions(model="m", show_prompts=show)
+        (picker,) = [child for child in plan(options, Path("envoy"), Path("envoy.json")) if child.name == "picker"]
+        assert "--console" in picker.argv
+        assert ("--show-prompts" in picker.argv) == show
+        assert envoy_config(options).console_port == picker.ports["admin-port"][1]
+
+
 def test_asking_whether_it_is_ready_counts_for_no_client():
     options = UpOptions(model="m", api_keys={"ada": "sk-of-ada"})
     *_, envoy = plan(options, Path("envoy"), Path("envoy.json"))

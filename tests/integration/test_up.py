@@ -88,6 +88,7 @@ def test_it_serves_and_a_signal_stops_everything(up, number):
     models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()
     assert [model["id"] for model in models["data"]] == ["tiny"]
     assert "curl" in running.out
+    assert f"in a browser: {url}/console/" in running.out
     family = running.family()
     running.popen.send_signal(number)
     assert running.popen.wait(30) == 0

@@ -77,6 +77,26 @@ def test_keys_from_a_file_mean_the_same_as_keys_in_the_bootstrap() -> None:
     assert watched["config_discovery"]["type_urls"] == [inline["typed_config"]["@type"]]
 
 
+@pytest.mark.parametrize(
+    ("host", "local"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("10.0.0.1", False)]
+)
+def test_only_from_loopback_the_picker_is_not_told_that_the_console_is_asked_for_through_a_gateway(
+    host: str, local: bool
+) -> None:
+    config = EnvoyConfig(console_port=9004, listen_host=host)
+    routes = manager(config)["route_config"]["virtual_hosts"][0]["routes"]
+    removed = [route.get("request_headers_to_remove", []) for route in routes]
+    assert removed[0] == ([names.EDGE] if local else [])
+    assert not any(names.EDGE in each for each in removed[3:]), "engines are told by all"
+    sandboxed = [route for route in routes if "sandbox" in str(route.get("response_headers_to_add"))]
+    assert len(sandboxed) == len([route for route in routes if route.get("route", {}).get("cluster") == "pods"]) > 5
+
+
+def test_the_console_takes_few_connections_of_a_picker() -> None:
+    (bounds,) = cluster(EnvoyConfig(console_port=9004), "console")["circuit_breakers"]["thresholds"]
+    assert bounds == {"max_connections": 4, "max_pending_requests": 64}
+
+
 def test_only_readiness_and_metrics_leave_the_admin_page() -> None:
     config = bootstrap(EnvoyConfig(listen_host="0.0.0.0", admin_port=9901, health_port=8081))
     gateway, health = config["static_resources"]["listeners"]

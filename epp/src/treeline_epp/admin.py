@@ -7,9 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -23,7 +22,6 @@ _http_log.setLevel(logging.CRITICAL)  # it would write a traceback for whatever 
 
 _EDGE = names.EDGE.encode()
 _SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
-RawHeaders: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 PROBES = frozenset({"/live", "/ready"})
 """What the kubelet asks, and a mesh's proxy in its name: by the pod's address, and from within the pod."""

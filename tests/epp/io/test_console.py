@@ -293,6 +293,10 @@ async def test_in_a_browser_search_finds_requests_models_and_prompts_and_a_link_
         for text, found in (("OTHER", 3), ("s2", 1), ("", 6), ("birds", 0)):
             await search(text)
             assert await tab.run("document.querySelectorAll('#rows > tr').length") == found, text
+        await tab.run("location.hash = 'decisions=%'")
+        await tab.until("document.querySelector('#decisions-count').innerText.includes('none of request %')")
+        await tab.run("location.hash = 'decisions'")
+        await search("birds")
         await tab.run("document.querySelector('#texts').click()")
         await tab.until("document.querySelectorAll('#rows > tr').length === 3")
         await tab.run("location.hash = 'prefixes'")

@@ -28,13 +28,15 @@ USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": 
 @dataclass
 class Gateway:
     """What it was asked, and the answers that it will give, each a list of `choices[0].delta` and of the last event's
-    members. `hold` keeps an answer back after its first event."""
+    members. `hold` keeps an answer back after its first event, until it is
+    `cut` off; `left` tells that its client went away."""
 
     models: tuple[str, ...] = ("tiny",)
     key: str = ""
     answers: list[list[dict[str, Any]]] = field(default_factory=list)
     asked: list[dict[str, Any]] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
     hold: bool = False
     status: int = 200
     url: str = ""
@@ -58,10 +60,14 @@ class Gateway:
         for delta in self.answers.pop(0):
             await self._say(response, {"choices": [{"delta": delta}]})
             try:
-                await (asyncio.sleep(0) if not self.hold else asyncio.Event().wait())
-            finally:
                 if self.hold:
-                    self.left.set()
+                    await self.cut.wait()
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
+            except asyncio.CancelledError:
+                self.left.set()
+                raise
         await self._say(response, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
         await self._say(response, {"choices": [], "usage": USAGE})
         await response.write(b"data: [DONE]\r\n\r\n")
@@ -302,3 +308,59 @@ async def test_on_a_narrow_screen_nothing_is_cut_off_and_colours_follow_the_syst
             "['backgroundColor', 'color'].map(name => Number(getComputedStyle(document.body)[name].match(/\\d+/)[0]))"
         )
         assert (back < 100 < front) == (scheme == "dark")
+
+
+async def test_a_gateway_that_has_gone_is_named_and_the_question_can_be_asked_again(tmp_path: Path) -> None:
+    gateway = Gateway(answers=[[{"content": "Half"}]], hold=True)
+    async with playground(tmp_path, gateway) as tab:
+        await listed(tab)
+        await fill(tab, "message", "Hello")
+        await tab.run("document.querySelector('#send').click()")
+        await tab.until("document.querySelector('#turns').textContent.includes('Half')")
+        gateway.cut.set()
+        await tab.until("document.querySelector('#turns .trouble') !== null")
+        assert "does not answer" in await tab.text("#turns .trouble")
+        assert "Half" in await tab.text("#turns"), "what had come stays"
+        gateway.hold, gateway.answers = False, [[{"content": "Whole"}]]
+        await tab.run("document.querySelector('#retry').click()")
+        await tab.until("document.querySelectorAll('#turns .figures a').length === 1")
+        assert "Whole" in await tab.text("#turns")
+        assert "Half" not in await tab.text("#turns")
+
+
+async def test_charts_add_up_what_the_picker_tells_by_replica_and_all_together(tmp_path: Path) -> None:
+    cells = [
+        [999, "a", 2, 1, 10, 5, [0.1]],
+        [998, "a", 1, 0, 4, 0, []],
+        [940, "b", 4, 0, 10, 5, []],
+        [700, "a", 9, 9, 9, 9, []],
+        [999, "", 3, 3, 0, 0, []],
+    ]
+    async with playground(tmp_path, Gateway()) as tab:
+
+        async def bins(range_s: int, each: str) -> dict[str, Any]:
+            state = (
+                f"{{now: 1000.4, endpoints: {{shown: [{{name: 'a'}}, {{name: 'b'}}]}}, cells: {json.dumps(cells)},"
+                "speeds: new Map([[999, {a: 5, b: 7}]])}"
+            )
+            found = await tab.run(f"import('/console/charts.js').then(made => made.bins({state}, {range_s}, {each}))")
+            return dict(found)
+
+        parts = await bins(60, "true")
+        assert {name: len(points) for name, points in parts.items()} == {"a": 60, "b": 60}
+        assert [points[-1]["requests"] for points in parts.values()] == [2, 0]
+        assert [points[-1]["speed"] for points in parts.values()] == [5, 7]
+        assert parts["a"][-1] | {"ttfts": []} == {
+            "width_s": 1,
+            "requests": 2,
+            "errors": 1,
+            "prompt": 10,
+            "cached": 5,
+            "ttfts": [],
+            "speed": 5,
+            "speeds": 1,
+        }
+        assert parts["b"][0]["requests"] == 4, "the oldest second that is drawn"
+        whole = (await bins(300, "false"))["all replicas"]
+        assert (whole[-1]["requests"], whole[-1]["errors"], whole[-1]["speed"]) == (6, 4, 12)
+        assert whole[0]["requests"] == 9

@@ -1,1 +1,1 @@
-"""The console: a page for the picker's administrators, on the admin port beside the debug pages."""
+"""The console: a page with a playground, and with load, prefixes and decisions for those who run the picker."""

@@ -4,7 +4,8 @@ import {by, milliseconds, node, number, percent} from "./dom.js";
 
 const POINTS = 60, HEIGHT = 140, LEFT = 56, TOP = 8, BOTTOM = 18, COLOURS = 8;
 const CHARTS = [
-  {id: "requests", title: "Requests a second", value: bin => bin.requests / bin.width_s, told: value => number(value, 1)},
+  {id: "requests", title: "Requests a second (dashed: refused, failed or given up)", value: bin => bin.requests / bin.width_s,
+    dashed: bin => bin.errors ? bin.errors / bin.width_s : null, told: value => number(value, 1)},
   {id: "hits", title: "Hit share of prompt tokens", value: bin => bin.prompt ? bin.cached / bin.prompt : null, told: percent, most: 1},
   {id: "ttft", title: "Time to first token, median (dashed: 90th percentile)", value: bin => quantile(bin.ttfts, 0.5),
     dashed: bin => quantile(bin.ttfts, 0.9), told: milliseconds},
@@ -23,16 +24,17 @@ export function bins(state, range_s, each) {
   const width_s = range_s / POINTS, end = Math.floor(state.now / width_s) * width_s, curves = {};
   const names = each ? state.endpoints.shown.map(one => one.name).slice(0, COLOURS) : [];
   for (const name of each ? names : ["all replicas"]) {
-    curves[name] = Array.from({length: POINTS}, () => ({width_s, requests: 0, prompt: 0, cached: 0, ttfts: [], speed: 0, speeds: 0}));
+    curves[name] = Array.from({length: POINTS}, () => ({width_s, requests: 0, errors: 0, prompt: 0, cached: 0, ttfts: [], speed: 0, speeds: 0}));
   }
   const at = (second, name) => {
     const index = POINTS - Math.ceil((end - second) / width_s);
     return second < end && index >= 0 ? curves[each ? name : "all replicas"]?.[index] : undefined;
   };
-  for (const [second, name, requests, , prompt, cached, ttfts] of state.cells) {
+  for (const [second, name, requests, errors, prompt, cached, ttfts] of state.cells) {
     const bin = at(second, name);
     if (!bin) continue;
     bin.requests += requests;
+    bin.errors += errors;
     bin.prompt += prompt;
     bin.cached += cached;
     bin.ttfts.push(...ttfts);
@@ -99,7 +101,7 @@ function drawOne(chart, curves, names, range_s) {
   const latest = values => values[at] ?? (pointed === null ? values.findLast(value => value !== null) : null) ?? null;
   const told = names.map((name, colour) => node("span", [
     node("span", name, `key c${colour}`), " ",
-    lines.filter(line => line.name === name).map(line => chart.told(latest(line.values))).join(" / "),
+    lines.filter(line => line.name === name && (!line.dashed || line.values.some(value => value !== null))).map(line => chart.told(latest(line.values))).join(" / "),
   ].flat()));
   figure.querySelector("figcaption").replaceChildren(node("strong", chart.title), ...told);
   drawn.setAttribute("aria-label", `${chart.title}: ${told.map(one => one.textContent).join(", ")}`);

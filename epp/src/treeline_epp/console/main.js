@@ -9,7 +9,10 @@ import * as watch from "./watch.js";
 const VIEWS = ["playground", "load", "prefixes", "decisions"];
 let hidden = false; // the picker shows us nothing that is private
 
-const wantedId = () => decodeURIComponent(location.hash.split("=").slice(1).join("="));
+function wantedId() {
+  const id = location.hash.split("=").slice(1).join("=");
+  try { return decodeURIComponent(id); } catch { return id; }
+}
 
 function view() {
   const named = location.hash.slice(1).split("=")[0];

@@ -115,6 +115,7 @@ async function ask(said, accepted) {
   let body;
   try {
     if (!by("model").value) await listModels();
+    if (!by("model").value) throw new Error("There is no model to ask.");
     body = request(said);
   } catch (error) {
     by("ask-trouble").textContent = error.message;
@@ -154,16 +155,21 @@ function answerTurn(model) {
   const content = node("div", "…", "said"), calls = node("div"), figures = node("div", "", "figures");
   thoughts.hidden = true;
   addTurn(model, thoughts, content, calls, figures);
+  let drawing = 0;
   const show = answer => {
+    drawing = 0;
+    const follows = innerHeight + scrollY >= document.documentElement.scrollHeight - 40;
     thoughts.hidden = !answer.reasoning;
     thoughts.open = Boolean(answer.reasoning && !answer.content);
     thought.textContent = answer.reasoning;
     content.textContent = answer.content;
     calls.replaceChildren(...answer.calls.filter(Boolean).map(callShown));
+    if (follows) scrollTo(0, document.documentElement.scrollHeight);
   };
   return {
-    show,
-    end(answer) { show(answer); figures.replaceChildren(...figuresOf(answer)); },
+    // Tokens come faster than a screen can show them.
+    show(answer) { drawing ||= requestAnimationFrame(() => show(answer)); },
+    end(answer) { cancelAnimationFrame(drawing); show(answer); figures.replaceChildren(...figuresOf(answer)); },
     fail(why) { figures.replaceChildren(node("span", why, "trouble")); if (content.textContent === "…") content.textContent = ""; },
     offerCalls(asked) { calls.replaceChildren(callForm(asked)); },
   };

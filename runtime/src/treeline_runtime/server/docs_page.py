@@ -87,10 +87,14 @@ def _operation(method: str, path: str, found: Schema) -> str:
     if body is not None:
         parts.append(f"<h3>Body</h3>{_schema(body)}")
     rows = [
-        (status, next(iter(answer.get("content", {}).values()), {}).get("schema", {}), answer.get("description", ""))
+        (status, _first(answer.get("content", {})).get("schema", {}), answer.get("description", ""))
         for status, answer in found.get("responses", {}).items()
     ]
     return f"<details>{''.join(parts)}<h3>Answers</h3>{_table(rows)}</details>"
+
+
+def _first(content: Mapping[str, Schema]) -> Schema:
+    return next(iter(content.values()), {})
 
 
 def _schema(found: Schema) -> str:
