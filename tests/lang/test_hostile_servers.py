@@ -26,7 +26,7 @@ from treeline_lang import (
 )
 from treeline_lang.backends.connections import Connections
 from treeline_lang.backends.http import HttpClient
-from treeline_lang.backends.sse import EventStream
+from treeline_wire.sse import EventStream
 
 SECRET = "sk-secret"
 NAN = float("nan")

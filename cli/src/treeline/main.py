@@ -39,6 +39,12 @@ class Word:
 WORDS = {
     "up": Word("serve a model on this machine: Envoy, the endpoint picker and some runtimes", "treeline.up.command"),
     "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve"),
+    "chat": Word(
+        "chat in the terminal with a server, or with a model for which one is started", "treeline.chat.command"
+    ),
+    "size": Word(
+        "which GPUs a model needs, and how many sequences fit: from its config.json alone", "treeline.size.command"
+    ),
     "pick": Word(
         "run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain",
         "treeline_epp.main",

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from support.runtime_engine import write_config
 from support.runtime_models import IDS, Runner, edit, ours, reference, save, theirs_of
 from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.memory import bytes_per_token
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.quantization import product
 from treeline_runtime.scheduler import resolve
-from treeline_runtime.scheduler.resolve import bytes_per_token, num_pages
+from treeline_runtime.scheduler.resolve import num_pages
 from treeline_runtime.server.sampling import SamplingDefaults
 
 transformers = pytest.importorskip("transformers")
@@ -326,7 +327,7 @@ def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_config(tmp_path)
-    size = bytes_per_token(read_config(path), torch.float32)
+    size = bytes_per_token(read_config(path), 4)
     monkeypatch.setattr(resolve, "_available_memory", lambda: 1000 * size + 5)
     assert pages(path, max_total_tokens=1000) == 62
     with pytest.raises(ConfigError, match=rf"at most 992 tokens fit \({size} bytes each\)"):

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.context import Context
+from treeline_runtime.memory import StepLimits, reserved_bytes
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.model_config import ClampedGate, MoeConfig
 from treeline_runtime.models.moe import MoeDecoder, new_moe, take_experts
 from treeline_runtime.models.weights import RandomWeights
 from treeline_runtime.ops import Experts
 from treeline_runtime.ops.torch_ops import TorchOps
-from treeline_runtime.scheduler.resolve import _reserved
 
 transformers = pytest.importorskip("transformers")
 
@@ -235,14 +235,14 @@ def test_random_weights_are_repeatable_and_of_the_right_sizes(tmp_path: Path) ->
 def test_memory_is_kept_for_a_chunk_whose_tokens_all_go_to_their_experts(tmp_path: Path) -> None:
     moe = read_config(config_of(tmp_path / "moe", "Qwen3Moe"))
     dense = replace(moe, moe=None)
-    kept = [_reserved(64, 64, 0, 8192, 4096, model, torch.bfloat16) for model in (moe, dense)]
+    kept = [reserved_bytes(StepLimits(64, 8192, 64, 0), 4096, model, 2) for model in (moe, dense)]
     assert kept[0] - kept[1] == 8192 * 8 * (768 + 2048) * 2
 
 
 def test_memory_is_kept_for_what_captured_steps_of_prompts_compute(tmp_path: Path) -> None:
     moe = replace(read_config(config_of(tmp_path, "Qwen3Moe")), hidden_size=2048, intermediate_size=6144)
     for model, widest in ((moe, 8 * (768 + 2048)), (replace(moe, moe=None), 3 * 6144)):
-        kept = [_reserved(64, 64, tokens, 8192, 4096, model, torch.bfloat16) for tokens in (0, 1024)]
+        kept = [reserved_bytes(StepLimits(64, 8192, 64, tokens), 4096, model, 2) for tokens in (0, 1024)]
         assert kept[1] - kept[0] == 1024 * (2 * 2048 + widest) * 2
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.runtime_engine import Harness, prompt
+from treeline_runtime import memory
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams
@@ -137,9 +138,9 @@ def test_eviction_makes_room_and_is_announced(tiny: Path) -> None:
 
 def test_the_pool_is_sized_from_memory(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, cpu = read_config(tiny), torch.device("cpu")
-    per_token = resolve.bytes_per_token(model, torch.float32)
+    per_token = memory.bytes_per_token(model, 4)
     assert per_token == 2 * 2 * 2 * 8 * 4
-    assert resolve.bytes_per_token(model, torch.bfloat16) == per_token // 2
+    assert memory.bytes_per_token(model, 2) == per_token // 2
 
     def pages(**settings: object) -> int:
         return resolve.num_pages(SchedulerConfig(model="x", **settings), model, torch.float32, cpu)  # type: ignore[arg-type]

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_runtime import Engine, SamplingParams
+from treeline_runtime.memory import worth_capturing
 from treeline_runtime.models.config import ModelConfig, read_config
-from treeline_runtime.scheduler.prompt_graphs import sizes_up_to, worth_capturing
+from treeline_runtime.scheduler.prompt_graphs import sizes_up_to
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 

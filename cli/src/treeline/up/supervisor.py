@@ -60,7 +60,7 @@ class Child:
         return ""
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child, before exec: SIGTERM when the parent dies; even a killed `treeline up` leaves nothing (Linux)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
@@ -143,7 +143,7 @@ class Supervisor:
                 stderr=log,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **child.spec.env},
                 start_new_session=True,  # a Ctrl-C reaches us alone, and we stop the children in order
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         becoming_ready = asyncio.create_task(self._becomes_ready(child))
         try:

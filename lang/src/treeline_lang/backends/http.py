@@ -12,8 +12,9 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from treeline_wire.sse import EventStream
+
 from treeline_lang.backends.connections import BrokeOff, CannotConnect, Connections, Response, authorization
-from treeline_lang.backends.sse import EventStream
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
 _BUSY: Final = (429, 503, 529)

@@ -8,6 +8,7 @@ import logging
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.moe import GptOssDecoder, MoeDecoder
@@ -56,17 +57,6 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
             f"{torch.cuda.get_device_name(device)} is older: use auto"
         )
     return E4M3
-
-
-def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
-    if config.context_length is None:
-        return model.max_position
-    if config.context_length > model.longest_context:
-        raise ConfigError(
-            f"context_length {config.context_length} exceeds the model's {model.longest_context} positions"
-        )
-    return config.context_length
 
 
 def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:

@@ -27,6 +27,7 @@ import torch
 from treeline_runtime.attention import Layout, new_attention
 from treeline_runtime.config import EngineConfig
 from treeline_runtime.kvcache import KVPool, Pages
+from treeline_runtime.memory import bytes_per_token
 from treeline_runtime.messages import TokenLogprob
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.pooler import Pooler, Vector
@@ -36,7 +37,6 @@ from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forwa
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
-from treeline_runtime.scheduler.resolve import bytes_per_token
 from treeline_runtime.transfer import Readback, upload
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,7 @@ class Executor:
         self._model = model
         self._device = device
         self._masks = Masks(shape.vocab_size, device)
-        self._token_bytes = bytes_per_token(shape, kv_dtype or dtype)
+        self._token_bytes = bytes_per_token(shape, (kv_dtype or dtype).itemsize)
         with self._on_device():
             table = self._table = DeviceTables(
                 num_rows, context_length, config.page_size, device, scratch_page=num_pages

@@ -22,26 +22,11 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import AttentionBackend
-from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.scheduler.forward import DeviceTables, Forward
 from treeline_runtime.scheduler.plan import Embeddings
 from treeline_runtime.transfer import pinned, upload
 
 logger = logging.getLogger(__name__)
-
-_LEAST, _MOST = 256, 4096
-_WORTH = 1.1e11
-"""Weights of a layer times tokens, beyond which the device needs longer for a layer than the host to launch it: about
-360 µs, of which an H200 makes 600 TFLOP/s."""
-
-
-def worth_capturing(model: ModelConfig) -> int:
-    """Tokens of a step up to which graphs save time."""
-    heads = model.num_heads + model.num_kv_heads
-    inner = model.intermediate_size if model.moe is None else model.moe.top_k * model.moe.intermediate_size
-    weights = model.hidden_size * (2 * heads * model.head_dim + 3 * inner)
-    tokens = -(-int(_WORTH / weights) // 64) * 64
-    return min(max(tokens, _LEAST), _MOST)
 
 
 def sizes_up_to(largest: int) -> list[int]:

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 
 from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
+from treeline_runtime.memory import (
+    DEFAULT_FRACTION,
+    bytes_per_token,
+    kv_budget,
+    reserved_bytes,
+    resolve_context_length,
+    step_limits,
+)
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import resolve_context_length, resolve_device, resolve_dtype, resolve_kv_dtype
-from treeline_runtime.scheduler.prompt_graphs import worth_capturing
+from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
 
 CPU_POOL_LIMIT = 1 << 30
 """Bytes: on a CPU the pool shares the machine with everything else."""
-DEFAULT_FRACTION = 0.85
-"""Of a CUDA device's memory, for weights and KV pool."""
-
-
-def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
-    """dtype: of the KV cache"""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
 def num_pages(
@@ -41,9 +41,12 @@ def num_pages(
 
     reserved: bytes of device memory that will be taken besides the pool: tables, workspaces, graphs.
     """
-    page_bytes = bytes_per_token(model, dtype) * config.page_size
+    page_bytes = bytes_per_token(model, dtype.itemsize) * config.page_size
     if config.max_total_tokens is None:
-        budget = _cuda_budget(config, device) - reserved if device.type == "cuda" else _cpu_budget(config)
+        if device.type == "cuda":
+            budget = kv_budget(config, *torch.cuda.mem_get_info(device)) - reserved
+        else:
+            budget = _cpu_budget(config)
         if budget < page_bytes:
             raise ConfigError(_no_pool(config, device, reserved, page_bytes))
         return budget // page_bytes
@@ -134,11 +137,6 @@ def _mib(size: int) -> str:
     return f"{size / (1 << 20):.2f} MiB"
 
 
-def _cuda_budget(config: EngineConfig, device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return int(free - total * (1 - (config.mem_fraction or DEFAULT_FRACTION)))
-
-
 def _cpu_budget(config: EngineConfig) -> int:
     free = _available_memory()
     if config.mem_fraction is not None:
@@ -165,14 +163,6 @@ def _available_in_group(group: Path) -> int:
     counts = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
     files = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
     return max(int(text) - int(used.read_text()) + files, 0)
-
-
-GIB = 1 << 30
-OTHER_BYTES = 5 * GIB // 4
-"""FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for the shapes of Qwen3-0.6B and Llama-8B, of prompts 0.5
-and 0.2)."""
-LARGEST_GRAPH = 256
-"""Sequences: beyond them a step is long enough to hide its launches."""
 
 
 @dataclass(frozen=True)
@@ -216,15 +206,12 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     dtype = resolve_dtype(config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     on_cpu = device.type == "cpu"
-    chunk = config.chunked_prefill_size or (1024 if on_cpu else _cuda_chunk(device))
-    running = config.max_running_requests or (64 if on_cpu else 256)
-    graphs = min(running, LARGEST_GRAPH) if config.max_graph_batch is None else min(running, config.max_graph_batch)
+    total = None if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    limits = step_limits(config, model.config, total)
     if model.pooler is not None:
-        graphs = 0  # nothing is decoded
-    prompt_graphs = worth_capturing(model.config) if config.max_graph_tokens is None else config.max_graph_tokens
-    prompt_graphs = min(prompt_graphs, chunk)
+        limits = dataclasses.replace(limits, graph_batch=0)  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
-    reserved = 0 if on_cpu else _reserved(running, graphs, prompt_graphs, chunk, context_length, model.config, dtype)
+    reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.config, dtype.itemsize)
     return Resolved(
         device=device,
         dtype=dtype,
@@ -232,43 +219,12 @@ def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         context_length=context_length,
         page_size=config.page_size,
         num_pages=num_pages(config, model.config, kv_dtype, device, reserved),
-        kv_bytes_per_token=bytes_per_token(model.config, kv_dtype),
-        max_running_requests=running,
+        kv_bytes_per_token=bytes_per_token(model.config, kv_dtype.itemsize),
+        max_running_requests=limits.running,
         # chunks end at page boundaries
-        chunked_prefill_size=-(-chunk // config.page_size) * config.page_size,
+        chunked_prefill_size=-(-limits.chunk // config.page_size) * config.page_size,
         overlap_depth=(0 if on_cpu else 1) if config.overlap_depth is None else config.overlap_depth,
-        max_graph_batch=0 if on_cpu else graphs,
-        max_graph_tokens=0 if on_cpu else prompt_graphs,
+        max_graph_batch=0 if on_cpu else limits.graph_batch,
+        max_graph_tokens=0 if on_cpu else limits.graph_tokens,
         reserved_bytes=reserved,
     )
-
-
-def _reserved(
-    running: int,
-    graphs: int,
-    prompt_graphs: int,
-    chunk: int,
-    context_length: int,
-    model: ModelConfig,
-    dtype: torch.dtype,
-) -> int:
-    """Bytes on a CUDA device besides weights and KV pool."""
-    tables = 2 * 8 * (running + 1) * context_length
-    logits = graphs * model.vocab_size * dtype.itemsize
-    experts = 0
-    if model.moe is not None:  # each token of a step as often as it has experts, between their products and after
-        experts = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
-    # what a step computes stays with its graphs: the stream, as it is and normed, and what is widest between
-    heads = 3 * model.num_heads + 2 * model.num_kv_heads
-    captured = 2 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim, experts)
-    steps = (chunk * experts + prompt_graphs * captured) * dtype.itemsize
-    return tables + logits + steps + OTHER_BYTES
-
-
-def _cuda_chunk(device: torch.device) -> int:
-    total = torch.cuda.get_device_properties(device).total_memory
-    if total < 20 * GIB:
-        return 2048
-    if total < 60 * GIB:
-        return 4096
-    return 8192 if total < 160 * GIB else 16384

@@ -1,0 +1,1 @@
+"""`treeline chat`: a chat in the terminal with any OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""`treeline size`: which GPUs a model needs, from its config.json alone."""

@@ -1,0 +1,175 @@
+"""What fits on a GPU, which is arithmetic, and how fast it is, which is an estimate. No I/O.
+
+The estimate has two rules. A decode step reads the weights that it uses and the keys and values that it sees once, at
+`BANDWIDTH_SHARE` of the data sheet's bandwidth, and takes `STEP_S` besides. A prompt is computed at `FLOP_SHARE` of the
+data sheet's dense 16-bit FLOP/s. The three numbers were fitted to this engine on an H200; docs/capacity.md says how far
+the rules are from what was measured there, and `tests/cli/size/test_estimate.py` holds it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.memory import bytes_per_token, kv_budget, reserved_bytes, resolve_context_length, step_limits
+from treeline_runtime.models.model_config import ModelConfig
+from treeline_runtime.models.quantization.scheme import ONLINE
+from treeline_runtime.models.sizes import Part, parts_of
+
+from treeline.size.gpus import Gpu
+
+BANDWIDTH_SHARE = 0.70
+STEP_S = 0.0005
+FLOP_SHARE = 0.48
+BUSY = 0.7
+"""Of what a replica can do; the rest is for bursts."""
+CONTEXT_BYTES = 600 << 20
+"""What CUDA itself takes of a device: 595 MiB of an H200."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What clients ask for."""
+
+    requests_s: float
+    prompt_tokens: int
+    output_tokens: int
+    prefix_share: float = 0.0
+    """Of the prompt's tokens, how many are in the cache already."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A model on one GPU."""
+
+    gpu: Gpu
+    dtype: str
+    kv_dtype: str
+    parts: list[Part]
+    reserved: int
+    """Bytes for tables, workspaces, graphs and CUDA."""
+    kv_bytes_per_token: int
+    cache_tokens: int
+    """0: the model does not fit."""
+    shortage: int
+    """Bytes that are missing for the first page of the cache."""
+    context_length: int
+    running: int
+    """Requests that are computed at once, at most."""
+
+    @property
+    def weights(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def sequences(self, tokens: int) -> int:
+        """How many of so many tokens are computed at once."""
+        return min(self.cache_tokens // tokens, self.running)
+
+
+def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
+    """With the defaults of `treeline serve`. Raises ConfigError where settings, model and GPU do not go together."""
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu.has_bfloat16 else "float16"
+    scheme = model.quantization or (ONLINE if config.quantization == "fp8" else None)
+    if scheme is not None and model.moe is not None:
+        raise ConfigError(f"--quantization fp8 is not supported for {model.architecture}, which has experts")
+    if config.kv_cache_dtype != "auto" and not gpu.has_fp8:
+        raise ConfigError(f"--kv-dtype {config.kv_cache_dtype} needs a GPU from Ada on; {gpu.name} is older")
+    element = ELEMENT_BYTES[dtype]
+    kv_bytes = bytes_per_token(model, element if config.kv_cache_dtype == "auto" else 1)
+    # an older GPU cannot multiply fp8: there the weights are kept as they would be without
+    parts = parts_of(model, element, scheme if gpu.has_fp8 else None)
+    limits = step_limits(config, model, gpu.memory)
+    context_length = resolve_context_length(config, model)
+    reserved = reserved_bytes(limits, context_length, model, element) + CONTEXT_BYTES
+    left = kv_budget(config, gpu.memory - sum(part.bytes for part in parts), gpu.memory) - reserved
+    page_bytes = kv_bytes * config.page_size
+    return Fit(
+        gpu=gpu,
+        dtype=dtype,
+        kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        parts=parts,
+        reserved=reserved,
+        kv_bytes_per_token=kv_bytes,
+        cache_tokens=max(left, 0) // page_bytes * config.page_size,
+        shortage=max(page_bytes - left, 0),
+        context_length=context_length,
+        running=limits.running,
+    )
+
+
+class Speed:
+    """How fast a model is on a GPU whose data sheet is known."""
+
+    def __init__(self, model: ModelConfig, found: Fit) -> None:
+        assert found.gpu.tb_s is not None
+        assert found.gpu.tflop_s is not None
+        self._model, self._fit = model, found
+        self._bytes_s = found.gpu.tb_s * 1e12 * BANDWIDTH_SHARE
+        self._flop_s = found.gpu.tflop_s * 1e12 * FLOP_SHARE
+
+    def step_s(self, batch: int, context: float) -> float:
+        """A decode step of so many sequences, which have so many tokens each."""
+        moved = self._weights(batch) + batch * self._seen(context) * self._fit.kv_bytes_per_token
+        return STEP_S + moved / self._bytes_s
+
+    def prefill_s(self, tokens: float, cached: float = 0.0) -> float:
+        """Of a prompt of which so many more tokens are in the cache."""
+        model = self._model
+        matrices = ("embedding", "language-model head")  # of a prompt only the last token goes to the head
+        weights = sum(part.active for part in self._fit.parts if part.name not in matrices)
+        attention = 4 * model.num_layers * model.num_heads * model.head_dim * self._seen(cached + tokens / 2)
+        return tokens * (2 * weights + attention) / self._flop_s
+
+    def _weights(self, batch: int) -> float:
+        """Bytes that a step of so many tokens reads: of the experts, those that any of them goes to."""
+        moe, total = self._model.moe, 0.0
+        for part in self._fit.parts:
+            if part.name == "experts" and moe is not None:
+                total += part.bytes * (1 - (1 - moe.top_k / moe.num_experts) ** batch)
+            elif part.active:
+                total += part.bytes
+        return total
+
+    def _seen(self, context: float) -> float:
+        """Tokens that one sees, over all layers: a window hides the others."""
+        windows = self._model.scoring.windows or (None,)
+        return sum(min(context, window or math.inf) for window in windows) / len(windows)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """For a load."""
+
+    count: int
+    batch: float
+    """Sequences that each of them computes at once."""
+    token_s: float
+    """Between two tokens of an answer."""
+    prefill_s: float
+    """A prompt alone, with what is cached of it."""
+
+
+def replicas(load: Load, found: Fit, speed: Speed) -> Replicas | None:
+    """None where not even one request of the load fits."""
+    tokens = load.prompt_tokens + load.output_tokens
+    largest = found.sequences(tokens)
+    if largest == 0 or tokens > found.context_length:
+        return None
+    context = load.prompt_tokens + load.output_tokens / 2
+    cached = load.prompt_tokens * load.prefix_share
+    prefill_s = speed.prefill_s(load.prompt_tokens - cached, cached)
+    # a full replica spends on a request its prefill, and of each of its steps the request's share
+    request_s = prefill_s + load.output_tokens * speed.step_s(largest, context) / largest
+    count = max(1, math.ceil(load.requests_s * request_s / BUSY))
+    each = load.requests_s / count
+    batch = token_s = 0.0
+    for _ in range(100):  # Little's law: a longer step means more sequences, and these a longer step
+        token_s = speed.step_s(max(1, round(batch)), context) / (1 - each * prefill_s)
+        batch = min(each * load.output_tokens * token_s, largest)
+    return Replicas(count, batch, token_s, prefill_s)
+
+
+def with_fp8(config: SchedulerConfig) -> SchedulerConfig:
+    return replace(config, quantization="fp8")

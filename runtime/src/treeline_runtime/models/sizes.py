@@ -1,0 +1,103 @@
+"""How many parameters a model has, part by part, and how many bytes they take. No torch here.
+
+Counted from the same `ModelConfig` that the decoder is built from; `tests/runtime/models/test_sizes.py` compares the
+counts with what the decoder takes and with transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treeline_runtime.models.model_config import ModelConfig
+from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """parameters: all that are kept; active: of them, those that one token is multiplied with."""
+
+    name: str
+    parameters: int
+    active: int
+    bytes: int
+
+
+def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None) -> list[Part]:
+    """element_bytes: of a number that is not quantised; scheme: how projections are."""
+    hidden, layers = model.hidden_size, model.num_layers
+    dense = layers - (len(model.moe.layers) if model.moe else 0)
+    matrix = model.vocab_size * hidden
+    gated = _gated(hidden, model.intermediate_size, model.mlp_bias)
+    head = 0 if model.tie_word_embeddings else matrix
+    found = [
+        # of the embedding a token reads one row; where it is the head too, all of it
+        Part("embedding", matrix, 0 if head else matrix, matrix * element_bytes),
+        Part("language-model head", head, head, head * element_bytes),
+        _projections("attention", layers, _attention(model), _attention_rest(model), element_bytes, scheme),
+        _projections("feed-forward", dense, gated, 0, element_bytes, scheme),
+        *_experts(model, element_bytes),
+        _norms(model, element_bytes),
+    ]
+    return [part for part in found if part.parameters]
+
+
+Projection = tuple[int, int, bool]
+"""Outputs, inputs, whether it has a bias."""
+
+
+def _attention(model: ModelConfig) -> list[Projection]:
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    inward = [(size, model.hidden_size, model.qkv_bias) for size in (queries, keys, keys)]
+    return [*inward, (model.hidden_size, queries, model.o_bias)]
+
+
+def _attention_rest(model: ModelConfig) -> int:
+    """Norms of queries and keys, and sinks."""
+    norms = 0
+    if model.qk_norm:
+        norms = (model.num_heads + model.num_kv_heads if model.qk_norm_over_heads else 2) * model.head_dim
+    return norms + (model.num_heads if model.scoring.sinks else 0)
+
+
+def _gated(hidden: int, inner: int, bias: bool) -> list[Projection]:
+    return [(inner, hidden, bias), (inner, hidden, bias), (hidden, inner, bias)]
+
+
+def _projections(
+    name: str, layers: int, projections: list[Projection], rest: int, element_bytes: int, scheme: Scheme | None
+) -> Part:
+    weights = sum(outputs * inputs for outputs, inputs, _ in projections)
+    others = rest + sum(outputs for outputs, _, bias in projections if bias)
+    if scheme is None:
+        size = weights * element_bytes
+    else:
+        groups = [-(-inputs // BLOCK) if scheme.weights == "blocks" else 1 for _, inputs, _ in projections]
+        scales = sum(outputs * count for (outputs, _, _), count in zip(projections, groups, strict=True))
+        size = weights + scales * SCALE_BYTES
+    count = layers * (weights + others)
+    return Part(name, count, count, layers * (size + others * element_bytes))
+
+
+def _experts(model: ModelConfig, element_bytes: int) -> list[Part]:
+    if (moe := model.moe) is None:
+        return []
+    hidden, layers = model.hidden_size, len(moe.layers)
+    biased = moe.clamped is not None  # gpt-oss
+    expert = 3 * hidden * moe.intermediate_size + (2 * moe.intermediate_size + hidden if biased else 0)
+    always = moe.num_experts * (hidden + biased)  # the router
+    if moe.shared_intermediate_size:
+        always += hidden + 3 * hidden * moe.shared_intermediate_size
+    chosen = layers * moe.top_k * expert
+    counts = {"experts": (layers * moe.num_experts * expert, chosen), "router, shared expert": (layers * always,) * 2}
+    return [Part(name, count, active, count * element_bytes) for name, (count, active) in counts.items()]
+
+
+def _norms(model: ModelConfig, element_bytes: int) -> Part:
+    names = model.norms
+    a_layer = sum(
+        name is not None for name in (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
+    )
+    count = (a_layer * model.num_layers + 1) * model.hidden_size
+    return Part("norms", count, count, count * (4 if model.norm_adds_one else element_bytes))

@@ -1,0 +1,100 @@
+"""Parameters are counted as transformers has them, and as our decoder takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from treeline_runtime.memory import bytes_per_token
+from treeline_runtime.models import read_config
+from treeline_runtime.models.config import parse_config
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import _decoder
+from treeline_runtime.models.quantization.scheme import ONLINE, Scheme
+from treeline_runtime.models.sizes import parts_of
+from treeline_runtime.models.weights import RandomWeights
+
+ROOT = Path(__file__).parents[3]
+PUBLIC = sorted((Path(__file__).parent / "configs").glob("*.json"))
+"""As they are published."""
+TINY = ROOT / "models" / "tiny" / "config.json"
+
+
+def parameters(config: dict[str, Any]) -> int:
+    return sum(part.parameters for part in parts_of(parse_config(config, {}), 2))
+
+
+@pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
+def test_parameters_are_those_of_transformers(path: Path) -> None:
+    config = json.loads(path.read_text())
+    given = {key: value for key, value in config.items() if key != "quantization_config"}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
+    assert parameters(config) == sum(tensor.numel() for tensor in model.parameters())
+
+
+KNOWN = {
+    "Llama-3.1-8B": (8_030_261_248, 8_030_261_248, 131_072),
+    "Llama-3.1-70B": (70_553_706_496, 70_553_706_496, 327_680),
+    "Qwen3-0.6B": (596_049_920, 596_049_920, 114_688),
+    "Qwen3-30B-A3B": (30_532_122_624, 3_353_032_704, 98_304),
+    "Mixtral-8x7B": (46_702_792_704, 12_879_925_248, 131_072),
+}
+"""Parameters, active ones with the embedding's, and bytes of a token's keys and values in 16 bits."""
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_published_counts(name: str) -> None:
+    model = parse_config(json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text()), {})
+    parts = parts_of(model, 2)
+    active = sum(part.active or part.parameters for part in parts)
+    assert (sum(part.parameters for part in parts), active, bytes_per_token(model, 2)) == KNOWN[name]
+
+
+class Counted(RandomWeights):
+    """Counts what is taken."""
+
+    taken = 0
+
+    def take(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
+        tensor = super().take(name, *shape, **options)
+        self.taken += tensor.numel()
+        return tensor
+
+
+def small(path: Path) -> dict[str, Any]:
+    """The same architecture, small enough to be built."""
+    config = json.loads(path.read_text())
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 120, "head_dim": 16}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}
+    sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64}
+    config = config | {key: value for key, value in sizes.items() if key in config} | {"rope_scaling": None}
+    for key in ("layer_types", "experts_per_token"):
+        config.pop(key, None)
+    return config
+
+
+@pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
+def test_parameters_are_what_the_decoder_takes(path: Path) -> None:
+    config = small(path)
+    model = parse_config(config, {})
+    weights = Counted(0, torch.float32, torch.device("cpu"))
+    _decoder(model)(model, weights, 32)
+    assert weights.taken == parameters(config)
+
+
+def test_fp8_takes_a_byte_and_its_scales() -> None:
+    model = read_config(TINY.parent)
+    sizes = {part.name: part for part in parts_of(model, 2, ONLINE)}
+    weights = RandomWeights(0, torch.bfloat16, torch.device("cpu"), ONLINE)
+    names = {f"{name}_proj": size for name, size in (("q", 512), ("k", 128), ("v", 128))}
+    assert isinstance(Decoder(model, weights, 32), Decoder)
+    per_layer = sum(out * 256 + 4 * out for out in names.values()) + 256 * 512 + 4 * 256 + 2 * 2 * 64
+    assert sizes["attention"].bytes == model.num_layers * per_layer
+    assert sizes["embedding"].bytes == sizes["embedding"].parameters * 2
+    blocks = {part.name: part for part in parts_of(model, 2, Scheme("blocks"))}
+    assert blocks["feed-forward"].bytes == model.num_layers * 3 * (256 * 768 + 4 * 768 * 2)
