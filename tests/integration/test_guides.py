@@ -15,6 +15,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,10 @@ from support.control_plane import ControlPlane
 from support.engine_parsers import read_by_sglang, read_by_vllm
 from support.engine_wheels import COMMAND_LINES, is_there
 from support.ports import free_base, free_ports
+from support.real_engines.vllm import INSTALLATION
 from support.stack import until
 from treeline.up.command import parser as up_parser
+from treeline_bench.context import BenchmarkError
 from treeline_epp.options import options_of
 from treeline_epp.picking.policies import ALIASES, POLICIES
 
@@ -124,14 +127,15 @@ class Reader:
     def _serves(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
         assert process.poll() is None, log.read_text()
         try:
-            answer = httpx.get(url, timeout=5, trust_env=False)
-            return answer.status_code == 200 and bool(answer.json()["data"])
+            ready = httpx.get(url.replace("/v1/models", "/health"), timeout=5, trust_env=False)
+            models = httpx.get(url, timeout=5, trust_env=False)
         except httpx.HTTPError:
             return False
+        return ready.status_code == models.status_code == 200 and bool(models.json()["data"])
 
     def stand_in(self, words: list[str]) -> list[str]:
         """A simulated engine with the ports and the name that a command of vLLM's has."""
-        flags = dict(zip(words, words[1:], strict=False))
+        flags = dict(pairwise(words))
         events = json.loads(flags["--kv-events-config"])
         port = {name: events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")}
         return ["treeline", "sim", "serve", "--dialect", "vllm", "--name", flags["--served-model-name"],
@@ -157,6 +161,9 @@ def follow(reader: Reader, page: Path) -> None:
 
 
 def shows(printed: str, promised: str) -> None:
+    """Where a page asks twice, the second answer comes from the cache."""
+    hits = [int(count) for count in re.findall(r"cached.tokens\W+(\d+)", printed)]
+    assert not hits or hits[0] == 0 < hits[-1], printed
     lines, promises = printed.splitlines(), promised.splitlines()
     if promises == ["…"]:
         assert lines
@@ -232,12 +239,19 @@ def _split(words: list[str]) -> tuple[list[str], list[str], list[str]]:
     return words[:at], words[at : at + 1], words[at + 1 :]
 
 
-@pytest.mark.skipif(not is_there(COMMAND_LINES), reason="make engine-wheels")
-def test_the_engines_own_parsers_take_the_flags() -> None:
-    vllm = [words[2:] for _, words in commands("sh vllm")]
-    sglang = [words[3:] for _, words in commands("sh sglang")]
-    assert [read["port"] for read in read_by_vllm(vllm)] == [8001, 8002]
-    assert [read["port"] for read in read_by_sglang(sglang)] == [30000]
+def test_vllms_own_parser_takes_the_flags() -> None:
+    try:
+        python = INSTALLATION.interpreter()
+    except BenchmarkError as missing:
+        pytest.skip(str(missing))
+    read = read_by_vllm(python, *(words[2:] for _, words in commands("sh vllm")))
+    assert [one["port"] for one in read] == [8001, 8002]
+
+
+@pytest.mark.skipif(not is_there(COMMAND_LINES), reason="not there: SGLang's parser (`make engine-wheels`)")
+def test_sglangs_own_parser_takes_the_flags() -> None:
+    read = read_by_sglang(COMMAND_LINES.folder, *(words[3:] for _, words in commands("sh sglang")))
+    assert [one["port"] for one in read] == [30000]
 
 
 def test_what_is_installed_are_extras_that_there_are() -> None:
