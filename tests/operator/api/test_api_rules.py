@@ -208,7 +208,7 @@ REFUSED_POOLS = [
     *(
         (
             f"template: {{metadata: {{annotations: {{{key}: x}}}}}}",
-            "annotations of treeline.dev and controller.kubernetes.io/pod-deletion-cost on pods are the operator's:"
+            "annotations of treeline.dev and controller.kubernetes.io/pod-deletion-cost on pods are reserved:"
             " remove them from template.metadata.annotations",
         )
         for key in (
@@ -225,7 +225,7 @@ REFUSED_POOLS = [
     *(
         (
             form.replace("KEY", json.dumps(key)),
-            "a key is a name of 63 characters or fewer, or example.com/name: correct it",
+            "invalid key: write a name of 63 characters or fewer, or example.com/name",
         )
         for form in (
             "gateway: {standalone: {annotations: {KEY: x}}}",

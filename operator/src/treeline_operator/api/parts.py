@@ -46,7 +46,7 @@ QUALIFIED_NAME_PATTERN: Final = (
     r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 )
 """A key of labels, annotations and taints: `name` or `example.com/name`."""
-NO_QUALIFIED_NAME: Final = "a key is a name of 63 characters or fewer, or example.com/name: correct it"
+NO_QUALIFIED_NAME: Final = "invalid key: write a name of 63 characters or fewer, or example.com/name"
 
 
 _INT_OR_STRING: Final[dict[str, Any]] = {
@@ -193,7 +193,7 @@ class NamedRef(Part):
     """An object of the same namespace."""
 
     name: DnsName
-    """Name of the object, in the namespace of this one."""
+    """Name of the object, in this namespace."""
 
 
 class KeyRef(NamedRef):
@@ -214,9 +214,9 @@ class Resources(Part):
     """Resources of a container."""
 
     requests: Annotated[dict[str, Quantity], Field(max_length=32)] = Field(default_factory=dict)
-    """What is reserved for the container, by resource name."""
+    """Requests, by resource name."""
     limits: Annotated[dict[str, Quantity], Field(max_length=32)] = Field(default_factory=dict)
-    """What the container may use at most, by resource name."""
+    """Limits, by resource name."""
 
 
 DOCUMENTED: Final = with_config(ConfigDict(use_attribute_docstrings=True))
@@ -228,17 +228,17 @@ class Condition(TypedDict):
     """One condition, as `metav1.Condition`."""
 
     type: Annotated[str, StringConstraints(max_length=316)]
-    """What is judged."""
+    """Type of the condition."""
     status: Literal["True", "False", "Unknown"]
-    """The judgement."""
+    """Status of the condition."""
     reason: Annotated[str, StringConstraints(max_length=1024)]
-    """Why, as one word; docs/reasons.md lists them."""
+    """The reason, as one word: docs/reasons.md."""
     message: Annotated[str, StringConstraints(max_length=32768)]
-    """Why, in words, with what to do."""
+    """The cause and what to do."""
     lastTransitionTime: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-    """When the status changed last."""
+    """Time of the last change of status."""
     observedGeneration: int
-    """The generation that was judged."""
+    """The generation that the condition is about."""
 
 
 def explain(exc: ValidationError, kind: type[BaseModel]) -> str:
@@ -280,7 +280,7 @@ _NAMED: Final[dict[str, Any]] = {
     "items": {
         "type": "object",
         "required": ["name"],
-        "properties": {"name": {"type": "string", "description": "Its name, by which it is merged.", "maxLength": 63}},
+        "properties": {"name": {"type": "string", "description": "Name, by which it is merged.", "maxLength": 63}},
         **FOREIGN,
     },
 }
@@ -297,10 +297,10 @@ def template_schema(container: str, annotations: str = "") -> dict[str, Any]:
                 "type": "object",
                 "description": "Labels and annotations of the pods.",
                 "properties": {
-                    "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
+                    "labels": {**_STRINGS, "description": "Labels, other than those of treeline.dev."},
                     "annotations": {
                         **_STRINGS,
-                        "description": f"Annotations; those of treeline.dev are the operator's{annotations}.",
+                        "description": f"Annotations, other than those of treeline.dev{annotations}.",
                     },
                 },
             },
@@ -324,14 +324,14 @@ def template_rules(allowed: str = "false") -> tuple[Rule, ...]:
         forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.labels)"
             " || self.template.metadata.labels.all(k, !k.startsWith('treeline.dev/'))",
-            "labels of treeline.dev on pods are the operator's: remove them from template.metadata.labels",
+            "labels of treeline.dev on pods are reserved: remove them from template.metadata.labels",
             field=".template.metadata.labels",
         ),
         forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
             " || self.template.metadata.annotations.all(k, k != "
             f"'{DELETION_COST}' && (!k.startsWith('treeline.dev/') || ({allowed})))",
-            f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
+            f"annotations of treeline.dev and {DELETION_COST} on pods are reserved:"
             " remove them from template.metadata.annotations",
             field=".template.metadata.annotations",
         ),
