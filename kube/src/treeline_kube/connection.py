@@ -62,10 +62,10 @@ Streams = contextlib.AbstractAsyncContextManager[AsyncIterator[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long and how often to try: `attempt_s` bounds one attempt, `budget_s` a call with all its attempts.
+    """Retry settings: `attempt_s` bounds one attempt, `budget_s` all attempts of a call.
 
-    Pauses double from `base_s` up to `cap_s` and are jittered; a server's Retry-After is obeyed, and a call whose
-    next attempt would come after its budget fails at once.
+    Pauses double from `base_s` to `cap_s`, with jitter, and obey Retry-After. A call fails at once if its next attempt
+    would exceed the budget.
     """
 
     attempt_s: float = 15.0
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back: the status, the headers and the body."""
+    """A response: status, headers and body."""
 
     code: int
     headers: Mapping[str, str]

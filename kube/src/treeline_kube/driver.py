@@ -1,4 +1,4 @@
-"""Drives a reflector: the task that asks what it wants asked, for as long as it is to be followed."""
+"""Drives a reflector: the task that sends its requests."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Driver:
 
 
 class Client(Protocol):
-    """What is needed of a connection. Both raise KubeError."""
+    """The connection that a driver needs. Both methods raise KubeError."""
 
     async def request(self, call: Call) -> Answer:
         """The whole answer."""

@@ -59,7 +59,7 @@ class KubeError(Exception):
         """Whether the server may have acted on the request."""
 
     def has_cause(self, reason: str) -> bool:
-        """Whether one of the causes is of that kind, for example `NamespaceTerminating`."""
+        """Whether one of the causes has this type, such as `NamespaceTerminating`."""
         return any(cause.reason == reason for cause in self.causes)
 
 
@@ -122,7 +122,7 @@ class Timeout(Unreachable):
 
 
 class NoCluster(Unreachable):
-    """There are no credentials that lead to an API server; the message says what was tried and what to do."""
+    """No credentials lead to an API server; the message says what was tried and what to do."""
 
 
 class Malformed(KubeError):

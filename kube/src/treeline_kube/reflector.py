@@ -53,7 +53,7 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class State(enum.Enum):
-    """What is asked next, or is open."""
+    """The next request, or the open one."""
 
     LISTING = "listing"
     RESUMING = "resuming"
@@ -61,7 +61,7 @@ class State(enum.Enum):
 
 
 class OutOfOrder(RuntimeError):
-    """A defect of the driver: it tells of something that cannot have happened in this state."""
+    """A bug in the driver: it reports an event that is impossible in this state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ _Take = Callable[[msgspec.Raw], bool | None]
 
 
 class Sink(Protocol):
-    """Who keeps what a reflector sees. An object is its JSON; one that cannot be read raises `msgspec.MsgspecError`.
+    """Stores what a reflector sees. Objects are JSON; unreadable ones raise `msgspec.MsgspecError`.
 
-    What returns a bool says whether that was news.
+    Methods that return a bool return whether something changed.
     """
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class Sink(Protocol):
         """The list names this object."""
 
     def complete(self, version: str) -> bool:
-        """The list has ended: what it has not named is gone."""
+        """The list is complete: objects that it did not name are gone."""
         ...
 
     def changed(self, data: msgspec.Raw) -> bool:
@@ -109,7 +109,7 @@ class Sink(Protocol):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """How far the sink can be trusted. `age_s` is the time since the server was last heard."""
+    """Whether the sink is current. `age_s` is the time since the server was last heard."""
 
     synced: bool
     watching: bool
@@ -152,7 +152,7 @@ _code = msgspec.json.Decoder(_Code).decode
 
 
 class Reflector:
-    """See the module. `advice` says by an error's `word` what to do about it; `page` is objects in one answer."""
+    """See the module. `advice` maps an error's `word` to advice; `page` is the number of objects per response."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Reflector:
         self.error: KubeError | None = None
         """Why the collection is not followed now."""
         self.unavailable = False
-        """The server said that it is not there, or that we may not read it, and has listed nothing since."""
+        """The server reported the kind as absent or forbidden, and has listed nothing since."""
         self._advice = advice or {}
         self._page = page
         self._rng = rng or random.Random()
@@ -197,11 +197,11 @@ class Reflector:
 
     @property
     def usable(self) -> bool:
-        """What the sink has can be used: it was complete once, or the kind is optional and there is none."""
+        """Whether the sink can be used: it was complete once, or the kind is optional and absent."""
         return self.synced or (self.optional and self.unavailable)
 
     def health(self, now: float) -> Health:
-        """How it is."""
+        """The current health."""
         age = None if self._heard_at is None else max(0.0, now - self._heard_at)
         waiting = None if self.synced else "its list has not been answered yet"
         error = f"{self.error.word}: {self.error}" if self.error else waiting
@@ -210,7 +210,7 @@ class Reflector:
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def request(self) -> Call:
-        """What to ask now."""
+        """The next request."""
         query = [("labelSelector", self.collection.selector)] if self.collection.selector else []
         plural, path = self.collection.resource.plural, self.collection.path
         if self.state is State.LISTING:
@@ -228,7 +228,8 @@ class Reflector:
     # --- being answered -----------------------------------------------------------------------------------------------
 
     def on_page(self, body: bytes, now: float) -> bool:
-        """A page of a list. True when the list is complete and was news. Raises Malformed for what is no list."""
+        """Process a page of a list. True if the list is complete and changed something. Raises Malformed if it is not a
+        list."""
         self._expect(State.LISTING)
         try:
             with deep_json():
@@ -258,7 +259,7 @@ class Reflector:
         return self.sink.complete(self._version) or first
 
     def pause_after_list(self) -> float:
-        """How long to wait for the next request when a page has come."""
+        """The pause before the next request after a page."""
         if self.timing.poll_s is None or self._continue or not self.synced:
             return 0.0
         return self.timing.poll_s * self._rng.uniform(0.75, 1.0)
@@ -330,7 +331,7 @@ class Reflector:
         return self._read(self.sink.deleted if event.type == "DELETED" else self.sink.changed, event.object)
 
     def _read(self, take: _Take, data: msgspec.Raw) -> bool:
-        """Hand an object to the sink. One that cannot be read leaves what was known of it as it was."""
+        """Pass an object to the sink. An unreadable one keeps its last known state."""
         try:
             with deep_json():
                 return bool(take(data))

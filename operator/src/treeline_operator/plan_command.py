@@ -1,4 +1,4 @@
-"""`treeline operate plan`: what the operator would do with files, as a diff, and why; no cluster is asked."""
+"""`treeline operate plan`: what the operator would do with files, as a diff, and why; without a cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 _FOLLOWED: Final = frozenset(kind.resource.api for kind in EVERY)
-"""What else is in a cluster the operator does not see, and so leaves alone."""
+"""Kinds that the operator does not follow, and so leaves alone."""
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 _EXAMPLES: Final = """\
 examples:
@@ -54,7 +54,7 @@ What the operator does not follow (Secrets, autoscalers) is not looked at. The s
 
 
 class BadInput(Exception):
-    """A file cannot be used; the message says which, where and why."""
+    """A file is unusable; the message says which, where and why."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,7 +121,7 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
 
 
 def load(simulation: Simulation, files: Sequence[str], observed: Path | None, namespace: str) -> None:
-    """Fill the simulation: what is there, and on top of it what is asked for. Raises `BadInput`."""
+    """Fill the simulation: the present state, then the desired objects. Raises `BadInput`."""
     if observed is not None:
         if not observed.is_dir():
             raise BadInput(f"--observed {observed} is no directory")
@@ -214,7 +214,7 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
 
 
 def check_pods(simulation: Simulation) -> None:
-    """Raises `BadInput` for pods that no API server would take."""
+    """Raises `BadInput` for pods that an API server would refuse."""
     for world in simulation.worlds():
         if problem := gateway_problem(world.gateway) or template_problem(world.pool):
             raise BadInput(f"{Reason.TEMPLATE_INVALID}: {problem}")
@@ -229,7 +229,7 @@ def check_pods(simulation: Simulation) -> None:
 
 
 def _final(simulation: Simulation) -> list[SimulatedStep]:
-    """One step an object: from what it was first to what it is in the end."""
+    """One step per object: from its first state to its last."""
     by_ref: dict[Ref, SimulatedStep] = {}
     for step in simulation.steps:
         first = by_ref.get(step.action.ref)
@@ -264,7 +264,7 @@ def _why(step: SimulatedStep, explaining: bool) -> Iterator[str]:
 
 
 def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:
-    """What would be there, as YAML; what explains it stands in comments."""
+    """The resulting objects as YAML, with explanations as comments."""
     for step in _final(simulation):
         if explaining:
             yield from _why(step, explaining)
@@ -285,7 +285,7 @@ def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[s
 
 
 def _notes(simulation: Simulation) -> Iterator[str]:
-    """What led to no action, what somebody should know, and how the models fare."""
+    """Decisions without actions, warnings, and the state of models."""
     yield from (f"# {about}: {note}" for about, notes in sorted(_told(simulation).items()) for note in notes)
     yield from _model_notes(simulation)
 
@@ -311,7 +311,7 @@ def _model_notes(simulation: Simulation) -> Iterator[str]:
 
 
 def _clean(obj: Object | None) -> Object | None:
-    """Without what the API server adds, and without what was made up for the simulation."""
+    """The object without fields of the API server and of the simulation."""
     if obj is None:
         return None
     meta = {name: value for name, value in obj["metadata"].items() if name not in _NOISE}
@@ -324,7 +324,7 @@ def _clean(obj: Object | None) -> Object | None:
 
 
 def _unowned(obj: Object) -> Object:
-    """The object for a cluster, in which an owner without a uid would be refused."""
+    """The object without owners that have no uid, which a cluster would refuse."""
     cleaned = _clean(obj) or {}
     meta = {**cleaned["metadata"]}
     owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]

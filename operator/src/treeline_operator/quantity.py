@@ -20,7 +20,7 @@ _QUANTITY: Final = re.compile(
 
 
 def quantity(value: object) -> Decimal | None:
-    """`200m` → 0.2, `1Gi` → 1073741824, 0.2 → 0.2; None for what is no quantity."""
+    """`200m` → 0.2, `1Gi` → 1073741824, 0.2 → 0.2; None if it is not a quantity."""
     match = None if isinstance(value, bool) else _QUANTITY.fullmatch(str(value))
     if match is None:
         return None

@@ -12,7 +12,7 @@ from treeline_wire.settings import namespace, port_setting, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the command line says of the process."""
+    """The settings of the process, from the command line."""
 
     namespaces: tuple[str, ...] = setting(
         (),

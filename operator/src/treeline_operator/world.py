@@ -1,4 +1,4 @@
-"""What the planner and the status see: immutable pictures of the cluster, from the API server or from files."""
+"""Input of planner and status: immutable snapshots of the cluster, from the API server or from files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """One unit of reconciliation: what is planned, applied and retried as a whole, never twice at once."""
+    """One unit of reconciliation, which never runs twice at once."""
 
     kind: Literal["pool", "gateway", "models"]
     namespace: str
@@ -111,15 +111,15 @@ PROMETHEUS: tuple[dict[str, Any], ...] = (
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
     },
 )
-"""Who reads metrics by default, as peers of a NetworkPolicy. Not "such a pod in any namespace": a user who may start
-pods anywhere could call one of them prometheus; names of namespaces are given by who runs the cluster."""
+"""Default readers of metrics, as peers of a NetworkPolicy. The namespace is named because a user who may start pods
+anywhere could give one the label."""
 
 
 _PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
 
 
 def _json(text: str) -> Any:
-    """What a text of JSON has, or argparse's complaint."""
+    """The value of a JSON text, or argparse's error."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as exc:
@@ -176,11 +176,11 @@ def _label(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What holds for the whole operator: its settings, and what the cluster offers.
+    """The operator's settings, and what the cluster offers.
 
-    `apis` are the optional kinds that the cluster has and that may be read, each `group/version/Kind` (see
-    `controller/kinds.py`); `forbidden` are those that may not be read, there or not.
-    `operator_namespace` and `operator_labels` let NetworkPolicies admit the operator to the picker's admin page.
+    `apis` are the optional kinds that exist and may be read, each `group/version/Kind` (see `controller/kinds.py`);
+    `forbidden` are those that may not be read. `operator_namespace` and `operator_labels` let NetworkPolicies admit the
+    operator to the picker's admin page.
     """
 
     images: Images = Images()
@@ -253,7 +253,7 @@ class Platform:
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
 
     def lacking(self, api: str) -> str:
-        """Why an optional kind cannot be used, in words; empty where it can."""
+        """Why an optional kind cannot be used; empty if it can."""
         if api in self.apis:
             return ""
         absent = f"the cluster does not have {api}"
@@ -276,7 +276,7 @@ class PickerEndpoint(msgspec.Struct, frozen=True):
 
 
 class Event(NamedTuple):
-    """A Warning event: why, in words, when it was last seen, and the name and uid of the object that it is about."""
+    """A Warning event: the reason, when it was last seen, and the name and uid of its object."""
 
     reason: str
     message: str
@@ -295,8 +295,8 @@ class Event(NamedTuple):
 
 
 class PoolRouting(NamedTuple):
-    """By which way a picker finds what a pool has cached: `way` is `events` or `tokens` where it knows, `history` where
-    it goes by what it sent where. `reason` and `message` say why it is no better one; both may be empty."""
+    """How a picker routes a pool: `way` is `events` if it knows the caches, else `history`. `reason` and `message` say
+    why it is `history`; both may be empty."""
 
     way: str
     reason: str = ""
@@ -305,9 +305,9 @@ class PoolRouting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PickerView:
-    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves, pool name → its way.
+    """A picker's report: pool name → its endpoints, its models, its way of routing.
 
-    It was so `at` that moment, by the operator's clock, or later.
+    It was true at `at` on the operator's clock, or later.
     """
 
     synced: bool
@@ -327,8 +327,8 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How scaling a pool by its pickers goes: `owner` is an autoscaler of somebody else, which is left to it. `heard`:
-    its pickers tell of the demand. `last` is None where this process has not set the replicas yet."""
+    """State of scaling a pool by its pickers. `owner` is another autoscaler, which then has priority. `heard`: its
+    pickers report their demand. `last` is None until this process has set the replicas."""
 
     heard: bool = False
     owner: str = ""
@@ -357,13 +357,12 @@ class GatewayWorld:
 
 @dataclass(frozen=True, slots=True)
 class PoolWorld:
-    """A pool and all that its plan and its status depend on.
+    """A pool and everything that its plan and status depend on.
 
-    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as seen by
-    the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then `picker_silent_since`
-    is when that was found. `events` are Warning events of its pods and replica sets. `parents` are those of its
-    Gateways that may be read. `scaling` is None until it was checked whether to scale it by its pickers. `commits` are
-    those of downloads that run, by URI.
+    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the shared gateway, as in its own plan.
+    `picker` is None without a report of the picker, and `picker_silent_since` says since when. `events` are Warning
+    events of its pods and ReplicaSets. `parents` are its readable Gateways. `scaling` is None until the scaler has
+    looked at it. `commits` are those of running downloads, by URI.
     """
 
     pool: InferencePool

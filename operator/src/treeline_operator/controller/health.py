@@ -21,7 +21,7 @@ class PortInUse(Exception):
 
 @dataclass(slots=True)
 class Vitals:
-    """What the probes judge. `phase` is `starting`, `standby`, `syncing` or `leading`."""
+    """The state that probes judge. `phase` is `starting`, `standby`, `syncing` or `leading`."""
 
     phase: str = "starting"
     watch_ages: Callable[[], Mapping[str, float]] = dict

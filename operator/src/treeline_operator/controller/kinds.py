@@ -24,7 +24,7 @@ OWN: Final = (
     _made(API_VERSION, POOL, "inferencepools", ""),
     _made(API_VERSION, MODEL, "inferencemodels", ""),
 )
-"""What users ask for. Their events come through kopf."""
+"""Our own kinds. Their events come through kopf."""
 
 CHILDREN: Final = (
     _made("apps/v1", "Deployment", "deployments"),
@@ -40,7 +40,7 @@ CHILDREN: Final = (
     # They carry the labels of their Service: these are of the gateways' URLs alone, not of every pool's pods.
     _made("discovery.k8s.io/v1", "EndpointSlice", "endpointslices", f"{_OURS},{COMPONENT}=edge"),
 )
-"""What is made of it, in every cluster. Each is watched by a reflector, and so are the optional ones."""
+"""Kinds of children in every cluster. Reflectors watch them, and the optional ones."""
 
 KINDS: Final = (*OWN, *CHILDREN)
 

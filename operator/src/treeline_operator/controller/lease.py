@@ -95,7 +95,7 @@ class Elector:
             await asyncio.sleep(self._timing.retry_s * self._random.uniform(1, 1 + _JITTER))
 
     async def hold(self) -> None:
-        """Renew for ever; LostLease when somebody else leads or the lease could not be renewed in time."""
+        """Renew until cancelled. Raises LostLease when another replica leads or the renewal is late."""
         while self.is_leader and self.leader == self._identity:
             await asyncio.sleep(min(self._timing.retry_s, max(self._valid_until - now(), 0)))
             renewed = await self._try()
@@ -257,10 +257,10 @@ class Candidate:
 
 
 def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[str, str]:
-    """Who we are in the lease, and what the identities of all containers of our pod begin with.
+    """Our identity in the lease, and the prefix of identities of all containers of our pod.
 
-    The name of a pod says nothing by itself (a StatefulSet's come again while the former may live on a lost node), nor
-    does a host's: only the uid does. Without `POD_UID` the second is empty. `process` differs with each start.
+    Names of pods and hosts are not unique (a StatefulSet's pod may return while its former one lives on a lost node);
+    only the uid is. Without `POD_UID` the second is empty. `process` differs with each start.
     """
     name, uid = environ.get("POD_NAME") or host, environ.get("POD_UID", "")
     pod = f"{name}_{uid}_" if uid else ""
@@ -268,9 +268,9 @@ def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[st
 
 
 def own_account(namespace: str, token: Path = SERVICE_ACCOUNT) -> dict[str, Any] | None:
-    """An owner reference to our ServiceAccount, which our token names, for what is to go with it; None outside a pod.
+    """An owner reference to our token's ServiceAccount, for objects that should be deleted with it; None outside a pod.
 
-    Only for objects of `namespace`: an owner in another one counts as gone, and its objects are collected.
+    Only for objects of `namespace`: an owner in another namespace counts as gone, and its objects are collected.
     """
     try:
         claims = token.read_text().split(".")[1]

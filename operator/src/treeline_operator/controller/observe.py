@@ -32,9 +32,9 @@ class Observer:
     store: Store
     platform: Platform
     pickers: dict[tuple[str, str], PickerView] = field(default_factory=dict)
-    """What each gateway's picker said last; filled by the picker probe."""
+    """The last report of each gateway's picker; filled by the picker probe."""
     scaling: dict[tuple[str, str], Scaling] = field(default_factory=dict)
-    """How scaling each pool by its pickers goes; filled by the scaler."""
+    """The scaling state of each pool; filled by the scaler."""
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
     """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | Cause]] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Observer:
         return tuple(sorted((m for m in found if isinstance(m, InferenceModel)), key=_age))
 
     def unreadable_models(self, namespace: str) -> Iterator[tuple[Observed, Cause]]:
-        """The namespace's InferenceModels that do not fit our types, each with what is wrong."""
+        """The namespace's InferenceModels that do not fit our types, each with its errors."""
         for observed in self.store.of_kind(API_VERSION, MODEL, namespace):
             if isinstance(problem := self._parse(observed), Cause):
                 yield observed, problem
@@ -154,7 +154,7 @@ class Observer:
 
 
 def keys_for_change(change: Change, store: Store) -> set[Key]:
-    """The keys whose plan or status may differ after the change."""
+    """The keys whose plan or status may change with the object."""
     ref = change.ref
     if ref.api_version == API_VERSION and ref.kind == MODEL:
         return {Key("models", ref.namespace), *_pools_of_model(change)}
@@ -186,7 +186,7 @@ def _pools_of_model(change: Change) -> Iterator[Key]:
 
 
 def _intent(observed: Observed | None) -> object:
-    """What of one of our objects somebody wants, without its status."""
+    """The desired part of one of our objects, without its status."""
     if observed is None:
         return None
     meta = observed.object["metadata"]

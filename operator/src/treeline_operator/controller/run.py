@@ -45,7 +45,7 @@ _CROWD_SPACING_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Settings):
-    """The settings of one replica, who it is, and times that are no flags."""
+    """The settings and identity of one replica, and times without flags."""
 
     identity: str
     pod: str = ""
@@ -259,7 +259,7 @@ async def _sync_and_work(operator: Operator) -> None:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None] | Awaitable[None]) -> bool:
-    """Whether the work came to its end before `stop`."""
+    """Whether the work ended before `stop`."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     finished = task.done()
