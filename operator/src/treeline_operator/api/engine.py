@@ -61,8 +61,8 @@ SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
     for setting, flags in FLAGS.items()
     if setting not in ("tensor_parallel", "data_parallel")
 }
-"""Setting → the engines that have it. For the others it is refused, since it would be ignored. (Those of parallelism
-have rules of their own.)"""
+"""Setting → the engines that have it; refused for others, which would ignore it. (Settings of parallelism have their
+own rules.)"""
 
 WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -71,8 +71,8 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "evictionPolicy": ("lru", "lfu", "priority"),
     "schedulePolicy": ("fcfs", "lpm", "priority"),
 }
-"""Setting → what engine treeline takes. The others' words change with their releases and plugins: they say themselves
-what they refuse."""
+"""Setting → values of engine treeline. Other engines' values change with their releases and plugins, and they check
+them themselves."""
 
 
 OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
@@ -99,8 +99,8 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
         **dict.fromkeys(("--host", "--uds", "--kv-events-config"), ""),
     },
 }
-"""Flags that an engine is always started with and that would hold if `args` said them again, each with its field: pods
-would be looked for elsewhere, or would not be what the field says."""
+"""Flags that the operator sets and that `args` must not override, each with its field: otherwise pods would listen
+elsewhere, or differ from the field."""
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 
@@ -193,7 +193,7 @@ class Accelerator(Part):
 
     @property
     def product_label(self) -> str:
-        """The label of nodes that says which device they have, as its vendor's labeller sets it."""
+        """The node label that names the device, as its vendor's labeller sets it."""
         return "amd.com/gpu.product-name" if self.type == "amd" else "nvidia.com/gpu.product"
 
 

@@ -53,7 +53,7 @@ PARAMETERS: Final[Mapping[str, tuple[Policy, ...]]] = {
     "loadS": ("lora_affinity",),
     "rememberS": ("lora_affinity",),
 }
-"""Parameter → the policies that have it. For the others it is refused, as the picker would."""
+"""Parameter → the policies that have it; refused for others, as by the picker."""
 
 HEEDING: Final = frozenset({"treeline", "predicted_ttft", "cache_aware", "lora_affinity"})
 """Policies that look at what the pods hold of a prompt. `prefix_hash` reads prompts, too, and needs no tokenizer."""
@@ -408,7 +408,7 @@ class Gateway(Part):
 
     @property
     def kept_apart(self) -> bool:
-        """Whether each client has a cache of its own."""
+        """Whether each client has its own cache."""
         return self.has_clients and self.isolation != "Shared"
 
     @property

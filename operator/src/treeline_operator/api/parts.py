@@ -39,8 +39,8 @@ PORT_PATTERN: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9
 """1 to 65535, as part of a text."""
 
 SERVED_NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._:/@+-]*$"
-"""A name by which a model is asked for. It stands in command lines, where `-` would begin a flag, `=` end the name of
-an adapter and `$(NAME)` be replaced by the kubelet, and in the headers that routes match."""
+"""A model's name in requests. It appears in command lines, where `-` would begin a flag, `=` end an adapter's name and
+`$(NAME)` be replaced by the kubelet, and in the headers that routes match."""
 LABEL_VALUE_PATTERN: Final = r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 QUALIFIED_NAME_PATTERN: Final = (
     r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
@@ -89,7 +89,7 @@ CountOrPercent = Annotated[
 
 
 def pods_of(value: int | str, replicas: int, *, up: bool) -> int:
-    """How many pods of `replicas` a `CountOrPercent` is; percentages are rounded `up`, or down."""
+    """The number of pods that a `CountOrPercent` is of `replicas`; percentages are rounded `up`, or down."""
     if isinstance(value, int):
         return value
     share = int(value.removesuffix("%")) * replicas
@@ -97,7 +97,7 @@ def pods_of(value: int | str, replicas: int, *, up: bool) -> int:
 
 
 LIST_MAP: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
-"""Schema of a list whose items are told apart by their names."""
+"""Schema of a list whose items are identified by name."""
 BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 FOREIGN: Final[dict[str, Any]] = {"x-kubernetes-preserve-unknown-fields": True}
@@ -175,7 +175,7 @@ class Resource(Ruled):
 
     @property
     def deleting(self) -> bool:
-        """Whether the object waits for its finalizers only."""
+        """Whether the object is being deleted."""
         return self.metadata.deletion_timestamp is not None
 
     def owner_reference(self, *, controller: bool) -> dict[str, Any]:
@@ -242,13 +242,13 @@ class Condition(TypedDict):
 
 
 def explain(exc: ValidationError, kind: type[BaseModel]) -> str:
-    """What is wrong with an object of `kind`, field by field, in one line."""
+    """The errors of an object of `kind`, field by field, in one line."""
     errors = exc.errors(include_url=False)
     return "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {misfit(e, kind)}" for e in errors)
 
 
 def misfit(error: Any, kind: type[BaseModel]) -> str:
-    """What is wrong with one field, an item of `ValidationError.errors()`."""
+    """The error of one field, an item of `ValidationError.errors()`."""
     if error["type"] != "extra_forbidden":
         return str(error["msg"])
     *before, name = error["loc"]
@@ -288,8 +288,8 @@ _STRINGS: Final = {"type": "object", "maxProperties": 64, "additionalProperties"
 
 
 def template_schema(container: str, annotations: str = "") -> dict[str, Any]:
-    """The schema of a fragment for pods whose `container` is ours. `annotations` are those of treeline.dev that a user
-    may set, in words."""
+    """The schema of a fragment for pods whose `container` is ours. `annotations` says which annotations of treeline.dev
+    a user may set."""
     return {
         "type": "object",
         "properties": {

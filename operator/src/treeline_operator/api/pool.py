@@ -48,7 +48,7 @@ _OWN_SPLITS: Final = frozenset(
 
 
 _TOLD_BY_CUSTOM: Final = [labels.KV_EVENTS_PORT, labels.KV_REPLAY_PORT, labels.KV_EVENTS_TOPIC]
-"""Annotations by which the pods of a custom engine tell the picker where they publish what their caches hold."""
+"""Annotations of a custom engine's pods that say where they publish KV events."""
 
 
 class PoolSpec(Part):
@@ -179,7 +179,7 @@ class PoolSpec(Part):
 
     @property
     def unused_devices(self) -> int:
-        """Devices of a pod that the engine, as far as its settings tell, does nothing with."""
+        """Devices of a pod that the engine does not use, as far as its settings show."""
         engine, accelerator = self.engine, self.accelerator
         if not accelerator.is_gpu or engine.type == "custom" or self.splits_by_args:
             return 0
@@ -189,7 +189,7 @@ class PoolSpec(Part):
 
     @property
     def splits_by_args(self) -> bool:
-        """Whether `engine.args` say how the devices are shared out."""
+        """Whether `engine.args` set how devices are split."""
         return any(arg.partition("=")[0] in _OWN_SPLITS for arg in self.engine.args)
 
 

@@ -13,11 +13,11 @@ from treeline_operator.api.rules import KEYWORD, Rule, forbidden
 
 Scheme = Literal["hf", "s3", "gs", "oci", "pvc", "path", "builtin"]
 DOWNLOADED: Final = ("hf", "s3", "gs")
-"""The schemes of what is downloaded into a volume before the engine starts."""
+"""Schemes that are downloaded into a volume before the engine starts."""
 
 _PART: Final = "[A-Za-z0-9_.@+][A-Za-z0-9_.@+=-]*"
-"""One part of a path. Paths stand in command lines, mounts and environments: nothing there may be taken for a flag, for
-two words, or for a variable (`$(NAME)`, which the kubelet replaces)."""
+"""One part of a path. Paths appear in command lines, mounts and environments, so they must not look like a flag, two
+words, or a variable (`$(NAME)`, which the kubelet replaces)."""
 _REVISION: Final = "[A-Za-z0-9_.][A-Za-z0-9_.-]*"
 _PLAIN: Final = "with letters, digits and . _ @ + = -, no part starting with = or -"
 
@@ -62,7 +62,7 @@ _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
 )
 _UPWARDS: Final = "[/@][.][.](/|$)"
 _MERGED: Final = "^hf://.*(--|[.][.])"
-"""Two sources would be downloaded into one folder, which is called after all parts with `--` between them."""
+"""Two sources would share one download folder, whose name joins all parts with `--`."""
 _MERGED_MESSAGE: Final = "-- and .. are not allowed in an hf:// uri: correct it"
 _SCHEMES: Final = (
     "write hf://org/name, s3://bucket/folder, gs://bucket/folder, oci://registry/org/name:tag, pvc://claim/path,"
@@ -102,9 +102,9 @@ Uri = Annotated[
 
 
 class Source(NamedTuple):
-    """A model URI taken apart.
+    """A parsed model URI.
 
-    `root` is the repository, bucket, image, claim, directory or built-in name, `path` what is in it.
+    `root` is the repository, bucket, image, claim, directory or built-in name, `path` the rest.
     """
 
     scheme: Scheme
@@ -136,7 +136,7 @@ class Source(NamedTuple):
 
 
 def is_downloaded(uri: str) -> bool:
-    """Whether the download of a pod fetches it."""
+    """Whether the pods download it."""
     return uri.partition("://")[0] in DOWNLOADED
 
 

@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 _STATS = "http.gateway.downstream_"
 _POLL_S = 0.2
 _QUIET_S = 2.0
-"""A client whose answer has just ended may ask again by the same connection: only its next answer asks it to close."""
+"""A client may send its next request on the same connection: only that answer asks it to close."""
 _END_S = 5.0
-"""How long Envoy may take to end once it has been asked to."""
+"""How long Envoy may take to end after it was asked to."""
 
 
 class StartError(Exception):
@@ -207,12 +207,11 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
 
 
 async def drain(admin: Admin, options: LauncherOptions) -> None:
-    """Go on for the linger time, then refuse what is new and wait until no client asks any more or time is up.
+    """Continue for the linger time, then refuse new requests and wait until all clients are gone or time is up.
 
-    A pod that ends is out of the cluster's first choice at once, whatever it says of itself: its EndpointSlice entry is
-    no longer `ready`. But while no other pod is ready, which is so whenever the only one is deleted, proxies send new
-    connections to those that end and still pass their probe (`serving`). So `/ready` stays 200 and the listener
-    open until a pod in our place had time to start: a readiness that failed at the signal would leave no pod.
+    A pod that ends loses `ready` in its EndpointSlice at once, whatever its probe says. But while no other pod is
+    ready, as when the only one is deleted, proxies send new connections to ending pods that pass their probe
+    (`serving`). So `/ready` stays 200 and the listener open until a replacement had time to start.
     """
     started = time.monotonic()
     try:
@@ -273,7 +272,7 @@ class Admin:
         return body
 
     async def load(self) -> Load:
-        """What clients do right now."""
+        """The present load of clients."""
         names = [_STATS + name for name in ("rq_active", "rq_total", "cx_active")]
         pattern = "|".join(name.replace(".", "\\.") for name in names)
         found = json.loads(await self.call("GET", f"/stats?filter=^({pattern})$&format=json"))["stats"]

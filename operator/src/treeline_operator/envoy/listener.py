@@ -126,9 +126,9 @@ def _manager(config: EnvoyConfig) -> Message:
 
 
 def _edge_headers(config: EnvoyConfig) -> Message:
-    """First in the chain: its request part runs before anything reads the headers, its response part after all others.
+    """First in the chain: its request part runs before anything reads the headers, its response part last.
 
-    (Removal at the route would come too late for requests, and hide our response headers from ext_proc.)
+    (Removing at the route would be too late for requests, and would hide our response headers from ext_proc.)
     """
     request: list[Message] = [
         {"remove_on_match": {"key_matcher": {"prefix": prefix, "ignore_case": True}}}
@@ -150,7 +150,7 @@ def _edge_headers(config: EnvoyConfig) -> Message:
 
 
 def _noted_tokens() -> Message:
-    """Keeps for the access log what a runtime says of a request's tokens, before that is removed from the response."""
+    """Keeps the runtime's token counts for the access log, before they are removed from the response."""
     return {
         "response_rules": [
             {"header": name, "on_header_present": {"metadata_namespace": _TOKENS, "key": name, "type": "NUMBER"}}
@@ -232,12 +232,12 @@ def _routes(config: EnvoyConfig) -> Message:
 
 
 def _allowed(engines: Iterable[str], to_pods: Message, *, picked_only: bool) -> list[Message]:
-    """The routes of the engines' inference paths to `to_pods`, and last the one that refuses the rest. `picked_only`:
-    what the picker named no endpoint for is refused.
+    """The routes of the engines' inference paths to `to_pods`, then the one that refuses the rest. `picked_only`
+    refuses requests for which the picker named no endpoint.
 
-    The picker's filter, and the one that stops what it named no endpoint for, are switched off unless a route switches
-    them on. So what is not in the list is refused at its headers: the picker is not asked, no body is read, and no
-    endpoint is named."""
+    The picker's filter, and the one that stops requests without an endpoint, are off unless a route turns them on. So
+    other paths are refused at their headers: the picker is not asked and no body is read.
+    """
     asked = {EXT_PROC_FILTER: typed("extensions.filters.http.ext_proc.v3.ExtProcPerRoute", {"overrides": {}})}
     if picked_only:
         rules = {"rules": {"policies": {"picked": _PICKED}}}
@@ -251,7 +251,7 @@ def _allowed(engines: Iterable[str], to_pods: Message, *, picked_only: bool) -> 
 
 
 def _not_found() -> list[Message]:
-    """The answer to what is not in the list. (A 404 of the picker says which model is unknown, and stays as it is.)"""
+    """The answer for other paths. (The picker's 404 names the unknown model, and passes unchanged.)"""
     return reply(
         expression('response.code_details in ["direct_response", "route_not_found"]'),
         "There is nothing to be asked by this method and path.",
@@ -322,11 +322,11 @@ def _isolation_header(config: EnvoyConfig) -> str | None:
 
 
 def _spans(config: EnvoyConfig) -> Message:
-    """Envoy's own spans, of a request, of the picker's call and of each attempt at an endpoint; nothing for none.
+    """Envoy's own spans: of a request, of the picker's call and of each attempt at an endpoint; none without tracing.
 
-    Envoy writes the span of an attempt into the request that it sends, over whatever the picker has set there; the
-    picker learns of Envoy's spans by the call's metadata. So `ingress` has the picker's spans under its call, and a
-    runtime's under the attempt that reached it.
+    Envoy writes the attempt's span into the request, over the picker's; the picker learns of Envoy's spans from the
+    call's metadata. So `ingress` has the picker's spans under its call, and a runtime's under the attempt that reached
+    it.
     """
     asked = config.tracing
     if asked is None:

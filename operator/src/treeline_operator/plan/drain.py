@@ -31,11 +31,11 @@ from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 Pod = dict[str, Any]
 
 SETTLE_S: Final = 1.0
-"""After so long what was picked just before a pod began to drain has reached it, and it has reported that."""
+"""After this time, requests picked just before the drain have reached the pod, and its report includes them."""
 BLIND_S: Final = 10.0
-"""How long a pod is waited for whose requests cannot be seen."""
+"""How long to wait for a pod whose requests are unknown."""
 FRESH_S: Final = 1.0
-"""Who has the least to do is read from an answer that is no older; the picker is asked again where it is older."""
+"""The oldest answer that shows which pod is least busy; the picker is asked again if it is older."""
 GIVEN_UP_S: Final = 30.0
 """A newer answer than one of this age will not come soon."""
 _LOOK_AGAIN_S: Final = 0.25
@@ -43,16 +43,16 @@ _LOOK_AGAIN_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DrainPolicy:
-    """What decides when a pod may go. `waits` is False where pods are replaced without more ado."""
+    """What decides when a pod may leave. `waits` is False if pods are replaced without waiting."""
 
     now: datetime
     timeout: timedelta
     waits: bool = True
     endpoints: Mapping[str, PickerEndpoint] | None = None
-    """What the picker lists, by name; None while it says nothing."""
+    """The picker's endpoints, by name; None without an answer."""
     seen_at: datetime | None = None
     silent_since: datetime | None = None
-    """Since when the picker says nothing; None while it has not been asked."""
+    """Since when the picker has not answered; None if it was not asked yet."""
 
     @classmethod
     def of(cls, world: PoolWorld) -> DrainPolicy:
@@ -76,7 +76,7 @@ class DrainPolicy:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing newer about the pods is to be had soon."""
+        """Whether no newer information about the pods will arrive soon."""
         if self.seen_at is None:
             return True
         return not FRESH_S < (self.now - self.seen_at).total_seconds() <= GIVEN_UP_S
@@ -93,7 +93,7 @@ class DrainPolicy:
 
 @dataclass(frozen=True, slots=True)
 class DrainStep:
-    """What is due for the pods of one revision; `replicas` are those that its Deployment is to have now."""
+    """The steps for the pods of one revision; `replicas` is the new number of its Deployment."""
 
     replicas: int
     marks: tuple[Mark, ...] = ()
@@ -102,7 +102,7 @@ class DrainStep:
 
 
 class _ReleaseDecision(NamedTuple):
-    """Whether a victim may go. If not, when to look again at the latest."""
+    """Whether a pod may leave. If not, when to look again at the latest."""
 
     may_go: bool
     why: str
@@ -111,10 +111,7 @@ class _ReleaseDecision(NamedTuple):
 
 
 def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPolicy, why: str) -> DrainStep:
-    """What is due so that of these pods `wanted` remain, where the Deployment asks for `replicas` now.
-
-    `why` says what the pods have to go for.
-    """
+    """The steps that leave `wanted` of these pods, while the Deployment asks for `replicas`. `why` is the reason."""
     leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
     stay = [pod for pod in pods if pod["metadata"]["name"] not in chosen]
@@ -144,11 +141,8 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
 
 
 def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
-    """The pods beyond `wanted`, in the order in which they are to go.
-
-    Of equally ready ones those that are on their way out already, then the least in flight, the coldest cache, the
-    newest.
-    """
+    """The pods beyond `wanted`, in the order in which they leave: among equally ready ones those already leaving, then
+    those with the fewest requests, the coldest cache, the newest."""
 
     def order(pod: Pod) -> tuple[Any, ...]:
         endpoint = policy.endpoint(pod)
@@ -205,7 +199,7 @@ def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDeci
 
 
 def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
-    """Whether another pod may be the better victim, as far as is known before the picker is asked."""
+    """Whether another pod may be a better choice, as far as is known before the picker is asked."""
     return not policy.fresh and facts.is_ready(pod) and not facts.is_draining(pod)
 
 
@@ -223,7 +217,7 @@ def _is_released(pod: Pod) -> bool:
 
 
 def _is_marked(pod: Pod) -> bool:
-    """Whether anything of us keeps the pod from serving, or would cost it its life."""
+    """Whether our marks keep the pod from serving, or mark it for deletion."""
     cost = annotation(pod, names.DELETION_COST) == names.LOWEST_COST
     return label(pod, labels.SERVING) != "true" or cost or bool(annotation(pod, names.DRAINING_SINCE))
 
@@ -269,5 +263,5 @@ def _mark(
 
 
 def requests(count: int) -> str:
-    """So many of them, in words."""
+    """A number of pods, in words."""
     return f"{count} request{'' if count == 1 else 's'} left"

@@ -57,7 +57,8 @@ _PICKER_RECHECK_S: Final = 5.0
 
 
 def plan_pool(world: PoolWorld) -> Plan:
-    """What remains to be done for a pool, and why. Nothing while it is being deleted: its children go with it."""
+    """The remaining writes for a pool, with reasons. None while it is being deleted: its children are deleted with
+    it."""
     if world.pool.deleting:
         return Plan(notes=("the pool is being deleted; its children are garbage-collected",))
     return _Planner(world).plan()
@@ -99,10 +100,8 @@ class _Planner:
         return self.world.pool
 
     def _missing_keys(self, target: TargetRevision) -> str:
-        """Why the target's Deployment is not made yet: pods without the Secret that they mount only fail to start.
-
-        The gateway's plan notifies its pools of what it makes, so there is nothing to wait for here.
-        """
+        """Why the target's Deployment is not made yet: pods would fail without the Secret that they mount. The
+        gateway's plan notifies its pools of what it makes."""
         if target.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
             return ""
         return f"revision {target.name} waits until gateway {self.world.gateway.name} has made its keys"
@@ -155,7 +154,8 @@ class _Planner:
         )
 
     def _measured(self, target: TargetRevision, olds: Sequence[ExistingRevision]) -> Revision:
-        """The target's numbers. While it replaces another, only pods that the picker would choose count as ready."""
+        """The target's numbers. While it replaces another revision, only pods that the picker would choose count as
+        ready."""
         if target.existing is None:
             return Revision(target.name, 0)
         seen = target.existing.measured(None, self.world.now, olds)
@@ -227,8 +227,8 @@ class _Planner:
             yield Scale(there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas))
 
     def _repair(self, target: TargetRevision, replicas: int, meta: dict[str, Any]) -> Apply | None:
-        """The write that undoes what somebody did to a revision. A template that we would make otherwise today, for
-        whatever reason, is left alone: editing it would replace the pods."""
+        """The write that undoes manual changes to a revision. A template that we would make differently today is left
+        alone, because an edit would replace the pods."""
         assert target.existing is not None
         there, ours = target.existing.observed, self.world.platform.images
         for images in (ours, images_of(target.existing, ours)):
@@ -254,7 +254,7 @@ class _Planner:
     # ---- the other children ---------------------------------------------------------------------------------
 
     def _wants_download(self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep) -> bool:
-        """Whether some pod, there already or about to be made, has yet to download."""
+        """Whether a pod, present or about to be made, has to download."""
         pods = {one.name: one.pods for one in there}
         fetching = {one.name: one.downloads for one in there}
         fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
@@ -322,8 +322,8 @@ class _Planner:
         yield from self._apply(route, "from the Gateways to the pool")
 
     def _route_of_another(self, parents: Sequence[ParentRef], hostnames: Sequence[str]) -> str:
-        """The pool that has our model's name at the same host of a Gateway; empty where there is none. A route that
-        matches the name would go before the one of the oldest pool, which matches every name."""
+        """The pool with our model's name at the same host of a Gateway; empty if none. A route that matches the name
+        would precede the route of the oldest pool, which matches every name."""
         world, gateway = self.world.gateway, self._owner().spec.gateway
         own = self.pool.spec.gateway.name, self.pool.spec.model.served_name
         holder = names_of(world.models, world.pools).holders.get(own)
@@ -344,7 +344,7 @@ class _Planner:
     # ---- helpers --------------------------------------------------------------------------------------------
 
     def _owner(self) -> InferencePool:
-        """The pool whose settings of the gateway hold: the oldest (the pools of a gateway are in this order)."""
+        """The pool whose gateway settings apply: the oldest (the pools of a gateway are sorted)."""
         return next((pool for pool in self.world.gateway.pools if not pool.deleting), self.pool)
 
     def _parents(self) -> Sequence[ParentRef]:
@@ -374,7 +374,7 @@ class _Planner:
             yield write
 
     def _leave(self, *kinds: str) -> None:
-        """Keep what is there of kinds that cannot be read now: that may be so for a moment."""
+        """Keep objects of kinds that cannot be read now, which may be temporary."""
         found = (child.ref for child in self.world.children)
         self.wanted.extend(ref for ref in found if f"{ref.api_version}/{ref.kind}" in kinds)
 

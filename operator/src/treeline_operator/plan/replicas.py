@@ -1,9 +1,9 @@
-"""How many replicas a pool should have, by what its pickers tell of the demand.
+"""How many replicas a pool should have, by the demand that its pickers report.
 
-Each measure asks for a number of its own, and the largest counts. More is given at once. Less is given when it has been
-enough for the whole of a window: what was asked for within it is remembered, and the most of that is kept. So a history
-says of each moment in the window how many replicas were asked for; it begins with what there is, so that an operator
-that has just started, or has heard nothing for a while, takes no pod away before a window has passed.
+Each measure yields a number, and the largest counts. Scaling up is immediate. Scaling down waits until the smaller
+number was enough for a whole window, so the history keeps what was needed within it. The history starts with the
+present replicas: an operator that has just started, or has heard nothing for a while, removes no pod before a window
+has passed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from treeline_operator.api.lifecycle import Autoscaling, PickerScaling
 _TOLERANCE = 0.1
 """So far a predicted time may be off its target without asking for another number."""
 _STEEPEST = 2.0
-"""The time asks for so many times the replicas at most: it does not fall in proportion, and new pods take time."""
+"""The time to first token multiplies replicas by at most this: it does not fall in proportion, and new pods take
+time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a pool's spec says of its replicas; `ttft_s` is None where it is not looked at."""
+    """The scaling settings of a pool; `ttft_s` is None if it is not considered."""
 
     least: int
     most: int
@@ -50,14 +51,14 @@ class Target:
 
 
 class Heard(NamedTuple):
-    """What the pickers of a pool say together. `whole`: each of them was heard, so that nothing is missing in it."""
+    """The combined demand that a pool's pickers report. `whole`: all of them reported."""
 
     pool: PoolSignals
     whole: bool = True
 
 
 class Ask(NamedTuple):
-    """So many replicas, and what asks for them."""
+    """A number of replicas, and what requires it."""
 
     replicas: int
     why: str
@@ -76,10 +77,9 @@ class Desired(NamedTuple):
 
 
 def desired(heard: Heard | None, target: Target, replicas: int, history: History, now: float) -> Desired:
-    """How many replicas there should be where there are `replicas` now.
+    """The number of replicas, given the present `replicas`.
 
-    `heard` is None while no picker is heard: then nothing changes but what the bounds ask for. `now` is in seconds of
-    any monotonic clock, the same for all calls.
+    `heard` is None while no picker reports: then only the bounds apply. `now` is in seconds of any monotonic clock.
     """
     if heard is None:
         ask = Ask(replicas, "no picker is heard")
@@ -100,7 +100,7 @@ def desired(heard: Heard | None, target: Target, replicas: int, history: History
 
 
 def asks(pool: PoolSignals, target: Target, replicas: int) -> Iterator[Ask]:
-    """What each measure asks for, at least one of them. Pods beyond the replicas (in a rollout) ask for none more."""
+    """The number for each measure, at least one. Pods beyond the replicas (during a rollout) require no more."""
     asked = pool.asked
     waiting = pool.queued_tokens + asked.held.tokens
     yield Ask(-(-waiting // target.queued_tokens), f"{waiting} prompt tokens wait, {target.queued_tokens} a replica")

@@ -26,10 +26,10 @@ Strategy = Literal["SurgeIfCapacity", "Replace"]
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One revision as it is: `replicas` asked for, and of its pods how many are ready, cannot be placed, or fail.
+    """One revision: `replicas` requested, and how many of its pods are ready, unscheduled or failing.
 
-    `waited_s` is how long one of its pods has not been placed; `fits` tells that it would be in the place of a pod
-    of whatever older revision.
+    `waited_s` is how long one of its pods has had no node; `fits` says that it would fit in the place of an older
+    revision's pod.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RolloutPolicy:
     max_unavailable: int = 0
     paused: bool = False
     patience_s: float = math.inf
-    """How long pods may have no node before old ones make room for them."""
+    """How long pods may have no node before old ones leave for them."""
 
     @property
     def surge(self) -> int:
@@ -77,10 +77,10 @@ class RolloutPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """Replicas by name of the revision, none where it is not named. `waiting` says why a rollout stands still.
+    """Replicas by revision name; none where not named.
 
-    `limit` bounds all of them together, None where nothing is added. `recheck_s` is when time alone makes another
-    step of it.
+    `waiting` says why a rollout waits. `limit` bounds all replicas together, None if nothing is added. `recheck_s` is
+    when time alone leads to another step.
     """
 
     replicas: dict[str, int]
@@ -90,13 +90,13 @@ class RolloutStep:
     recheck_s: float | None = None
 
     def beside(self, target: Revision, others: int) -> int:
-        """The target's replicas while the other revisions have so many: pods that drain are still there."""
+        """The target's replicas, given the other revisions': draining pods still exist."""
         wanted = self.replicas.get(target.name, 0)
         return wanted if self.limit is None else min(wanted, max(self.limit - others, target.replicas))
 
 
 def next_step(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
-    """What every revision's replicas should be now."""
+    """The new replicas of every revision."""
     olds = [old for old in olds if old.replicas > 0]
     if desired == 0:
         return RolloutStep(_all({}, target, olds))

@@ -45,7 +45,7 @@ _RANK: Final = (
     Reason.MODEL_LOADING,
     Reason.PODS_STARTING,
 )
-"""What a correction fixes comes before what more room fixes, and both before what passes by itself."""
+"""Order of causes: what a correction fixes, then what more room fixes, then what passes by itself."""
 
 _MODEL_REASONS: Final = {
     str(reason): reason for reason in (Reason.DOWNLOAD_FAILED, Reason.MODEL_TOO_LARGE, Reason.WEIGHTS_MISSING)
@@ -66,14 +66,14 @@ _NO_WEIGHTS: Final = re.compile(
     r"|Repo id must be in the form|Invalid repository ID or local directory"  # vLLM and SGLang, for an absent folder
     r"|Can't load the configuration of|does not appear to have a file named|Cannot find any model weights"
 )
-"""What engines say where there is no model at the path that they are given."""
+"""What engines print if there is no model at their path."""
 _ERROR: Final = re.compile(
     r"\berror:|\bValue error, |\b(ERROR|FATAL|CRITICAL)\b"
     rf"|^([\w.]*\.)?\w*(Error|Exception)(:|$)|^({'|'.join(_MODEL_REASONS)}): "
 )
-"""A line that names what went wrong."""
+"""A line that names an error."""
 _HINT: Final = re.compile(r"--help\b|root cause above|^\s*usage:", re.IGNORECASE)
-"""A line that says where to read more, though it may look like an error."""
+"""A line that points to further reading, although it may look like an error."""
 _MAX_LINE: Final = 300
 _ASKED_TO_END: Final = (0, 137, 143)
 """Exit codes of containers that the kubelet stopped: by themselves, killed, or by the signal."""
@@ -184,10 +184,10 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
 
 
 def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
-    """What a pod without a node lacks: room on nodes that are full, nodes of its size, or devices.
+    """What an unscheduled pod lacks: room on full nodes, larger nodes, or devices.
 
-    For the scheduler preemption does not help on a node that would not do even if it were empty; nor does it on nodes
-    that are away for a while: where the message shows such ones, nothing is known of the sizes.
+    The scheduler reports that preemption does not help for nodes that would be too small even if empty, and also for
+    nodes that are away: if the message shows those, sizes are unknown.
     """
     lacking = facts.lacking_of(said)
     passing = "node.kubernetes.io/" in said or "were unschedulable" in said
@@ -203,7 +203,7 @@ def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
 
 
 def _has_begun(pod: Json) -> bool:
-    """Whether some container has ever run: then the volumes are there, and Events of before tell old news."""
+    """Whether a container has ever run: then the volumes are mounted, and earlier Events are outdated."""
     return any(
         container.get("lastState") or (container.get("state") or {}).keys() & {"running", "terminated"}
         for container in container_statuses(pod)
@@ -231,7 +231,7 @@ def _of_container(
 
 
 def _ending(container: Json, init: bool) -> Json | None:
-    """How the container ended last, where that is why it does not run well. Init containers may end well, no other."""
+    """How the container last ended, if that is why it does not run well. Only init containers may end well."""
     state = container.get("state") or {}
     last: Json | None = (container.get("lastState") or {}).get("terminated")
     now: Json | None = state.get("terminated")
@@ -288,13 +288,13 @@ def _not_ready(name: str, container: Json, events: Sequence[Event]) -> tuple[Rea
 
 
 def _unhealthy(events: Sequence[Event], *, readiness: bool) -> str | None:
-    """What the last probe that failed has met, of readiness or of start and liveness."""
+    """The last failed probe, of readiness or of startup and liveness."""
     failed = (event.message for event in events if event.reason == "Unhealthy")
     return next((text for text in failed if text.startswith("Readiness") == readiness), None)
 
 
 def _pull_failure(container: Json, waiting: Json, events: Sequence[Event]) -> str:
-    """The registry's own words. The kubelet alternates between them and "Back-off pulling image"."""
+    """The registry's message. The kubelet alternates between it and "Back-off pulling image"."""
     text = _PULL_PREFIX.sub("", _BACK_OFF.sub("", waiting.get("message", "")))
     if not text:
         failed = f'Failed to pull image "{container["image"]}": '
@@ -313,7 +313,7 @@ def _of_volumes(events: Sequence[Event]) -> Iterator[tuple[Reason, str]]:
 
 
 def _absent(message: str) -> Reason | None:
-    """What it means that the Secret or ConfigMap that the message names does not exist."""
+    """The cause if the Secret or ConfigMap in the message does not exist."""
     found = _ABSENT.search(message)
     if found is None:
         return None
@@ -339,7 +339,7 @@ def _together(causes: Sequence[Cause], total: int) -> Cause:
 
 
 def percent(done: int, total: int) -> int:
-    """How much of the whole is done; 100 only for all of it."""
+    """The percentage done; 100 only for all."""
     return min(100, 100 * done // total) if total else 0
 
 
@@ -354,7 +354,7 @@ def size(count: int) -> str:
 
 
 def _telling_line(text: str) -> str:
-    """The last line that names an error, rather than what follows it; without one, the last that says anything."""
+    """The last line that names an error; without one, the last line with text."""
     lines = [flat for line in text.splitlines() if (flat := _line(line))]
     said = [line for line in lines if not _HINT.search(line)] or lines
     errors = [line for line in said if _ERROR.search(line)]

@@ -42,10 +42,10 @@ _ABOUT_THE_MODEL: Final = frozenset(
 
 
 def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cause | None = None) -> PoolStatus:
-    """The status that a pool should have. The one that it has is looked at for transition times only.
+    """The new status of a pool. The present one is used for transition times only.
 
-    `progress` are the downloads under way, by pod. `refused` is what the API server said to our last writes for the
-    pool, see `refusal`.
+    `progress` are the running downloads, by pod. `refused` is the API server's refusal of our last writes for the pool,
+    see `refusal`.
     """
     if refused is None and (problem := template_problem(world.gateway)):
         refused = Cause(Reason.TEMPLATE_INVALID, problem)
@@ -88,12 +88,12 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
 
 
 def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
-    """The Gateways that a pool is attached to, whose own status says whether they listen; none without Gateway API."""
+    """The Gateways of a pool whose own status says whether they are ready; none without Gateway API."""
     return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
 
 
 def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
-    """What somebody should know of a pool beforehand, whatever comes of its pods."""
+    """Warnings about a pool that do not depend on its pods."""
     view = _PoolView(world, {}, None)
     judged = _warnings(view)
     found = [judged[1:] if judged is not None else None, gateway_status.caution(view.shared)]
@@ -108,10 +108,9 @@ def seen(now: datetime) -> PoolStatus:
 
 
 def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType) -> dict[str, Any]:
-    """The status of an object whose spec does not fit our types or its preset: what was known stays, but for the
-    conditions.
+    """The status of an object whose spec does not fit our types or its preset: the previous one with new conditions.
 
-    `kind` is the condition that says whether all is well.
+    `kind` is the main condition.
     """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
@@ -121,7 +120,7 @@ def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType
 
 
 def refusal(code: int, kind: str, message: str) -> Cause:
-    """What it means that the API server refused to let us write an object of `kind`."""
+    """The meaning of a refusal to write an object of `kind`."""
     text = " ".join(message.split())
     if code == 403 and "quota" in text:
         return Cause(Reason.QUOTA_EXCEEDED, text)
@@ -164,7 +163,7 @@ class _PoolView:
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
-        """All pods that are not on their way out."""
+        """All pods that are not being deleted."""
         decoded = sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
         return [pod for pod in decoded if not facts.is_leaving(pod)]
 
@@ -175,7 +174,7 @@ class _PoolView:
 
     @cached_property
     def current(self) -> list[dict[str, Any]]:
-        """Those of the revision that is wanted."""
+        """The pods of the current revision."""
         return [pod for pod in self.active if label(pod, names.REVISION) == self.target.name]
 
     @cached_property
@@ -192,7 +191,7 @@ class _PoolView:
 
     @cached_property
     def serving(self) -> list[dict[str, Any]]:
-        """Pods of whatever revision that answer requests for the model now: ready, and the picker's to choose."""
+        """Pods of any revision that serve the model now: ready, and in the picker's list."""
         name = self.world.pool.spec.model.served_name
         picker = self.world.picker
         # A picker that has read the cluster and does not know the pool chooses none of its pods.
@@ -217,7 +216,7 @@ class _PoolView:
 
     @property
     def routing(self) -> PoolRouting | None:
-        """How the picker says that it routes the pool; None where it does not."""
+        """How the picker routes the pool; None if unknown."""
         picker = self.world.picker
         return None if picker is None else picker.routing.get(self.world.pool.name)
 
@@ -227,7 +226,7 @@ class _PoolView:
 
     @cached_property
     def observed(self) -> bool:
-        """Whether the current revision's Deployment is there and its controller has read it."""
+        """Whether the current revision's Deployment exists and its controller has processed it."""
         there = self.target.existing
         return there is not None and is_observed(there.object)
 
@@ -261,7 +260,7 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
 
 
 def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
-    """What is not there yet may never be."""
+    """A missing object may never appear."""
     refused = view.refused
     return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
 
@@ -382,7 +381,7 @@ def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
 
 
 def _scaling(world: PoolWorld) -> Judgement | None:
-    """Whether the operator sets the replicas; None where it is not to."""
+    """Whether the operator sets the replicas; None if it is not asked to."""
     if world.pool.spec.autoscaling.type == "None":
         return None
     state, target = world.scaling, Target.of(world.pool.spec.autoscaling)
@@ -406,7 +405,7 @@ def _last_scaled(world: PoolWorld) -> AutoscalingStatus:
 
 
 def _draining(view: _PoolView) -> str:
-    """Who finishes how many requests until when."""
+    """Draining pods, their requests and deadline."""
     timeout = timedelta(seconds=view.world.pool.spec.drain.timeout_seconds)
     policy = DrainPolicy.of(view.world)
     ends = []
@@ -421,7 +420,7 @@ def _draining(view: _PoolView) -> str:
 
 
 def _warnings(view: _PoolView) -> Judgement | None:
-    """What the spec asks for in vain, the first with its reason; None where there is nothing."""
+    """Parts of the spec without effect, the first with its reason; None if there are none."""
     pool = view.world.pool
     found: list[tuple[Reason, str]] = []
     for asked in provision.wanted(pool):
