@@ -218,7 +218,7 @@ class Connection:
             await self._log_in_again()  # for the next try
             raise
         except TimeoutError as error:
-            raise Timeout(f"{what}: nothing came for {silence_s:g} s") from error
+            raise Timeout(f"{what}: no data for {silence_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{what}: {str(error) or type(error).__name__}") from error
         finally:
@@ -230,7 +230,7 @@ class Connection:
         if call.writes and call.guarded and self.deadline is not None:
             left = self.deadline() - now()
             if left <= 0:
-                raise LostLease(f"{what}: not sent, we no longer hold the lease", sent=False)
+                raise LostLease(f"{what}: not sent: the lease is lost", sent=False)
             timeout_s = min(timeout_s, left)
         started, code = now(), 0
         try:
@@ -264,7 +264,7 @@ class Connection:
         except RuntimeError as error:
             if session in (self._requests, self._watches):
                 raise
-            raise Unreachable("the connection was given up for new credentials", sent=False) from error
+            raise Unreachable("the connection was closed for new credentials", sent=False) from error
         self._log_warnings(reply.response.headers)
         return reply
 

@@ -55,7 +55,7 @@ class Credentials:
         """The error for unusable credentials, in one line."""
         where = self._file or "the service account of this pod"
         explains = isinstance(error, OSError | ValueError) or type(error).__name__ in _SELF_EXPLAINING
-        what = " ".join(str(error).split()) if explains else "it is no kubeconfig"
+        what = " ".join(str(error).split()) if explains else "it is not a kubeconfig"
         fix = "correct it, or give another --kubeconfig FILE or --context NAME"
         return NoCluster(f"no Kubernetes credentials from {where}: {what}; {fix}", sent=False)
 
@@ -70,6 +70,6 @@ class Credentials:
             return
         if self._given:
             raise NoCluster(f"--kubeconfig: there is no file {self._given}", sent=False)
-        outside = "" if os.environ.get("KUBERNETES_SERVICE_HOST") else "this is no pod, and "
+        outside = "" if os.environ.get("KUBERNETES_SERVICE_HOST") else "this is not a pod, and "
         text = f"no Kubernetes credentials: {outside}there is no file {self._file}; give --kubeconfig FILE"
         raise NoCluster(text, sent=False)

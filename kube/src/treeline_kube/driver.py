@@ -53,7 +53,7 @@ class Driver:
                 pause = self.reflector.on_failure(error, self._clock())
             except Exception:
                 # A defect of ours, or something in the client's library that has no type: never the end of following.
-                log.exception("following %s failed; it starts again", self.reflector.label)
+                log.exception("following %s failed; restarting", self.reflector.label)
                 pause = self.reflector.on_failure(Malformed("internal error"), self._clock())
             if recovers or self.reflector.error is not None:
                 self._on_change()

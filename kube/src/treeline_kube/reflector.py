@@ -203,7 +203,7 @@ class Reflector:
     def health(self, now: float) -> Health:
         """The current health."""
         age = None if self._heard_at is None else max(0.0, now - self._heard_at)
-        waiting = None if self.synced else "its list has not been answered yet"
+        waiting = None if self.synced else "its list has not arrived yet"
         error = f"{self.error.word}: {self.error}" if self.error else waiting
         return Health(self.synced, self.synced and self.error is None, age, error)
 
@@ -379,8 +379,8 @@ class Reflector:
         if known is not None and known.word == error.word:
             return
         if self.optional and self.unavailable:
-            log.warning("%s is not followed, which is optional: %s", self.label, self.advised())
+            log.warning("%s is optional and not followed: %s", self.label, self.advised())
         elif self.synced:
-            log.warning("%s is not followed, what is known stays in use: %s", self.label, self.advised())
+            log.warning("%s is not followed, known objects stay in use: %s", self.label, self.advised())
         else:
-            log.warning("%s cannot be listed, nothing is known yet: %s", self.label, self.advised())
+            log.warning("%s cannot be listed yet: %s", self.label, self.advised())

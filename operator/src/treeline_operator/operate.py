@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="treeline operate",
         usage="treeline operate [OPTIONS]\n       treeline operate plan -f FILE... [OPTIONS]",
-        description="Treeline's operator: makes InferencePools and InferenceModels into running pods, pickers and "
-        "gateways, and says in their status how far that is.",
+        description="Treeline's operator: creates pods, pickers and gateways for InferencePools and InferenceModels, "
+        "and reports their status.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(scope, Platform)
     add_flags(p.add_argument_group("leader election"), Settings, "leader election")
     add_flags(p.add_argument_group("pages"), Settings, "pages")
-    add_flags(p.add_argument_group("images, where a pool names none"), Images)
+    add_flags(p.add_argument_group("images for pools that name none"), Images)
     work = p.add_argument_group("work")
     add_flags(work, Settings, "work")
     add_flags(work, Platform, "work")

@@ -71,18 +71,22 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="FILE",
-        help="YAML or JSON with InferencePools and InferenceModels (others are passed over); - is standard input; may "
+        help="YAML or JSON with InferencePools and InferenceModels (others are ignored); - is standard input; may "
         "be repeated",
     )
     p.add_argument(
         "--observed",
         type=Path,
         metavar="DIR",
-        help="what is in the cluster: files of `kubectl get … -o yaml`",
+        help="the present objects: files of `kubectl get … -o yaml`",
     )
     p.add_argument("-o", "--output", choices=("diff", "yaml"), default="diff", help="default: %(default)s")
-    p.add_argument("--explain", action="store_true", help="also say why, what waits or is left alone, and warnings")
-    p.add_argument("--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)")
+    p.add_argument(
+        "--explain", action="store_true", help="also show reasons, waiting or untouched objects, and warnings"
+    )
+    p.add_argument(
+        "--namespace", default="default", metavar="NS", help="namespace of objects that name none (%(default)s)"
+    )
     p.add_argument(
         "--api",
         action="append",
@@ -91,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         help="an optional API that the cluster has, such as gateway.networking.k8s.io/v1/HTTPRoute; may be repeated",
     )
     add_flags(p, Platform)
-    add_flags(p.add_argument_group("images, where a pool names none"), Images)
+    add_flags(p.add_argument_group("images for pools that name none"), Images)
     return p
 
 
@@ -110,7 +114,7 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
         print(f"treeline operate plan: {exc}", file=sys.stderr)  # noqa: T201
         return 2
     if not ended:
-        print("treeline operate plan: the plan does not come to an end; this is a defect", file=sys.stderr)  # noqa: T201
+        print("treeline operate plan: the plan does not end; please report this bug", file=sys.stderr)  # noqa: T201
         return 1
     show = {"diff": _diffs, "yaml": _documents_of}[given.output]
     out.writelines(f"{line}\n" for line in show(simulation, given.explain))
@@ -124,7 +128,7 @@ def load(simulation: Simulation, files: Sequence[str], observed: Path | None, na
     """Fill the simulation: the present state, then the desired objects. Raises `BadInput`."""
     if observed is not None:
         if not observed.is_dir():
-            raise BadInput(f"--observed {observed} is no directory")
+            raise BadInput(f"--observed {observed} is not a directory")
         for path in sorted(path for path in observed.rglob("*") if path.suffix in (".yaml", ".yml", ".json")):
             for where, obj in _documents(str(path), _read(str(path))):
                 _take_observed(simulation, where, obj)
@@ -136,7 +140,7 @@ def load(simulation: Simulation, files: Sequence[str], observed: Path | None, na
                 _take_asked(simulation, where, obj, namespace)
                 asked += 1
             else:
-                print(f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours and passed over", file=sys.stderr)  # noqa: T201
+                print(f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours, ignored", file=sys.stderr)  # noqa: T201
     if not asked:
         raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
 
@@ -171,7 +175,7 @@ def _documents(name: str, text: str) -> Iterator[tuple[str, Object]]:
 
 def _kind(where: str, document: Any) -> str:
     if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
-        raise BadInput(f"{where}: no Kubernetes object (it needs apiVersion, kind and metadata)")
+        raise BadInput(f"{where}: not a Kubernetes object (it needs apiVersion, kind and metadata)")
     return str(document["kind"])
 
 
@@ -242,7 +246,7 @@ def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
     for step in steps:
         yield from _diff(step, explaining)
     if not steps:
-        yield "# nothing to do: the cluster is as the files ask"
+        yield "# nothing to do: the cluster matches the files"
     if explaining:
         yield from _notes(simulation)
     if steps:
@@ -260,7 +264,7 @@ def _why(step: SimulatedStep, explaining: bool) -> Iterator[str]:
     ref = step.action.ref
     yield f"# {step.verb} {ref.kind} {ref.namespace}/{ref.name}: {step.action.why}"
     if explaining and isinstance(step.action, Apply) and step.action.drift:
-        yield f"#   changed by somebody else: {', '.join(step.action.drift)}"
+        yield f"#   changed by hand: {', '.join(step.action.drift)}"
 
 
 def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:

@@ -74,7 +74,7 @@ def _misfits(template: Object) -> Iterator[str]:
     else:
         # The types take Python's spelling of a field, too.
         plain = typed.model_dump(mode="json", by_alias=True, exclude_none=True)
-        yield from (f"{path}: there is no such field" for path in differences(template, plain))
+        yield from (f"{path}: unknown field" for path in differences(template, plain))
 
 
 def _of_spec(spec: Object) -> Iterator[str]:

@@ -193,21 +193,23 @@ class Platform:
         env="POD_NAMESPACE",
         help="the operator's own namespace (default: $POD_NAMESPACE, else treeline-system)",
     )
-    cluster_domain: str = setting("cluster.local", metavar="DOMAIN", help="of the cluster's DNS (default: %(default)s)")
+    cluster_domain: str = setting(
+        "cluster.local", metavar="DOMAIN", help="domain of the cluster's DNS (default: %(default)s)"
+    )
     api_server_ports: tuple[int, ...] = port_setting(
         (443, 6443),
         least=1,
         flag="--api-server-port",
         metavar="P",
         repeated=True,
-        help="on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to "
-        "them; may be repeated (default: 443 and 6443)",
+        help="port of the API server (its Service's and its own), for NetworkPolicies of pickers; may be repeated "
+        "(default: 443 and 6443)",
     )
     metrics_from: tuple[dict[str, Any], ...] = setting(
         PROMETHEUS,
         metavar="JSON",
         parse=_peers,
-        help="who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for nobody (default: "
+        help="who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for none (default: "
         f"{json.dumps(PROMETHEUS)})",
     )
     monitor_labels: tuple[tuple[str, str], ...] = setting(
@@ -216,39 +218,39 @@ class Platform:
         metavar="KEY=VALUE",
         parse=_label,
         repeated=True,
-        help="a label of the PodMonitors of pods, pickers and Envoys, by which Prometheus selects; may be repeated",
+        help="label of PodMonitors, for Prometheus' selector; may be repeated",
     )
     monitor_interval: str = setting(
-        "", metavar="DURATION", help="how often Prometheus asks them, such as 30s (default: as Prometheus is set)"
+        "", metavar="DURATION", help="scrape interval, such as 30s (default: Prometheus' own)"
     )
     scrape_api_ports: bool = setting(
         False,
         either=True,
-        help="let those also to the API ports of vllm, sglang and custom engines, which serve metrics there and all "
-        "else with them (default: no)",
+        help="admit them also to the API ports of vllm, sglang and custom engines, which serve metrics and "
+        "everything else there (default: no)",
     )
     epp_template: dict[str, Any] | None = setting(
         None,
         metavar="JSON",
         parse=_fragment,
-        help="fragment of a PodTemplate for the pods of all pickers, over which pools lay their own (default: none)",
+        help="PodTemplate fragment for all pickers; pools' own fragments win (default: none)",
     )
     edge_template: dict[str, Any] | None = setting(
-        None, metavar="JSON", parse=_fragment, help="the same for the pods of all Envoys (default: none)"
+        None, metavar="JSON", parse=_fragment, help="the same for all Envoys (default: none)"
     )
     presets: dict[str, dict[str, Any]] | None = setting(
         None,
         metavar="JSON|FILE",
         parse=_presets,
-        help="parts of an InferencePool's spec by name, over which pools that name one as their preset lay their own "
-        "fields; or a file with values of the chart, of which `presets` is taken (default: none)",
+        help="presets: named parts of an InferencePool's spec, or a file of chart values with `presets`; a pool's "
+        "own fields win (default: none)",
     )
     rules_group: str = setting(
         RULES_GROUPS[0],
         metavar="GROUP",
         choices=("", *RULES_GROUPS),
-        help="the API group of the InferenceObjectives and InferenceModelRewrites that pickers follow, which may be "
-        f"missing from the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
+        help="the API group of the InferenceObjectives and InferenceModelRewrites that pickers follow, optional in "
+        f"the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
     )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
 
@@ -257,7 +259,7 @@ class Platform:
         if api in self.apis:
             return ""
         absent = f"the cluster does not have {api}"
-        return f"the operator may not list and watch {api}: see its role" if api in self.forbidden else absent
+        return f"the operator may not list and watch {api}: check its role" if api in self.forbidden else absent
 
 
 class PickerEndpoint(msgspec.Struct, frozen=True):

@@ -166,8 +166,8 @@ REFUSED_POOLS = [
         for template, says in (
             ("{metadata: {labels: {treeline.dev/x: y}}}", "labels of treeline.dev on pods are the operator's"),
             ("{metadata: {annotations: {treeline.dev/kv-events-port: '1'}}}", "annotations of treeline.dev and"),
-            ("{metadata: {labels: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
-            ("{metadata: {annotations: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
+            ("{metadata: {labels: {'a b': y}}}", "write a name of 63 characters or fewer"),
+            ("{metadata: {annotations: {'a b': y}}}", "write a name of 63 characters or fewer"),
         )
     ),
     ("engine: {args: [--port, '9000']}", "--port (engine.port)"),
@@ -241,7 +241,7 @@ REFUSED_MODELS = [
     ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
 ]
 REFUSED_NAMES = [
-    ("InferencePool", "a" * 41, "use 40 or fewer"),
+    ("InferencePool", "a" * 41, "use 40 characters or fewer"),
     ("InferencePool", "1st", "a letter first"),
     ("InferencePool", "a.b", "a letter first"),
     ("InferencePool", "tiny-epp", "choose a name without such an end"),

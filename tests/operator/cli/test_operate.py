@@ -78,8 +78,8 @@ current-context: c
     ("content", "complaint"),
     [
         (None, "there is no file"),
-        (b"", "it is no kubeconfig"),
-        (b"- a list", "it is no kubeconfig"),
+        (b"", "it is not a kubeconfig"),
+        (b"- a list", "it is not a kubeconfig"),
         (b"a: [", "while parsing"),
         (b"\xff\xfe", "can't decode"),
         (b"kind: Config", "current-context"),

@@ -154,7 +154,7 @@ def test_an_operator_upgrade_rolls_nothing(other_pods: bool, monkeypatch: pytest
     before = {name: cluster.get("Deployment", name)["spec"] for name in cluster.names("Deployment")}
     plan = plan_gateway(cluster.world(p, platform=platform))
     assert plan.actions == ()
-    left_alone = [note for note in plan.notes if "stay as they were made" in note]
+    left_alone = [note for note in plan.notes if "stay unchanged" in note]
     assert len(left_alone) == (2 if other_pods else 0)
     # Its number of pods is not the template's.
     more = pool("a", endpointPicker={"replicas": 2}, gateway={"standalone": {"replicas": 4}})

@@ -86,8 +86,8 @@ def test_streams_are_waited_for_one_pod_at_a_time() -> None:
     assert plan.actions == ()
     assert plan.recheck_s == TIMEOUT_S - 30
     assert plan.notes == (
-        "pod p3 is to go: 1 request left, until 2026-11-01T00:01:00.000Z at the latest",
-        "pod p2 is to go: 2 requests left, until 2026-11-01T00:01:00.000Z at the latest",
+        "pod p3 leaves: 1 request left, until 2026-11-01T00:01:00.000Z at the latest",
+        "pod p2 leaves: 2 requests left, until 2026-11-01T00:01:00.000Z at the latest",
     )
     cluster.streams["p2"] = 0
     cluster.look()

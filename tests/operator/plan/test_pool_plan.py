@@ -236,7 +236,7 @@ def test_old_pods_stay_until_the_picker_knows_the_new_ones() -> None:
     plan = cluster.plan(changed)
     assert plan.actions == ()
     assert plan.recheck_s is not None
-    assert any("the picker knows 0 of 1 ready pods" in note for note in plan.notes)
+    assert any("the picker lists 0 of 1 ready pods" in note for note in plan.notes)
     listed = (*cluster.picker.pools["tiny"], PickerEndpoint(new, "10.0.0.2:8000", ready=True))
     cluster.picker = PickerView(True, {"tiny": listed})
     (action,) = cluster.plan(changed).actions

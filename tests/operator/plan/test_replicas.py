@@ -131,7 +131,7 @@ def test_a_pool_goes_to_zero_when_it_was_idle_for_the_window() -> None:
         found = step(found.history, 1, now)
         assert found.replicas == 1
     found = step(found.history, 1, 61.0)
-    assert (found.replicas, "for 60 s no more was asked for" in found.why) == (0, True)
+    assert (found.replicas, "for 60 s demand was no higher" in found.why) == (0, True)
 
 
 def test_nothing_goes_for_a_window_after_silence_or_while_a_picker_is_missing() -> None:
@@ -155,7 +155,7 @@ def test_pods_whose_load_is_not_known_stay_while_requests_come() -> None:
     busy = PoolSignals(Asked(picks=1), ready=3, silent=2)
     found = step((), 3, 0.0, busy)
     found = step(found.history, 3, 100.0, busy)
-    assert (found.replicas, found.why) == (3, "2 pods do not tell their load, and requests come")
+    assert (found.replicas, found.why) == (3, "2 pods do not report their load, and requests arrive")
     found = step(found.history, 3, 130.0, PoolSignals(ready=3, silent=2))
     assert step(found.history, 3, 161.0, PoolSignals(ready=3, silent=2)).replicas == 0
 

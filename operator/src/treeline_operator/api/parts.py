@@ -253,7 +253,7 @@ def misfit(error: Any, kind: type[BaseModel]) -> str:
         return str(error["msg"])
     *before, name = error["loc"]
     near = difflib.get_close_matches(str(name), _names(kind, before), n=1)
-    return f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
+    return f"unknown field; did you mean {near[0]}?" if near else "unknown field"
 
 
 def _names(kind: Any, path: Sequence[int | str]) -> list[str]:

@@ -73,7 +73,7 @@ class Executor:
                 if isinstance(exc, Unavailable) and exc.code != _INTERNAL:
                     raise
                 if exc.has_cause("NamespaceTerminating"):
-                    log.info("namespace %s is being deleted: nothing more is made in it", action.ref.namespace)
+                    log.info("namespace %s is being deleted: nothing more is created in it", action.ref.namespace)
                     break
                 log.warning("refused: %s", exc, extra={"object": action.ref, "why": action.why})
                 done.refused.append((action.ref, exc))

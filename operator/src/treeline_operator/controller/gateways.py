@@ -53,7 +53,7 @@ class Gateways:
         except NotFound:
             gateway = None  # its route says that no controller has judged it
         except Forbidden as exc:
-            log.info("%s %s/%s may not be read: %s", ref.kind, ref.namespace, ref.name, exc)
+            log.info("%s %s/%s cannot be read: %s", ref.kind, ref.namespace, ref.name, exc)
             gateway, read_at = None, read_at + _REFUSED_S
         except (KubeError, TimeoutError) as exc:
             log.info("%s %s/%s: %s", ref.kind, ref.namespace, ref.name, str(exc) or "no answer in time")

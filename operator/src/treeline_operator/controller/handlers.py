@@ -52,7 +52,7 @@ async def follow(
     def run() -> None:
         handlers = registry(kinds, configuration, lambda *event: tell(deliver, *event))
         operating = _operate(handlers, namespaces, lambda *where: tell(started.set_result, where))
-        reason: BaseException = RuntimeError("it ended without a reason")
+        reason: BaseException = RuntimeError("it ended without a reason given")
         try:
             asyncio.run(operating)
         except (Exception, asyncio.CancelledError) as exc:

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 _PAGE = 250
 _ADVICE = {
-    "not_found": "the API server does not serve it; is the CRD installed?",
-    "forbidden": "see the operator's role",
+    "not_found": "the API server does not have it; install the CRD",
+    "forbidden": "check the operator's role",
 }
 _OWN = frozenset(kind.resource for kind in OWN)
 _OPTIONAL = frozenset(kind.resource for kind in OPTIONAL)
@@ -299,7 +299,7 @@ class Informer:
             try:
                 await asyncio.wait((running, restart), return_when=asyncio.FIRST_COMPLETED)
                 if not running.done():
-                    log.info("kopf is started anew for %s", ", ".join(kind.api for kind in kinds) or "nothing")
+                    log.info("restarting kopf for %s", ", ".join(kind.api for kind in kinds) or "nothing")
                     continue
                 if kinds:
                     log.warning("changes are seen within a minute, not at once: kopf ended: %r", running.exception())

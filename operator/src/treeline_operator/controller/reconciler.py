@@ -141,7 +141,7 @@ class Reconciler:
         except Exception as exc:
             log.exception("planning failed", extra=_about(key))
             what = f"{type(exc).__name__} in the plan of {key.kind} {key.name}"
-            text = f"a defect of the operator, please report it: {what}"
+            text = f"a bug in the operator, please report it: {what}"
             self._refused[key] = Cause(Reason.RECONCILE_FAILED, text)
             return None
 
@@ -230,7 +230,7 @@ class Reconciler:
             self._event(subject, "Warning" if bad else "Normal", reason, f"{reason} {', '.join(what)}")
         for ref, paths in done.drifted:
             self.metrics.drifted(ref.kind)
-            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {few(paths)}"
+            text = f"{ref.kind} {ref.name} was changed by hand and is reverted: {few(paths)}"
             log.info("%s", text, extra=_about(key))
             self._event(subject, "Normal", Reason.DRIFT_CORRECTED, text)
         return done

@@ -275,7 +275,7 @@ def _explain(exc: BaseException | None) -> bool:
     if isinstance(exc, BaseExceptionGroup):
         return min([_explain(inner) for inner in exc.exceptions])  # all are logged
     if isinstance(exc, LostLease):
-        log.error("%s; another replica may lead now, so this one stands by", exc)
+        log.error("%s; another replica may lead, so this one stands by", exc)
         return True
     if exc is not None:
         log.error("ended unexpectedly", exc_info=exc)

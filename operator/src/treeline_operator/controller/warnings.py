@@ -82,10 +82,10 @@ class Warnings:
             async with asyncio.timeout(_PATIENCE_S):
                 found = await self._list(namespace)
         except Forbidden as exc:
-            log.warning("causes that only Events tell stay unknown: %s", exc)
+            log.warning("causes from Events are unknown: %s", exc)
             return Outcome("forbidden", after_s=_REFUSED_S)
         except (KubeError, TimeoutError) as exc:
-            log.info("no list of Events: %s", str(exc) or "no answer in time")
+            log.info("no Events listed: %s", str(exc) or "no answer in time")
             return Outcome("unavailable", after_s=_EVERY_S)
         self._listed[namespace] = found
         for pool, names in list(waiting.items()):
@@ -104,7 +104,7 @@ class Warnings:
                 found.setdefault(owner, []).append(Event.of(event))
             count += 1
             if count >= _MOST:
-                log.info("more than %d Warning Events in %s; the rest is not looked at", _MOST, namespace)
+                log.info("more than %d Warning Events in %s; the rest is ignored", _MOST, namespace)
                 break
         return found
 

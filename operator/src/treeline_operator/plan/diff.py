@@ -211,7 +211,7 @@ def applying(
     added = additions(desired, observed)
     if before == mark:
         drift = (*differing, *added)
-        return Apply(wanted, f"{why}: somebody changed it", drift, bool(added)) if drift else None
+        return Apply(wanted, f"{why}: changed by hand", drift, bool(added)) if drift else None
     return Apply(wanted, why, clears=bool(added))
 
 
@@ -240,7 +240,7 @@ def prune(
     are already being deleted, and downloaded models."""
     stays = {_identity(ref) for ref in (*wanted, *kept)}
     return tuple(
-        Delete(child.ref, child.uid, "no longer part of what is wanted")
+        Delete(child.ref, child.uid, "no longer wanted")
         for child in sorted(children, key=lambda child: child.ref)
         if _identity(child.ref) not in stays
         and child.ref.kind not in KEPT_KINDS

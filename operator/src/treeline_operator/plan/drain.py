@@ -115,7 +115,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
     leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
     stay = [pod for pod in pods if pod["metadata"]["name"] not in chosen]
-    marks = [_mark(pod, "return", "it is to stay") for pod in stay if _is_marked(pod)]
+    marks = [_mark(pod, "return", "it stays") for pod in stay if _is_marked(pod)]
     notes: list[str] = []
     again: list[float] = []
     waiting = 0
@@ -132,7 +132,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
         if not decision.may_go:
             blocked = place if blocked == -1 else blocked
             again.append(decision.again_s)
-            notes.append(f"pod {pod['metadata']['name']} is to go: {decision.why}")
+            notes.append(f"pod {pod['metadata']['name']} leaves: {decision.why}")
         if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
             marks.append(_mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now)))
     # What goes at the next look is still a replica now: its cost has to be there before the number falls.
@@ -162,7 +162,7 @@ def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
 
 def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
     if _is_undecided(pod, policy):
-        return _ReleaseDecision(False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S)
+        return _ReleaseDecision(False, "the picker is asked for the least busy pod", again_s=_LOOK_AGAIN_S)
     if not policy.waits:
         return _ReleaseDecision(True, "its pool does not wait for requests")
     if not facts.may_have_requests(pod):
@@ -183,7 +183,7 @@ def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
         if policy.seen_at is not None and policy.seen_at >= settled:
             return _ReleaseDecision(True, "no requests left")
         soon = max(_LOOK_AGAIN_S, (settled - policy.now).total_seconds())
-        return _ReleaseDecision(False, "no requests left, as it seems", again_s=min(left_s, soon))
+        return _ReleaseDecision(False, "apparently no requests left", again_s=min(left_s, soon))
     return _unseen(policy, since, left_s)
 
 
@@ -194,8 +194,8 @@ def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDeci
     silent = policy.silent_since
     blind_s = (max(since, silent) + timedelta(seconds=BLIND_S) - policy.now).total_seconds()
     if blind_s <= 0:
-        return _ReleaseDecision(True, "its requests cannot be seen; it finishes them by itself")
-    return _ReleaseDecision(False, "its requests cannot be seen", again_s=min(left_s, blind_s))
+        return _ReleaseDecision(True, "its requests are unknown; it finishes them by itself")
+    return _ReleaseDecision(False, "its requests are unknown", again_s=min(left_s, blind_s))
 
 
 def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:

@@ -128,14 +128,14 @@ def overridden(pool: InferencePool) -> str:
         for setting, flag in _flags(engine.type)
         if flag in given and getattr(engine, setting) != EngineSpec.model_fields[setting].default
     ]
-    return f"engine.args say {', '.join(found)}: the fields have no effect" if found else ""
+    return f"engine.args set {', '.join(found)}: the fields have no effect" if found else ""
 
 
 def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
     """Arguments that the picker cannot see, and what to use instead; empty if there are none."""
     given = {arg.partition("=")[0] for arg in args}
     found = [f"{flag} ({instead})" for flag, instead in flags.items() if flag in given]
-    return f"the picker is not told of what engine.args says by {', '.join(found)}" if found else ""
+    return f"the picker is not told of what engine.args sets by {', '.join(found)}" if found else ""
 
 
 # ---- the engines ----------------------------------------------------------------------------------------------------
@@ -264,8 +264,8 @@ def _custom(pool: InferencePool, files: Files, images: Images) -> Launch:
 
 
 _API_KEY: Final = "the picker has none; the gateway takes gateway.standalone.apiKeysSecretRef"
-_TEMPLATE: Final = "model.chatTemplateRef is told to both"
-_TOKENIZER: Final = "model.tokenizer is told to both"
+_TEMPLATE: Final = "model.chatTemplateRef sets both"
+_TOKENIZER: Final = "model.tokenizer sets both"
 
 ENGINES: Final[Mapping[EngineType, Engine]] = {
     "treeline": Engine(_treeline, serves_tokenizer=True, metrics=True),

@@ -111,12 +111,12 @@ def plan_gateway(world: GatewayWorld) -> Plan:
     if found is None:
         return _abandoned(world, observed)
     if found.leaving:
-        return Plan(notes=("every pool is being deleted; the gateway goes with the last one",))
+        return Plan(notes=("every pool is being deleted; the gateway is deleted with the last one",))
     first = applying(anchor(world, found), observed, f"pools of gateway {world.name}: {_listed(found)}")
     if observed is None:
         return Plan((first,) if first else ())
     if _is_going(observed):
-        return Plan(recheck_s=_GOING_S, notes=("the anchor is being deleted; it is made anew when it is gone",))
+        return Plan(recheck_s=_GOING_S, notes=("the anchor is being deleted; it is created again afterwards",))
     if left := [child.ref.name for child in world.children if _is_left_over(child, observed)]:
         text = f"{', '.join(sorted(set(left)))} are of a former gateway of this name, and made anew when they are gone"
         return Plan((first,) if first else (), recheck_s=_GOING_S, notes=(text,))
@@ -132,7 +132,7 @@ def _abandoned(world: GatewayWorld, observed: Observed | None) -> Plan:
         return Plan(notes=(f"pool {held} cannot be read; the gateway stays as it is",))
     if observed is None or _is_going(observed):
         return Plan()
-    why = f"no pool names gateway {world.name} any more; everything of it goes with this"
+    why = f"no pool names gateway {world.name} any more; all its objects are deleted with it"
     return Plan((Delete(observed.ref, observed.uid, why),))
 
 
@@ -194,10 +194,10 @@ class _Planning:
         for policy in gateway_policies(context):
             self._apply(policy, "only the paths that are needed")
         for thing in epp.identity(context):
-            self._apply(thing, "what the picker may see")
+            self._apply(thing, "rights of the picker")
         self._keys()
         self._apply(epp.service(context), "the picker's address")
-        self._apply(epp.peers_service(context), "how pickers find each other")
+        self._apply(epp.peers_service(context), "addresses of the pickers")
         self._picker()
         self._monitor("epp", "metrics")
         if context.shared.mode == "standalone":
@@ -299,7 +299,7 @@ class _Planning:
 
     def _keep(self, there: Observed, replicas: int) -> None:
         """Leave a Deployment as it is, but for the number of its pods."""
-        self.notes.append(f"{there.ref.name} would be made otherwise today; its pods stay as they were made")
+        self.notes.append(f"{there.ref.name} would be made differently now; its pods stay unchanged")
         self._wanted.append(there.ref)
         self._scale(there, replicas)
 

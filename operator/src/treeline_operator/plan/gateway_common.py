@@ -215,7 +215,7 @@ def keys(context: GatewayContext) -> dict[str, Any]:
 
 def keys_again(context: GatewayContext) -> CreateKeys:
     """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
-    return CreateKeys(keys(context), "a pod waits for its volumes; should the keys be missing, they are made again")
+    return CreateKeys(keys(context), "a pod waits for its volumes; missing keys are made again")
 
 
 def admin_key(pool: str, meta: dict[str, Any]) -> CreateKeys:

@@ -41,10 +41,10 @@ def _over(ours: Object, fragments: Iterable[Object]) -> Object:
     made = ours
     for fragment in fragments:
         if unknown := sorted(fragment.keys() - ours.keys()):
-            raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template; it has metadata and spec")
+            raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template: use metadata and spec")
         made = merged(made, fragment)
         if made.keys() != ours.keys() or "containers" not in made["spec"]:
-            raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
+            raise TemplateInvalid("template: metadata, spec and its containers cannot be removed")
     return made
 
 

@@ -44,7 +44,7 @@ def lost_names(pool: InferencePool, names: Names) -> tuple[str, ...]:
     claim = claim_of(pool)
     held = ((name, names.holders.get((claim.gateway, name))) for name in claim.names)
     return tuple(
-        f"requests for `{name}` go to pool `{holder.pool}`: {holder.kind} `{holder.name}` is older and has that name"
+        f"requests for `{name}` go to pool `{holder.pool}`: {holder.kind} `{holder.name}` is older and has this name"
         for name, holder in held
         if holder is not None and holder.pool != pool.name
     )

@@ -165,7 +165,7 @@ class _Planner:
         chosen = target.existing.measured(listed, self.world.now, olds)
         if chosen.ready < seen.ready:
             self._look_again(_PICKER_RECHECK_S)
-            self.notes.append(f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {target.name}")
+            self.notes.append(f"the picker lists {chosen.ready} of {seen.ready} ready pods of revision {target.name}")
         return chosen
 
     def _revisions(
@@ -240,7 +240,7 @@ class _Planner:
             differing = differences(desired, there.object)
             if not any(path.startswith("spec.template") for path in differing):
                 return write
-        self.notes.append(f"revision {target.name} would be made otherwise today; it is left as it was made")
+        self.notes.append(f"revision {target.name} would be made differently now; it stays unchanged")
         return None
 
     def _why_fewer(self, wanted: int) -> str:
@@ -265,12 +265,10 @@ class _Planner:
 
     def _network(self, downloading: bool) -> Iterator[Action]:
         meta = self._meta(f"{self.pool.name}-pods")
-        yield from self._apply(
-            pods_policy(self.pool, self._parents(), self.world.platform, meta), "who may reach the pods"
-        )
+        yield from self._apply(pods_policy(self.pool, self._parents(), self.world.platform, meta), "access to the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
-            yield from self._apply(policy, "a pod has yet to download the model")
+            yield from self._apply(policy, "a pod must download the model")
 
     def _claims(self) -> Iterator[Action]:
         for asked in provision.wanted(self.pool):
@@ -282,7 +280,7 @@ class _Planner:
     def _commits(self) -> Iterator[Action]:
         if found := download.recorded(self.world):
             record = download.record(found, self._meta(names.commits(self.pool.name)))
-            yield from self._apply(record, "the commits that all pods download")
+            yield from self._apply(record, "the commit for all pods")
 
     def _services(self) -> Iterator[Action]:
         pool, match = self.pool, selector(self.pool.name)
@@ -292,7 +290,7 @@ class _Planner:
             "ports": [service_port("http", pool.spec.engine.port, "http")],
         }
         meta = self._meta(f"{pool.name}-pods")
-        yield from self._apply(manifest("v1", "Service", meta, spec=service), "names for the pods")
+        yield from self._apply(manifest("v1", "Service", meta, spec=service), "identity of the pods")
         budget = disruption_budget(self._meta(pool.name), match, pool.spec.disruption_budget.max_unavailable)
         yield from self._apply(budget, "how many pods may be evicted at once")
         if POD_MONITOR not in self.world.platform.apis:
@@ -312,7 +310,7 @@ class _Planner:
         pool, gateway = self.pool, shared(self.world.gateway)
         failure_mode = gateway.failure_mode if gateway is not None else owner.spec.endpoint_picker.failure_mode
         mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
-        yield from self._apply(mirror, "the pool as Gateways know it")
+        yield from self._apply(mirror, "the pool for Gateways")
         hostnames = pool.spec.gateway.hostnames or owner.spec.gateway.hostnames
         by_model = owner.name != pool.name
         if by_model and (winner := self._route_of_another(parents, hostnames)):
@@ -386,7 +384,7 @@ class _Planner:
             self.notes.append(f"{ref.kind} {ref.name} belongs to {other}; it is left alone")
             return None
         if there is not None and there.object["metadata"].get("deletionTimestamp"):
-            self.notes.append(f"{ref.kind} {ref.name} is being deleted; it is made anew when it has gone")
+            self.notes.append(f"{ref.kind} {ref.name} is being deleted; it is created again afterwards")
             return None
         return applying(desired, there, why, ignore_paths=ignore_paths)
 

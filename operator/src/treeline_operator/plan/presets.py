@@ -38,7 +38,7 @@ def resolved(pool: InferencePool, presets: Mapping[str, Object]) -> InferencePoo
         return pool
     if name not in presets:
         there = ", ".join(sorted(presets)) or "none"
-        raise PresetProblem(Reason.PRESET_MISSING, f"there is no preset {name}; the operator has: {there}")
+        raise PresetProblem(Reason.PRESET_MISSING, f"unknown preset {name}; the operator has: {there}")
     preset, said = presets[name], pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     try:
         if problem := _contradiction(preset, said):
@@ -55,7 +55,7 @@ def resolved(pool: InferencePool, presets: Mapping[str, Object]) -> InferencePoo
 
 def _contradiction(preset: Object, said: Object) -> str:
     if own := next((field for field in OWN if _at(preset, field) is not None), ""):
-        return f"{own} is a field that every pool has for itself"
+        return f"{own} is not allowed in a preset"
     for field in _KINDS:
         theirs, ours = _at(preset, field), _at(said, field)
         if None not in (theirs, ours) and theirs != ours:

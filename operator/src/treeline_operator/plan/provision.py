@@ -131,9 +131,9 @@ def kept(asked: Wanted, observed: Observed | None) -> Iterator[str]:
         return
     cache, name, there = asked.cache, asked.name, observed.object["spec"]
     if sorted(there.get("accessModes", ())) != sorted(cache.access_modes or ("ReadWriteOnce",)):
-        yield f"claim {name} keeps its access modes {there.get('accessModes')}; delete it to have it made anew"
+        yield f"claim {name} keeps its access modes {there.get('accessModes')}; delete it to have it created again"
     if cache.storage_class_name and there.get("storageClassName") != cache.storage_class_name:
-        yield f"claim {name} keeps its class {there.get('storageClassName')}; delete it to have it made anew"
+        yield f"claim {name} keeps its class {there.get('storageClassName')}; delete it to have it created again"
     held = there.get("resources", {}).get("requests", {}).get("storage", "0")
     if cache.size is not None and (quantity(held) or 0) > (quantity(cache.size) or 0):
         yield f"claim {name} keeps its size {held}: claims cannot shrink"
@@ -150,7 +150,7 @@ def unshareable(pool: InferencePool, asked: Wanted, observed: Observed | None) -
         modes = set(observed.object["spec"].get("accessModes", ())) or modes
     most = max(pool.spec.replicas, pool.spec.autoscaling.max_replicas or 0)
     how = f"set {asked.field}.accessModes to [ReadWriteMany], of a storage class that has it"
-    again = f" (delete claim {asked.name} to have it made anew)" if observed is not None else ""
+    again = f" (delete claim {asked.name} to have it created again)" if observed is not None else ""
     if "ReadWriteMany" in modes:
         return ""
     if "ReadWriteOnce" not in modes and "ReadWriteOncePod" in modes:

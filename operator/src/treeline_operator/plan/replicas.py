@@ -82,20 +82,20 @@ def desired(heard: Heard | None, target: Target, replicas: int, history: History
     `heard` is None while no picker reports: then only the bounds apply. `now` is in seconds of any monotonic clock.
     """
     if heard is None:
-        ask = Ask(replicas, "no picker is heard")
+        ask = Ask(replicas, "no picker reports")
     else:
         ask = max(asks(heard.pool, target, replicas), key=lambda one: one.replicas)
         if replicas > 0 and not heard.pool.ready and ask.replicas < 1:
             ask = Ask(1, "no pod has been ready yet")
         if not heard.whole and ask.replicas < replicas:
-            ask = Ask(replicas, "not all pickers are heard")
+            ask = Ask(replicas, "not all pickers report")
     bounded = min(max(ask.replicas, target.least), target.most)
     known = history or ((now, replicas),)
     known = _remember(known, bounded, now, target.window_s)
     if bounded >= replicas:
         return Desired(bounded, _bound(ask, bounded), known)
     kept = min(max(known[0][1], target.least), target.most)
-    why = f"for {target.window_s:g} s no more was asked for: {_bound(ask, bounded)}"
+    why = f"for {target.window_s:g} s demand was no higher: {_bound(ask, bounded)}"
     return Desired(kept, why, known) if kept < replicas else Desired(replicas, "", known)
 
 
@@ -110,7 +110,7 @@ def asks(pool: PoolSignals, target: Target, replicas: int) -> Iterator[Ask]:
     if asked.missed.requests:
         yield Ask(1, f"{_requests(asked.missed.requests)} found no pod ready")
     if pool.silent and (requests or asked.picks):
-        yield Ask(replicas, f"{pool.silent} pods do not tell their load, and requests come")
+        yield Ask(replicas, f"{pool.silent} pods do not report their load, and requests arrive")
     if asked.picks:
         yield Ask(1, f"{_requests(asked.picks)} came lately")
     if target.ttft_s is not None and asked.ttft_p90_s is not None and pool.ready:

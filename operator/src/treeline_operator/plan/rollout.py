@@ -133,8 +133,8 @@ def _moving(
 
 def _stuck(target: Revision, absent: int, again_s: float | None) -> str:
     reason = (
-        f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; "
-        f"the old ones serve on, since no more than {absent} may be missing"
+        f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; the old ones keep serving, "
+        f"since no more than {absent} may be missing"
     )
     if again_s is not None:
         return f"{reason}; they are replaced one by one in {math.ceil(again_s)} s"
@@ -152,7 +152,7 @@ def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Seq
     replicas = _all(_allot(min(keep, there), olds), target, olds)
     replicas[grows.name] += max(0, keep - there)
     replicas[target.name] = min(desired, target.replicas)
-    return RolloutStep(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on")
+    return RolloutStep(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones keep serving")
 
 
 def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:

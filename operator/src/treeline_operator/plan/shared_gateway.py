@@ -254,7 +254,7 @@ def _whose(path: str, pool: InferencePool, shared: SharedGateway) -> str:
         if field == path and name in shared.protections:
             stating = shared.protections[name].pools
             if (pool_of := next((one for one in shared.members if one.metadata.uid in stating), None)) is None:
-                return f"by a pool that is gone; gateway.unprotected: [{name}] drops it"
+                return f"by a deleted pool; gateway.unprotected: [{name}] drops it"
             found = pool_of
     how = "older" if _precedence(found) < _precedence(pool) else "stricter"
     return f"in pool {found.name}" + ("" if pool.deleting and not found.deleting else f" ({how})")

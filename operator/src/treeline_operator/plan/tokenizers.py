@@ -160,13 +160,13 @@ def _refusal(pool: InferencePool, source: Source) -> str:
     """Why the picker cannot have a tokenizer from there; empty where it can."""
     name = pool.spec.model.served_name
     if "=" in name or "://" in name:
-        return f"the picker cannot be told of a model called {name} (a plainer model.name can be)"
+        return f"the picker cannot take the model name {name}: use a simpler model.name"
     if source.scheme == "hf":
         return ""
     if source.scheme == "pvc":
         why = f"the tokenizer of {name} is on claim {source.root}, which the picker does not mount"
         return "" if pool.spec.model.picker_reads_claim else why
-    return f"the tokenizer of {name} is at {_uri(pool)}, which is in the runtime pods alone"
+    return f"the tokenizer of {name} is at {_uri(pool)}, which is only in the runtime pods"
 
 
 def _readable(shared: SharedGateway) -> Iterator[tuple[InferencePool, Source]]:

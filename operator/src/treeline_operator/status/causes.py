@@ -174,7 +174,7 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
     placed = condition_of(pod, "PodScheduled")
     if placed.get("status", "True") == "True":
         return
-    text = _line(_PREEMPTION.sub("", placed.get("message") or "no node is found"))
+    text = _line(_PREEMPTION.sub("", placed.get("message") or "no node found"))
     if placed.get("reason") == "SchedulingGated":
         yield Reason.PODS_STARTING, f"held back by a scheduling gate: {text}"
     elif "persistentvolumeclaim" in text.lower() or "volume node affinity" in text:
@@ -197,9 +197,9 @@ def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
     asked = facts.requests(pod.get("spec") or {})
     for name in sorted(lacking):
         if "/" in name and asked.get(name) == 1:
-            return Reason.DEVICES_MISSING, f"no node that the pod may run on offers {name}: {text}"
+            return Reason.DEVICES_MISSING, f"no eligible node offers {name}: {text}"
     wants = " and ".join(f"{asked.get(name, 'more')} of {name}" for name in sorted(lacking))
-    return Reason.NODES_TOO_SMALL, f"the pod asks for {wants}, and no node that it may run on has as much: {text}"
+    return Reason.NODES_TOO_SMALL, f"the pod needs {wants}, and no eligible node has as much: {text}"
 
 
 def _has_begun(pod: Json) -> bool:
@@ -259,7 +259,7 @@ def _after(container: Json, ended: Json, events: Sequence[Event]) -> tuple[Reaso
     probe = _unhealthy(events, readiness=False)
     if code in _ASKED_TO_END and probe is not None:
         return Reason.PROBE_FAILING, f"container {name} was restarted ({times}): {_line(probe)}"
-    words = f"; its last words: {line}" if line else "; it said nothing"
+    words = f"; its last line: {line}" if line else "; it logged nothing"
     text = f"container {name} ended with exit code {code} ({times}){words}"
     if _NO_WEIGHTS.search(line):
         return Reason.WEIGHTS_MISSING, text

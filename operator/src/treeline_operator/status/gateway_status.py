@@ -41,9 +41,9 @@ def picker(world: PoolWorld, ready: Collection[str]) -> Judgement:
     if trouble is not None:
         return trouble
     if world.picker is None and _was_well(world):
-        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is asked for anew"
+        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is requested again"
     if world.picker is None:
-        return "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has told its list of pods"
+        return "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has reported its list of pods"
     if not world.picker.synced:
         return "False", Reason.PICKER_NOT_SYNCED, f"{deployment} has not read the cluster yet"
     listed = revisions.routable(world.picker, world.pool.name) or frozenset()
@@ -79,20 +79,20 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
         return "False", Reason.PENDING, text
     otherwise: list[tuple[Reason, str]] = []
     if shared.retained:
-        text = f"it keeps what a pool that is gone stated: {', '.join(shared.retained)}; gateway.unprotected drops it"
+        text = f"it keeps protections of a deleted pool: {', '.join(shared.retained)}; gateway.unprotected drops it"
         otherwise.append((Reason.PROTECTION_RETAINED, text))
     otherwise += ((Reason.GATEWAY_CONFLICT, text) for text in shared.conflicts_of(world.pool))
     lost = lost_names(world.pool, names_of(world.gateway.models, world.gateway.pools))
     otherwise += ((Reason.MODEL_NAME_IN_USE, text) for text in lost)
     if otherwise:
         told = "; ".join(text for _, text in otherwise)
-        return "True", otherwise[0][0], f"the gateway serves, but not as this pool says: {told}"
+        return "True", otherwise[0][0], f"the gateway serves, but with other settings than this pool's: {told}"
     if (found := caution(shared)) is not None:
         return "True", *found
     if shared.mode == "standalone":
         text = f"gateway {shared.name} is ready"
     else:
-        text = f"{few(map(_parent_name, parents(world, shared)))} knows the route"
+        text = f"{few(map(_parent_name, parents(world, shared)))} has the route"
     return "True", Reason.GATEWAY_SERVING, text
 
 
@@ -127,7 +127,7 @@ def route(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
             )
     waiting = [who for who, condition in found if condition is None or condition["status"] != "True"]
     if waiting or not found:
-        text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
+        text = f"not processed yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
         return "Unknown", Reason.ROUTE_PENDING, text
     accepted = few(map(_parent_name, parents(world, shared)))
     return "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}"
@@ -240,15 +240,15 @@ def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     if service is None:
         return "False", Reason.PENDING, f"Service {service_name} is not there yet"
     if not any(port.get("port") == shared.edge.port for port in service.object["spec"].get("ports") or ()):
-        text = f"Service {service_name} has no port {shared.edge.port}; the operator sets it right"
+        text = f"Service {service_name} has no port {shared.edge.port}; the operator corrects it"
         return "False", Reason.GATEWAY_NOT_READY, text
     if not answers:
-        text = f"Service {service_name} leads to no ready Envoy: its EndpointSlices have no ready endpoint with a port"
+        text = f"Service {service_name} has no ready Envoy in its EndpointSlices"
         return "False", Reason.GATEWAY_NOT_READY, text
     balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
     if shared.edge.service_type == "LoadBalancer" and not balancer.get("ingress"):
         inside = f"{service_name}.{world.pool.namespace}.svc"
-        text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
+        text = f"Service {service_name} waits for an external address; inside the cluster {inside} serves"
         return "False", Reason.ADDRESS_PENDING, text
     return None
 
@@ -270,7 +270,7 @@ def _gateway_api(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     silent = [who for who, condition in _judgements(world, shared) if condition is None]
     there = any(child.ref.kind == "HTTPRoute" for child in world.children)
     if silent or not there:
-        text = f"not heard of yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
+        text = f"no report yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
         return "Unknown", Reason.ROUTE_PENDING, text
     return _unprogrammed(world, shared)
 

@@ -102,7 +102,7 @@ def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
 
 def seen(now: datetime) -> PoolStatus:
     """The first status of a pool, before anything is planned for it: it judges no generation of the spec yet."""
-    text = "the operator has seen the pool and will plan it in its turn"
+    text = "the operator has seen the pool and will plan it soon"
     judged: Judgement = "Unknown", Reason.PENDING, text
     return PoolStatus(conditions=build({ConditionType.READY: judged}, 0, (), now))
 
@@ -278,7 +278,7 @@ def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgem
     failing = sorted(lacking.values(), key=lambda judged: (judged[0] == "Unknown", judged[1].info.good is not False))
     broken = bool(failing) and failing[0][1].info.good is False
     if view.desired == 0 and not broken:
-        text = "replicas is 0: requests for the model are answered 503"
+        text = "replicas is 0: requests for the model get 503"
         text += ", and wake it" * (pool.spec.autoscaling.type == "Picker")
         return "False", Reason.SCALED_TO_ZERO, text
     # Requests succeed all the same, by the pods that serve, where others are missing or not listed yet.
@@ -307,11 +307,11 @@ def _workloads(view: _PoolView) -> Judgement:
     if view.target.existing is None:
         name = names.deployment(view.world.pool.name, view.target.name)
         if runtime.needs_keys(view.world.pool) and not has_keys(view.world.gateway):
-            text = f"Deployment {name} is made as soon as gateway {view.shared.name} has its keys"
+            text = f"Deployment {name} is created once gateway {view.shared.name} has its keys"
             return "False", Reason.KEYS_PENDING, text + _meanwhile(view)
         return "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(view)}"
     if desired == 0:
-        return "True", Reason.SCALED_TO_ZERO, "no pods are asked for"
+        return "True", Reason.SCALED_TO_ZERO, "no pods are wanted"
     if ready >= desired and view.observed:
         return "True", Reason.PODS_READY, f"{ready} of {desired} pods are ready"
     head = f"{ready} of {desired} pods are ready"
@@ -342,7 +342,7 @@ def _model(view: _PoolView) -> Judgement:
         return "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model"
     cause = next((cause for cause in view.causes if cause.reason in _ABOUT_THE_MODEL), None)
     if cause is None:
-        return "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}"
+        return "Unknown", Reason.PODS_STARTING, f"no pod loads {model.uri}"
     detail = cause.detail
     if cause.reason is Reason.WEIGHTS_DOWNLOADING and (done := _download(view)) is not None:
         detail = f"{done['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
@@ -373,7 +373,7 @@ def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
     if former := gateway_status.former_envoys(view.world):
         return "True", Reason.ROLLING_OUT, f"{state}; left of Envoys with former settings: {_pods(former)}"
     if desired == 0:
-        return "False", Reason.SCALED_TO_ZERO, "no pods are asked for"
+        return "False", Reason.SCALED_TO_ZERO, "no pods are wanted"
     _, reason, missing = picker
     if reason is Reason.ENDPOINTS_MISSING:
         return "True", reason, f"{state}; {missing}"
@@ -386,12 +386,12 @@ def _scaling(world: PoolWorld) -> Judgement | None:
         return None
     state, target = world.scaling, Target.of(world.pool.spec.autoscaling)
     if state is None:
-        return "Unknown", Reason.PENDING, "the pickers have not been asked yet"
+        return "Unknown", Reason.PENDING, "no picker was asked yet"
     if state.owner:
         return "False", Reason.SCALED_BY_ANOTHER, f"{state.owner} scales the pool"
     if not state.heard:
-        return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} tells of the demand"
-    text = f"the demand that the pickers see sets replicas between {target.least} and {target.most}"
+        return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} reports the demand"
+    text = f"the demand sets replicas between {target.least} and {target.most}"
     return "True", Reason.AUTOSCALER_ACTIVE, text
 
 
@@ -430,7 +430,7 @@ def _warnings(view: _PoolView) -> Judgement | None:
     if other := download.differing(view.world):
         found.append((Reason.VERSIONS_DIFFER, other))
     if (unused := pool.spec.unused_devices) > 0:
-        text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
+        text = f"accelerator.count is {pool.spec.accelerator.count}, and {unused} of them are unused"
         found.append((Reason.DEVICES_UNUSED, text))
     if why := _history(view):
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
@@ -439,7 +439,9 @@ def _warnings(view: _PoolView) -> Judgement | None:
     if what := overridden(pool):
         found.append((Reason.ARGS_OVERRIDE, what))
     if paths := runtime.template_overruled(pool):
-        found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
+        found.append(
+            (Reason.TEMPLATE_OVERRULED, f"the operator's own values of {few(paths)} replace those of spec.template")
+        )
     if other := not_held(pool, view.shared):
         found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
@@ -456,7 +458,7 @@ def _history(view: _PoolView) -> str:
     heeded = pool.spec.endpoint_picker.heeds_caches and engine_of(pool).publishes
     if not heeded or told is None or told.way != "history":
         return ""
-    return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
+    return " ".join(f"the picker reports {told.reason or told.way}: {told.message}".split())
 
 
 def _download(view: _PoolView) -> DownloadStatus | None:
