@@ -1,8 +1,8 @@
-"""One collection as the API server has it: list, then watch, and again where that breaks. No socket, no clock.
+"""Follows one collection of the API server: list, then watch, and again after failures. No socket, no clock.
 
-Theory of operation. A reflector says what to ask next (`request`) and is given the outcome; what it learns goes to a
-sink. A sink keeps what it has until something newer has arrived in full, whatever breaks. The reflector is in one of
-three states, which `_transition` moves as this table says; a dash is an order of events that cannot be, OutOfOrder:
+A reflector names its next request (`request`), gets the outcome, and passes objects to a sink. A sink keeps its objects
+until a newer list is complete. The reflector has three states; `_transition` implements this table, where a dash is an
+impossible event, OutOfOrder:
 
 | event                        | LISTING                     | RESUMING                 | WATCHING                 |
 |------------------------------|-----------------------------|--------------------------|--------------------------|
@@ -16,13 +16,13 @@ three states, which `_transition` moves as this table says; a dash is an order o
 | 410 (also as an event)       | LISTING, in one piece [3]   | LISTING                  | LISTING                  |
 | 401, 403, 404, malformed     | LISTING                     | LISTING                  | LISTING                  |
 
-All that failed comes again after a backoff: at least as long as a 429 says, and `absent_s` where an optional kind is
-missing or forbidden, which counts as empty meanwhile.
+Failed requests are repeated after a backoff: at least a 429's Retry-After, and `absent_s` if an optional kind is missing
+or forbidden, which then counts as empty.
 
-[1] After a backoff if it was short and brought nothing: somebody ends our watches.
-[2] LISTING from the first page if nothing was heard for `outage_s`. That is for a control plane that was restored from
-a backup: its versions went back, and a watch from a version of the future would be silent for ever.
-[3] Where pages had come: the list is too long for the time that its pages live.
+[1] After a backoff if the watch was short and brought nothing: something ends our watches.
+[2] LISTING from the first page if the server was silent for `outage_s`: if it was restored from a backup, its versions
+went back, and a watch from a later version would be silent for ever.
+[3] After pages: the list takes longer than its pages live.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Which pods of a revision are to go, whether each may go yet, and how many replicas that leaves for now.
+"""Which pods of a revision leave, whether each may leave yet, and how many replicas remain meanwhile.
 
-A pod goes in three steps, and which one it has reached stands on the pod alone:
+A pod leaves in three steps, which only its labels and annotations record:
 
-1. *draining*: label `treeline.dev/serving: "false"` and the time; the picker sends it nothing new;
-2. *released*: it has no requests any more, or was waited for long enough; it gets the lowest deletion cost;
-3. the Deployment has one replica less, and its ReplicaSet gives up a pod of the lowest cost.
+1. *draining*: label `treeline.dev/serving: "false"` and the time; the picker sends it no new requests;
+2. *released*: it has no requests left, or its time is up; it gets the lowest deletion cost;
+3. the Deployment has one replica less, and its ReplicaSet deletes a pod of the lowest cost.
 
-A pod that is to stay after all (a revert, a scale-up) gets its labels back before any new pod is made. A ReplicaSet
-gives up pods without a node, then pending, then not ready ones, whatever their cost; so victims are chosen in this
-order, and none is released while one that would go before it is still waited for.
+If a pod should stay after all (a revert, a scale-up), it gets its labels back before any new pod is made. A ReplicaSet
+deletes pods without a node first, then pending, then not ready ones, at any cost; so pods are chosen in this order, and
+none is released while an earlier one is still draining.
 
-What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is asked to end.
+If a pod's requests are unknown, the wait is short: a pod finishes its streams by itself when it is asked to end.
 """
 
 from __future__ import annotations

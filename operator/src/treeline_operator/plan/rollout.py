@@ -1,17 +1,17 @@
-"""How many pods each revision has next, with a surge or one by one: a pure function of what is wanted and what serves.
+"""How many pods each revision has next, with a surge or one by one: a pure function of desired and serving pods.
 
-Theory. Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call looks at the
-numbers as they are and says what they should be now, so that a restart, a lost answer or a change of mind half-way
-(A→B→A: the target becomes an old one and an old one the target) need no memory. Three rules make it safe:
+Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call computes the next
+numbers from the present ones, so a restart, a lost answer or a reversal half-way (A→B→A) needs no memory. Three rules
+make it safe:
 
-1. Old pods are replaced, never merely removed: their number may fall to `floor` less the target's ready pods, where
-   `floor` is the desired number, or less by `maxUnavailable` only where that is what makes room (no capacity for a
-   surge, or strategy Replace), and by one where no node has had room for `RolloutPolicy.patience_s` and the new pods
-   would fit in the place of old ones. A Deployment that is scaled down gives up pods that are not ready first, so a
-   revision of `spec` replicas keeps `min(ready, spec)`.
-2. Replicas above what is there are given out only as far as the limit (desired + maxSurge) leaves room.
-3. A target that fails gets nothing more and takes nothing: room goes to the old pods, and they shrink only as far as
-   ready pods of the target have replaced them.
+1. Old pods are replaced, never just removed: their number may fall to `floor` minus the target's ready pods. `floor` is
+   the desired number; minus `maxUnavailable` only if that makes room (no capacity for a surge, or strategy Replace);
+   minus one if no node has had room for `RolloutPolicy.patience_s` and the new pods would fit in the place of old ones.
+   A scaled-down Deployment loses pods that are not ready first, so a revision of `spec` replicas keeps
+   `min(ready, spec)`.
+2. Additional replicas stay within the limit (desired + maxSurge).
+3. A failing target gets no more pods: the old ones get the room, and shrink only as ready pods of the target replace
+   them.
 """
 
 from __future__ import annotations
