@@ -16,8 +16,8 @@ impossible event, OutOfOrder:
 | 410 (also as an event)       | LISTING, in one piece [3]   | LISTING                  | LISTING                  |
 | 401, 403, 404, malformed     | LISTING                     | LISTING                  | LISTING                  |
 
-Failed requests are repeated after a backoff: at least a 429's Retry-After, and `absent_s` if an optional kind is missing
-or forbidden, which then counts as empty.
+Failed requests are repeated after a backoff: at least a 429's Retry-After, and `absent_s` if an optional kind is
+missing or forbidden, which then counts as empty.
 
 [1] After a backoff if the watch was short and brought nothing: something ends our watches.
 [2] LISTING from the first page if the server was silent for `outage_s`: if it was restored from a backup, its versions

@@ -115,7 +115,7 @@ def as_json_schema(node: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(list(SCHEMAS)))
-def test_what_our_types_take_fits_the_schema(seed, kind):
+def test_accepted_objects_fit_the_schema(seed, kind):
     spec = Chance(seed).spec(kind.__name__)
     obj = {
         "apiVersion": "treeline.dev/v1alpha1",
@@ -133,7 +133,7 @@ def test_what_our_types_take_fits_the_schema(seed, kind):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_what_the_schema_refuses_our_types_refuse(seed, data):
+def test_refused_by_the_schema_means_refused_by_our_types(seed, data):
     spec = Chance(seed).spec("InferencePool")
     obj = {
         "apiVersion": "treeline.dev/v1alpha1",

@@ -85,14 +85,14 @@ def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
     assert "uid-of-" not in text
 
 
-def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
+def test_equal_objects_are_not_written(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
     # Keys are never read, so whether they exist is not known; the picker's Deployment says that they do.
     assert text == "# nothing to do: the cluster matches the files\n"
 
 
-def test_what_the_operator_does_not_follow_is_left_alone(tmp_path: Path) -> None:
+def test_kinds_that_are_not_followed_are_left_alone(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     pool = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "name": "a"}
     meta = {
@@ -140,7 +140,7 @@ SECURED = """
         "",
     ],
 )
-def test_what_is_taken_out_of_a_pool_is_gone_from_what_would_be(off: str, tmp_path: Path) -> None:
+def test_fields_removed_from_a_pool_are_removed_from_its_objects(off: str, tmp_path: Path) -> None:
     """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
     whole = AFTER + SECURED
     less = whole.replace(f"{off}\n", "\n") if off else AFTER
@@ -183,7 +183,7 @@ def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
     assert "# pool default/a: pod a-1 leaves: its requests are not known yet" in text
 
 
-def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
+def test_manual_changes_are_named(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     everything = yaml.safe_load((observed / "all.yaml").read_text())
     for obj in everything["items"]:
@@ -300,7 +300,7 @@ def test_a_sample_can_be_planned(sample: Path, capsys: pytest.CaptureFixture[str
     assert passed_over == [f"{obj['apiVersion']} {obj['kind']} is not ours, ignored" for obj in foreign]
 
 
-def test_what_explains_a_plan_stands_in_the_yaml_as_comments_with_warnings(tmp_path: Path) -> None:
+def test_yaml_output_has_explanations_and_warnings_as_comments(tmp_path: Path) -> None:
     loud = (
         AFTER
         + "  gateway: {standalone: {serviceType: LoadBalancer}}\n"

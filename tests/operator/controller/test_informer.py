@@ -34,7 +34,7 @@ def test_synced_means_that_all_of_the_first_lists_has_been_told() -> None:
     play(act)
 
 
-def test_what_is_told_is_known_at_once() -> None:
+def test_reports_are_known_at_once() -> None:
     async def act(scene: Scene) -> None:
         await begin(scene)
         await asyncio.sleep(1.0)
@@ -50,7 +50,7 @@ def test_what_is_told_is_known_at_once() -> None:
     play(act)
 
 
-def test_what_kopf_has_missed_is_listed_within_a_minute() -> None:
+def test_changes_missed_by_kopf_are_listed_within_a_minute() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "p")
         await begin(scene)
@@ -109,7 +109,7 @@ def test_an_absent_kind_counts_as_empty_and_is_followed_when_it_comes() -> None:
     play(act)
 
 
-def test_our_own_kinds_are_waited_for_and_what_is_known_of_them_stays_while_they_are_not_served() -> None:
+def test_our_own_kinds_are_awaited_and_keep_their_objects_while_absent() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "p")
         scene.world.failing["inferencepools"] = NotFound("404", code=404)

@@ -53,7 +53,7 @@ def test_a_pool_that_says_its_model_alone_is_the_preset_with_that_model() -> Non
     assert resolved(a_pool(), {"p": H100}) == a_pool()
 
 
-def test_what_the_pool_says_wins_and_lists_are_merged_by_the_keys_of_kubernetes() -> None:
+def test_the_pools_fields_win_and_lists_merge_by_key() -> None:
     mine = {"spec": {"containers": [{"name": "runtime", "env": [{"name": "B", "value": "2"}]}, {"name": "more"}]}}
     engine = {"type": "vllm", "contextLength": 1024, "args": ["--y"], "adapters": [{"name": "b", "uri": "hf://o/b"}]}
     accelerator = {"type": "nvidia", "count": 4}

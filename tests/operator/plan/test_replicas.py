@@ -70,7 +70,7 @@ def test_more_at_once_and_less_only_when_the_whole_window_asked_for_no_more(
 
 
 @given(targets, st.integers(0, 15), heard)
-def test_what_is_right_stays(target: Target, replicas: int, one: Heard | None) -> None:
+def test_correct_values_stay(target: Target, replicas: int, one: Heard | None) -> None:
     """The same demand, again and again: after one step up nothing changes, and after a window nothing ever."""
     history: History = ()
     seen = []
@@ -110,7 +110,7 @@ def test_more_demand_never_asks_for_less(one: PoolSignals, other: PoolSignals, t
         (PoolSignals(Asked(picks=4, ttft_p90_s=60.0), ready=9), 10, "which asks for 18; 10 is the most"),
     ],
 )
-def test_what_asks_for_how_many(pool: PoolSignals, replicas: int, why: str) -> None:
+def test_replicas_by_each_measure(pool: PoolSignals, replicas: int, why: str) -> None:
     found = desired(Heard(pool), TARGET, pool.ready, (), 0.0)
     assert found.replicas == replicas
     assert why in found.why

@@ -70,7 +70,7 @@ def test_the_same_trouble_in_other_words_is_told_in_those_of_most_pods():
     assert "last line: two" in diagnose(pods)[0].detail
 
 
-def test_what_our_runtime_says_where_there_is_no_model_is_known(tmp_path):
+def test_messages_of_our_runtime_about_missing_models_are_recognised(tmp_path):
     """Of no folder, of an empty one, of a file, and of one without weights."""
     (file := tmp_path / "file").touch()
     (empty := tmp_path / "empty").mkdir()
