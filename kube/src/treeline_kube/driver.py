@@ -19,7 +19,7 @@ _SLICE_BYTES = 64 * 1024
 
 
 class Driver:
-    """A reflector and its connection. `on_change` is called when there is news, and with each error and its end."""
+    """A reflector and its connection. `on_change` is called after changes, errors and recoveries."""
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class Sink(Protocol):
         ...
 
     def deleted(self, data: msgspec.Raw) -> bool:
-        """This is gone."""
+        """An object was deleted."""
         ...
 
 
@@ -274,7 +274,7 @@ class Reflector:
         self._recovered(failures=self._failures)
 
     def on_data(self, data: bytes, now: float) -> bool:
-        """Bytes of the watch. True when they were news. Raises KubeError: the end of this watch."""
+        """Process bytes of the watch. True if something changed. Raises KubeError, which ends this watch."""
         self._expect(State.WATCHING)
         self._heard_at = now
         lines = (self._rest + data if self._rest else data).split(b"\n")

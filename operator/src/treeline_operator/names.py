@@ -23,7 +23,7 @@ INPUTS: Final = "treeline.dev/inputs"
 """Hash of what in the pools' specs the pods of a picker or an Envoy were made from."""
 
 DRAINING_SINCE: Final = "treeline.dev/draining-since"
-"""When a pod that is to go was taken out of the rotation."""
+"""When a leaving pod was taken out of rotation."""
 DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
 """Among equally ready pods a ReplicaSet deletes those with the lowest cost first."""
 LOWEST_COST: Final = "-2147483648"

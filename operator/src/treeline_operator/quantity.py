@@ -1,7 +1,6 @@
-"""The number that a Kubernetes quantity stands for.
+"""The number of a Kubernetes quantity.
 
-Not `kubernetes.utils.parse_quantity`: importing it loads the whole client, 1.5 s of every `treeline operate plan`, into
-code that is to know nothing of a cluster.
+Not `kubernetes.utils.parse_quantity`: importing it loads the whole client, 1.5 s of every `treeline operate plan`.
 """
 
 from __future__ import annotations

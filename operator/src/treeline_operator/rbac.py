@@ -14,10 +14,10 @@ WATCH: Final = ("list", "watch")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One right: verbs on resources of one API group, and why it is asked for.
+    """One right: verbs on resources of one API group, and its reason.
 
-    `names` bounds it to objects of these names (verbs that name no object, such as `create`, cannot be bounded).
-    `asked` is False for a right that no request uses by itself: the API server looks for it while it admits another.
+    `names` limits it to objects of these names (not possible for verbs without a name, such as `create`). `asked` is
+    False for a right that no request uses by itself: the API server checks it while it admits another.
     """
 
     group: str

@@ -35,8 +35,8 @@ class Key(NamedTuple):
 class Observed(msgspec.Struct, frozen=True):
     """An object as the API server has it, without `managedFields`.
 
-    The body stays encoded: thousands of them are held in memory, few are looked at. `foreign` are the fields in the
-    `spec` of a child that others than the operator own, each as `managedFields` spell its path.
+    The body stays encoded: thousands are in memory, few are read. `foreign` are the `spec` fields of a child that
+    others own, each as `managedFields` spell its path.
     """
 
     ref: Ref

@@ -56,7 +56,7 @@ PARAMETERS: Final[Mapping[str, tuple[Policy, ...]]] = {
 """Parameter → the policies that have it; refused for others, as by the picker."""
 
 HEEDING: Final = frozenset({"treeline", "predicted_ttft", "cache_aware", "lora_affinity"})
-"""Policies that look at what the pods hold of a prompt. `prefix_hash` reads prompts, too, and needs no tokenizer."""
+"""Policies that use cached prefixes. `prefix_hash` reads prompts, too, and needs no tokenizer."""
 
 Number = Annotated[StrictFloat, Field(ge=0, le=1_000_000)]
 Factor = Annotated[StrictFloat, Field(ge=1, le=1000)]

@@ -79,7 +79,7 @@ async def _operate(
     namespaces: Sequence[str],
     started: Callable[[asyncio.AbstractEventLoop, Any], None],
 ) -> None:
-    """kopf, until one of its root tasks ends; raises what ended it, when nothing of kopf runs any more."""
+    """Run kopf until one of its root tasks ends; raises the error once nothing of kopf runs any more."""
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     started(loop, this)
@@ -170,7 +170,7 @@ def _pass_on(deliver: Deliver) -> Any:
 
 
 async def _connection(configuration: Any) -> kopf.ConnectionInfo:
-    """The credentials of our client, as kopf takes them; asked for again when the API server refuses the old ones."""
+    """The credentials of our client, as kopf takes them; called again when the API server refuses the old ones."""
     auth = await configuration.auth_settings()
     scheme, _, token = str(auth.get(_TOKEN, {}).get("value", "")).rpartition(" ")
     return kopf.ConnectionInfo(

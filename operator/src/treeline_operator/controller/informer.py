@@ -180,7 +180,7 @@ class Informer:
         self._kopf = asyncio.create_task(self._run_kopf(), name="kopf")
 
     async def synced(self) -> None:
-        """Returns when the store has all that there was at the start."""
+        """Returns when the store has all objects that existed at the start."""
         for followed in self._followed:
             await followed.synced.wait()
 
@@ -281,7 +281,7 @@ class Informer:
         return set(self.namespaces) - open_ if open_ else set()
 
     async def _run_kopf(self) -> None:
-        """Runs kopf for those kinds that there are; again when these change, and when it fails."""
+        """Runs kopf for the kinds that exist; again when these change, and when it fails."""
         failures = 0
         while True:
             self._restart.clear()

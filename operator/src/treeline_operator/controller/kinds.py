@@ -1,7 +1,4 @@
-"""The kinds that the operator follows, each with the label selector of those objects that are looked at.
-
-Secrets are never among them.
-"""
+"""The kinds that the operator follows, each with its label selector. Secrets are never among them."""
 
 from __future__ import annotations
 
@@ -49,6 +46,6 @@ OPTIONAL: Final = (
     _made("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
     _made("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
 )
-"""Followed where they are, and asked for now and then where they are not."""
+"""Followed where they exist, and looked for now and then where they do not."""
 
 EVERY: Final = (*KINDS, *OPTIONAL)

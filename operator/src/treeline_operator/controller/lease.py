@@ -1,11 +1,11 @@
 """Leader election by a Lease: one operator writes, the others wait.
 
-Clocks of different machines are never compared: a lease has run out when we have seen it unchanged for its duration.
-A leader counts its own time from before the request that renewed it, and gives up earlier (`renew_s`) than anybody
-else may take over (`duration_s`).
+Clocks of different machines are never compared: a lease has expired when we have seen it unchanged for its duration. A
+leader counts from before the request that renewed it, and gives up (`renew_s`) before another may take over
+(`duration_s`).
 
-One holder is known to be gone without waiting: the former container of our own pod. The kubelet restarts a container
-only when the one before has ended, so a holder with our pod's uid is us, before the restart.
+One holder needs no wait: the former container of our own pod. The kubelet restarts a container only after the previous
+one has ended, so a holder with our pod's uid is our former self.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LeaseTiming:
 class Elector:
     """One candidate: `acquire()`, then `hold()` beside the work until it raises LostLease, or `release()`.
 
-    `owner` is a reference to what the lease belongs to: when that is deleted, the lease goes too. `pod` is what the
-    identities of all containers of our pod begin with (see `identity_of`); empty where it is not known, and then every
-    holder is waited for. `leader` is the last holder seen.
+    `owner` is a reference to the lease's owner: the lease is deleted with it. `pod` is the prefix of the identities of
+    our pod's containers (see `identity_of`); if it is empty, every holder is waited for. `leader` is the last holder
+    seen.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ _KINDS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: Inferenc
 
 @dataclass(slots=True)
 class Observer:
-    """Builds worlds. Typed objects are kept while their version is current: a gateway looks at all its pools."""
+    """Builds worlds. Typed objects are cached by version, because a gateway looks at all its pools."""
 
     store: Store
     platform: Platform
@@ -36,7 +36,7 @@ class Observer:
     scaling: dict[tuple[str, str], Scaling] = field(default_factory=dict)
     """The scaling state of each pool; filled by the scaler."""
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
-    """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
+    """Since when a gateway's picker has not answered; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | Cause]] = field(default_factory=dict)
     _kept: dict[tuple[str, str], tuple[int, tuple[InferencePool, ...], tuple[Observed, ...]]] = field(
         default_factory=dict
@@ -83,8 +83,10 @@ class Observer:
         )
 
     def _members(self, namespace: str, gateway: str) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:
-        """The pools of a gateway, and those that do not fit our types. Each of its pools asks; kept while none of them
-        asks for something else, so that to look at all pools costs by the pools and not by their square."""
+        """The pools of a gateway, and those that do not fit our types.
+
+        Cached until a pool's spec changes, so that reconciling all pools is linear and not quadratic.
+        """
         changes = self.store.spec_changes(namespace, gateway)
         known = self._kept.get((namespace, gateway))
         if known is None or known[0] != changes:
@@ -114,7 +116,7 @@ class Observer:
         )
 
     def all_keys(self) -> Iterator[Key]:
-        """Everything that there is to reconcile."""
+        """Every key to reconcile."""
         for ref, _ in self.store.pools():
             yield Key("pool", ref.namespace, ref.name)
         for namespace, gateway in self.store.gateways():
@@ -123,7 +125,7 @@ class Observer:
             yield Key("models", namespace)
 
     def forget(self, change: Change) -> None:
-        """Drop the typed object of one that is gone."""
+        """Drop the typed object of a deleted one."""
         if change.after is None:
             self._typed.pop(change.ref, None)
 

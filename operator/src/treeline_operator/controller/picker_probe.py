@@ -122,7 +122,7 @@ class PickerProbe:
         self._waiting.pop((namespace, pool), None)
 
     def look(self, namespace: str, gateway: str) -> None:
-        """Ask soon; afterwards it is asked for as long as it has pods."""
+        """Ask soon, and then as long as the gateway has pods."""
         self._queue.add(Key("gateway", namespace, gateway))
 
     async def run(self) -> None:

@@ -111,7 +111,7 @@ class Schedule:
             self._ready.put(key, now)
 
     def add_after(self, key: Key, delay_s: float, now: float) -> None:
-        """In `delay_s`, or sooner if it is to come sooner already."""
+        """Run in `delay_s`, or sooner if already scheduled sooner."""
         due = now + delay_s
         if run := self._running.get(key):
             run.after = due if run.after is None else min(run.after, due)

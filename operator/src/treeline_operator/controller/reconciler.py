@@ -62,7 +62,7 @@ class Reconciler:
     wake: Callable[[Iterable[Key]], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
     _lost: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
-    """By namespace, which names its pools do not have, as their statuses are to say."""
+    """By namespace: the names that its pools do not get, for their statuses."""
     _common: dict[Key, object] = field(default_factory=dict)
     """The decisions of each gateway's last plan for its pools: when they change, the pools are reconciled again."""
     _gateways: Gateways = field(init=False)
@@ -146,7 +146,7 @@ class Reconciler:
             return None
 
     async def _status(self, key: Key, world: PoolWorld, refused: Cause | None) -> tuple[PoolStatus, float | None]:
-        """The status, and when it is to be looked at again where no watch will report the next change."""
+        """The status, and when to look again if no watch will report the next change."""
         world, again_s = await self._with_gateways(world)
         world = replace(world, events=self.warnings.about(world))
         status = pool_status(world, self.downloads.progress(key), refused)
@@ -157,7 +157,7 @@ class Reconciler:
         return status, again_s
 
     async def _with_gateways(self, world: PoolWorld) -> tuple[PoolWorld, float | None]:
-        """The world with the Gateways that it hangs on, and when they are to be read again."""
+        """The world with its Gateways, and when to read them again."""
         refs = () if world.pool.deleting else parent_gateways(world)
         if not refs:
             return world, None

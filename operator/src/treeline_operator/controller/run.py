@@ -58,7 +58,7 @@ class Options(Settings):
 
 
 class Operator:
-    """One replica. `phase` and `pages` may be looked at from outside, for tests and benchmarks."""
+    """One replica. Tests and benchmarks may read `phase` and `pages`."""
 
     def __init__(self, options: Options, cluster: Client, metrics: Metrics, vitals: Vitals) -> None:
         self.options = options
@@ -106,7 +106,7 @@ class Operator:
         vitals.oldest_key, vitals.troubles = self.queue.oldest, self.informer.troubles
 
     def enqueue(self, key: Key) -> None:
-        """Look at a key as soon as possible."""
+        """Reconcile a key as soon as possible."""
         self.queue.add(key)
 
     async def sync(self) -> None:

@@ -249,7 +249,7 @@ def _is_scaled_here(pool: InferencePool) -> bool:
 
 
 def _scaled_by(autoscalers: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """`(pool, autoscaler)` for each that scales a pool of ours."""
+    """`(pool, autoscaler)` for each other autoscaler of our pools."""
     found = []
     for one in autoscalers:
         target = (one.get("spec") or {}).get("scaleTargetRef") or {}

@@ -108,9 +108,9 @@ class Store:
         return {ns for (version, k, ns), refs in self._by_kind.items() if version == API_VERSION and k == kind and refs}
 
     def put(self, obj: dict[str, Any], *, notify: bool = True) -> bool:
-        """Take in a decoded object; returns whether that was news. Its `managedFields` are dropped.
+        """Store a decoded object without `managedFields`; returns whether it changed.
 
-        Without `notify` the listeners hear of it only if the spec is another than the known one.
+        Without `notify` listeners are called only if the spec changed.
         """
         observed = Observed.of(obj)
         before = self._objects.get(observed.ref)
@@ -137,7 +137,7 @@ class Store:
         return True
 
     def remove(self, ref: Ref, uid: str, version: str) -> bool:
-        """The object with this uid is gone since `version`; returns whether it was known."""
+        """The object with this uid was deleted at `version`; returns whether it was known."""
         self._tombstone(uid, version)
         before = self._objects.get(ref)
         if before is None or before.uid != uid:

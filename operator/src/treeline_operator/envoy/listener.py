@@ -309,10 +309,10 @@ def _access_log(config: EnvoyConfig) -> list[Message]:
 
 
 def _isolation_header(config: EnvoyConfig) -> str | None:
-    """The value of the header that the edge sets on every request; None where it sets none.
+    """The value of the header that the edge sets on every request; None if it sets none.
 
-    Without API keys clients cannot be distinguished. Clients that share a cache are kept from learning of each other,
-    but not where everybody is to see the routing.
+    Without API keys clients cannot be distinguished. Clients that share a cache must not learn of each other, unless
+    everybody may see the routing.
     """
     if not config.knows_clients:
         return None

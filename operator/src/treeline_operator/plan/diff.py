@@ -55,10 +55,8 @@ KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
 
 
 def differences(desired: dict[str, Any], observed: dict[str, Any]) -> tuple[str, ...]:
-    """The paths at which a field of `desired` does not have that value in `observed`.
-
-    What else `observed` has is not looked at: defaults, labels of users; see `additions`.
-    """
+    """The paths at which a field of `desired` has another value in `observed`. Other fields of `observed`, such as
+    defaults and users' labels, are ignored; see `additions`."""
     identity = {"apiVersion", "kind", "status"}
     wanted = {k: v for k, v in desired.items() if k not in identity}
     return tuple(_differing((), "", wanted, observed))

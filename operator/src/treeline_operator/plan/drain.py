@@ -204,7 +204,7 @@ def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
 
 
 def _place(pod: Pod) -> int:
-    """In which order a ReplicaSet gives up pods before it looks at their costs."""
+    """The order in which a ReplicaSet deletes pods before it looks at their costs."""
     if facts.is_ready(pod):
         return 3
     if not pod.get("spec", {}).get("nodeName"):

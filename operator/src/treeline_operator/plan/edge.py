@@ -194,7 +194,7 @@ def arguments(context: GatewayContext) -> list[str]:
 
 
 def _resources(context: GatewayContext) -> Object:
-    """Those asked for, and always a limit of memory: what Envoy may take in follows from it."""
+    """The requested resources, always with a memory limit, which determines Envoy's buffers."""
     found = resources(context.shared.edge.resources, _REQUESTS)
     limits = {"memory": f"{_memory_limit(context) >> 20}Mi", **found.get("limits", {})}
     return {**found, "limits": limits}

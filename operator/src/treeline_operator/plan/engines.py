@@ -58,11 +58,11 @@ class Launch:
     probes: dict[str, dict[str, Any]]
     drains: bool = True
     caches: tuple[tuple[str, str], ...] = ()
-    """Environment → folder in the cache volume, beside those that every engine has."""
+    """Environment → folder in the cache volume, in addition to every engine's."""
     keys: bool = False
     """Whether it reads the key pair of its KV sockets."""
     admin_key: str = ""
-    """Environment in which it is handed the key to its administration; empty where it takes none."""
+    """Environment variable with the key to its administration; empty if it takes none."""
     annotations: tuple[tuple[str, str], ...] = ()
     """What the picker must know about the pod and cannot ask the engine."""
     shared_memory: bool = True
@@ -368,7 +368,7 @@ def _compact(value: object) -> str:
 
 
 def _beside(pool: InferencePool, port: int) -> int:
-    """A port of ours, or the next one where the pool has its API there."""
+    """One of our ports, or the next one if the pool has its API there."""
     return port + (pool.spec.engine.port == port)
 
 

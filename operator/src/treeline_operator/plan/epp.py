@@ -209,7 +209,7 @@ def arguments(context: GatewayContext) -> list[str]:
 
 
 def _tls_secret(context: GatewayContext) -> str | None:
-    """The Secret of mutual TLS with our own Envoy, where that is asked for."""
+    """The Secret of mutual TLS with our own Envoy, if any."""
     tls = context.shared.edge.picker_tls if context.shared.mode == "standalone" else None
     return None if tls is None else tls.secret_ref.name
 

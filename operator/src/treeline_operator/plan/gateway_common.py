@@ -189,7 +189,7 @@ def container_resources(context: GatewayContext, component: Component, asked: Re
 
 
 def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:
-    """A container's resources: those asked for as they are, or requests that are enough to begin with."""
+    """A container's resources: the requested ones, or sufficient default requests."""
     if asked is None:
         return {"requests": dict(default)}
     found = {"requests": dict(asked.requests), "limits": dict(asked.limits)}

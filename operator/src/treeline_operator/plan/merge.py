@@ -32,7 +32,8 @@ def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Obje
 
 
 def overruled(ours: Object, fragments: Iterable[Object], container: str) -> tuple[str, ...]:
-    """The paths of what users say in vain, since the operator keeps its own. Raises TemplateInvalid."""
+    """The paths in a user's fragment without effect, because the operator keeps its own values. Raises
+    TemplateInvalid."""
     asked = _over(ours, fragments)
     return differences(asked, _kept(ours, asked, container))
 

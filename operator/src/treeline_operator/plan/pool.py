@@ -107,7 +107,7 @@ class _Planner:
         return f"revision {target.name} waits until gateway {self.world.gateway.name} has made its keys"
 
     def _keys(self) -> Iterator[Action]:
-        """A Secret that is gone is missed by the next pod that mounts it, and that may be ours."""
+        """A deleted Secret shows only when a pod mounts it, which may be one of ours."""
         waited = longest_wait(self.world.pods, self.world.now)
         if waited is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
             return
@@ -119,7 +119,7 @@ class _Planner:
             yield keys_again(context)
 
     def _admin_key(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Action]:
-        """Before the first pod that is handed it, and again for pods that look for it in vain."""
+        """Made before the first pod that uses it, and again for pods that do not find it."""
         name = self.pool.name
         if not needs_admin_key(self.pool):
             return
@@ -199,7 +199,7 @@ class _Planner:
         yield from _around(out, there, self._target(target, out.replicas))
 
     def _out(self, one: ExistingRevision, wanted: int, draining: DrainPolicy, why: str) -> DrainStep:
-        """The pods of a revision that are to go leave the rotation first, and are waited for."""
+        """The leaving pods of a revision leave rotation first, and drain."""
         out = drain_step(one.pods, wanted, one.replicas, draining, why)
         if out.recheck_s is not None:
             self._look_again(out.recheck_s)

@@ -89,7 +89,7 @@ def mounts(*, shared_memory: bool) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A claim that the pool is to have: its name, what asks for it, and which field of the spec that is."""
+    """A claim of the pool: its name, its request, and the field of the spec."""
 
     name: str
     cache: Cache

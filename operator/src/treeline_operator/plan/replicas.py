@@ -65,7 +65,7 @@ class Ask(NamedTuple):
 
 
 History = tuple[tuple[float, int], ...]
-"""`(when, replicas asked for)`, oldest first, without those that a later one exceeds: the numbers fall."""
+"""`(when, required replicas)`, oldest first, without entries that a later one exceeds: the numbers fall."""
 
 
 class Desired(NamedTuple):
@@ -126,7 +126,8 @@ def _requests(count: int) -> str:
 
 
 def _remember(history: History, replicas: int, now: float, window_s: float) -> History:
-    """The history with one more entry: those that it reaches or exceeds, and those before the window, say nothing."""
+    """The history with one more entry, without entries that it reaches or exceeds, and without those before the
+    window."""
     kept = tuple((at, number) for at, number in history if at > now - window_s and number > replicas)
     return (*kept, (now, replicas))
 

@@ -115,11 +115,11 @@ class Alarms:
         return Due(tuple(notes), min(again, default=None))
 
     def forget(self, ref: Ref) -> None:
-        """The object is gone."""
+        """The object was deleted."""
         self._known.pop(ref, None)
 
     def retain(self, kind: str, namespace: str, names: Container[str]) -> None:
-        """Forget the objects of a kind and namespace that have none of these names: they are gone."""
+        """Forget deleted objects: those of a kind and namespace with none of these names."""
         gone = [r for r in self._known if (r.kind, r.namespace) == (kind, namespace) and r.name not in names]
         for ref in gone:
             del self._known[ref]

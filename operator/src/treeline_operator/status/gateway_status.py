@@ -194,7 +194,7 @@ def _pods_of(world: PoolWorld, component: str) -> list[Mapping[str, Any]]:
 
 
 def _configuration(deployment: Mapping[str, Any]) -> str | None:
-    """The hash of the configuration that a Deployment's pods are to have, where they have one that clients see."""
+    """The hash of the configuration that a Deployment's pods should have, for configuration that clients notice."""
     template = deployment["spec"].get("template") or {}
     wanted: str | None = template.get("metadata", {}).get("labels", {}).get(names.REVISION)
     return wanted

@@ -139,7 +139,7 @@ def selector(pool: str) -> str:
 
 @dataclass(frozen=True)
 class _PoolView:
-    """A world looked at once: decoded pods, sorted by what they are."""
+    """A decoded world, with pods sorted by state."""
 
     world: PoolWorld
     progress: Progress
@@ -450,8 +450,7 @@ def _warnings(view: _PoolView) -> Judgement | None:
 
 
 def _history(view: _PoolView) -> str:
-    """Why the picker does not route by what the pods publish; empty where it does, and where they are to publish
-    nothing."""
+    """Why the picker does not route by the pods' events; empty if it does, or if they should publish none."""
     pool, told = view.world.pool, view.routing
     if why := by_history(pool):
         return why
