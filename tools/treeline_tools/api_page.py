@@ -137,15 +137,16 @@ def _bounds(field: Schema) -> str:
 
 
 def _rules(schema: Schema) -> Iterator[str]:
-    yield "| Field | Error of the API server |"
+    yield "| Field | Errors of the API server |"
     yield "|---|---|"
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for path, message in _messages(schema, ""):
-        found.setdefault(message, []).append(f"`{path}`")
-    for message, paths in found.items():
-        if " is a setting of " in message or " is a parameter of " in message:
-            continue  # the table of engines' settings, and the fields' own texts, say it
-        yield f"| {', '.join(dict.fromkeys(paths))} | {message} |"
+        if " is a setting of " not in message and " is a parameter of " not in message:  # the fields' tables say it
+            places.setdefault(message, []).append(f"`{path}`")
+    rows: dict[str, list[str]] = {}
+    for message, paths in places.items():
+        rows.setdefault(", ".join(dict.fromkeys(paths)), []).append(message)
+    yield from (f"| {paths} | {'<br>'.join(messages)} |" for paths, messages in rows.items())
 
 
 def _messages(schema: Schema, path: str) -> Iterator[tuple[str, str]]:
