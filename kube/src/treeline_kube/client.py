@@ -96,7 +96,7 @@ class Client(Connection):
             pages = [*query, ("continue", more)] if more else query
             reply = await self._object(Call("list", resource.plural, resource.path(namespace or ""), pages))
             for item in reply["items"]:
-                # items of a list do not say what they are
+                # items of a list have no apiVersion and kind
                 yield {"apiVersion": api_version, "kind": kind, **item}
             more = reply["metadata"].get("continue", "")
             if not more:

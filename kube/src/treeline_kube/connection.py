@@ -195,7 +195,7 @@ class Connection:
 
     def _pause(self, error: KubeError, attempt: int, retry: Retry) -> float:
         pause: float = min(retry.base_s * 2 ** (attempt - 1), retry.cap_s) * self._random.uniform(0.5, 1.0)
-        # those who were sent away together are not to come back together
+        # clients refused together should not return together
         return pause if error.retry_after_s is None else error.retry_after_s + pause
 
     @contextlib.asynccontextmanager

@@ -52,7 +52,7 @@ class Driver:
             except KubeError as error:
                 pause = self.reflector.on_failure(error, self._clock())
             except Exception:
-                # A defect of ours, or something in the client's library that has no type: never the end of following.
+                # A bug, or an untyped error of the client's library: following must never end.
                 log.exception("following %s failed; restarting", self.reflector.label)
                 pause = self.reflector.on_failure(Malformed("internal error"), self._clock())
             if recovers or self.reflector.error is not None:

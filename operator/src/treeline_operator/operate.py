@@ -23,14 +23,14 @@ from treeline_operator.world import Images, Platform
 log = logging.getLogger("treeline_operator")
 
 _EXAMPLES: Final = """\
-what it needs: the CRDs of treeline.dev and the rights that the Helm chart grants. Without --kubeconfig it uses
+needs: the CRDs of treeline.dev and the rights of the Helm chart. Without --kubeconfig it uses
 $KUBECONFIG, the pod's ServiceAccount, or ~/.kube/config, in this order.
 
 examples:
   treeline operate                                   all namespaces, one of several replicas
   treeline operate --namespace ml --namespace dev    two namespaces; Roles are enough
   treeline operate --no-leader-elect --log-format text --log-level debug --kubeconfig ~/.kube/config
-  treeline operate plan -f pool.yaml                 what it would make of a file; no cluster is asked
+  treeline operate plan -f pool.yaml                 preview of a file, without a cluster
 """
 
 

@@ -39,17 +39,17 @@ Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 _FOLLOWED: Final = frozenset(kind.resource.api for kind in EVERY)
-"""Kinds that the operator does not follow, and so leaves alone."""
+"""Kinds that the operator follows; it leaves others alone."""
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 _EXAMPLES: Final = """\
 examples:
-  treeline operate plan -f pool.yaml                      everything that a new pool leads to
+  treeline operate plan -f pool.yaml                      all objects of a new pool
   kubectl get tlpool,tlmodel,deploy,svc,cm,sa,role,rolebinding,pdb,netpol,pvc,pod -o yaml > now/all.yaml
   treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
   treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
 
-What the operator does not follow (Secrets, autoscalers) is not looked at. The status is 0 if the files are sound,
-2 if they are not.
+Kinds that the operator does not follow (Secrets, autoscalers) are ignored. The exit status is 0 if the files are valid,
+2 otherwise.
 """
 
 

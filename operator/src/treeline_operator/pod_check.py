@@ -57,7 +57,7 @@ def problems(template: Object) -> Iterator[str]:
     (Kubernetes' client types take a second to load; the running operator asks the API server instead.)
     """
     misfits = list(_misfits(template))
-    # What does not fit the types is not looked at more closely.
+    # Pods that do not fit the types are not checked further.
     yield from misfits or _of_spec(template["spec"])
 
 

@@ -63,7 +63,7 @@ def _foreign(obj: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
     meta = obj["metadata"]
     if obj["kind"] == "Pod" or (meta.get("labels") or {}).get(names.MANAGED_BY) != names.MANAGER:
         return ()
-    # What a webhook changes in a write of the operator is written down as the operator's, and so stays.
+    # The API server attributes a webhook's changes to our writes to us, so they stay.
     others = (entry for entry in meta.get("managedFields") or () if entry.get("manager") != names.FIELD_MANAGER)
     specs = ((entry.get("fieldsV1") or {}).get("f:spec") for entry in others if not entry.get("subresource"))
     return tuple(path for spec in specs if spec for path in _leaves(("f:spec",), spec))

@@ -136,7 +136,7 @@ class Executor:
         except NotFound:
             return None
         wanted = _owners(action.object["metadata"])
-        # What is shared by pools (a gateway's anchor) has no controller among its owners; all else has one.
+        # Objects shared by pools (a gateway's anchor) have no controller among their owners; all others have one.
         controlled = any(wanted.values())
         owners = {uid for uid, controls in _owners(there["metadata"]).items() if controls or not controlled}
         if label(there, names.MANAGED_BY) == names.MANAGER or owners & wanted.keys():

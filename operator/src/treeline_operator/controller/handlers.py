@@ -59,7 +59,7 @@ async def follow(
             reason = exc if isinstance(exc, Exception) else reason
         tell(_end, ended, reason)
 
-    # What goes wrong is raised, and the informer tells of the rest.
+    # Errors are raised, and the informer logs the rest.
     for name in ("kopf", "kopf.objects"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     threading.Thread(target=run, name="kopf", daemon=True).start()

@@ -34,7 +34,7 @@ CHILDREN: Final = (
     _made("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     _made("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _made("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
-    # They carry the labels of their Service: these are of the gateways' URLs alone, not of every pool's pods.
+    # They carry their Service's labels: this selects those of gateway URLs, not of every pool's pods.
     _made("discovery.k8s.io/v1", "EndpointSlice", "endpointslices", f"{_OURS},{COMPONENT}=edge"),
 )
 """Kinds of children in every cluster. Reflectors watch them, and the optional ones."""

@@ -100,7 +100,7 @@ class Elector:
             await asyncio.sleep(min(self._timing.retry_s, max(self._valid_until - now(), 0)))
             renewed = await self._try()
             if not renewed and self._lease is None:
-                # it was changed or removed under us: whose it is now must be known before anything is written
+                # it was changed or deleted by others: find its holder before any write
                 await self._try()
         self._valid_until = 0.0
         late = f"not renewed in time, in {self._timing.renew_s:g} s"
@@ -128,7 +128,7 @@ class Elector:
             async with asyncio.timeout(patience):
                 took = await self._take()
         except (Conflict, AlreadyExists):
-            # somebody was faster, or a write of ours arrived after we stopped waiting: look before the next try
+            # another replica was faster, or our own write arrived late: read before the next try
             self._lease = None
             return False
         except (KubeError, TimeoutError) as error:

@@ -171,7 +171,7 @@ def keys_for_change(change: Change, store: Store) -> set[Key]:
         if membership.pool:
             keys.add(Key("pool", ref.namespace, membership.pool))
         elif membership.gateway and ref.kind == "ConfigMap":
-            # It changes with every pool, and nothing in it concerns a pool.
+            # It changes with every pool, but does not affect pools.
             keys.add(Key("gateway", ref.namespace, membership.gateway))
         elif membership.gateway:
             keys.add(Key("gateway", ref.namespace, membership.gateway))

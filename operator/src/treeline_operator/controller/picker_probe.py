@@ -66,7 +66,7 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
         for pool, served in first.models.items()
     }
     moments = [view.at for view in all_views if view.at is not None]
-    # The worst of what they say, as a request may come to that one.
+    # The worst of their reports, since a request may reach that one.
     routing = {
         pool: max(
             (view.routing[pool] for view in all_views if pool in view.routing), key=lambda one: one.way != "events"

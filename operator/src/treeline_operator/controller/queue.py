@@ -134,7 +134,7 @@ class Schedule:
         if outcome.retry:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             delay = max(self.backoff.delay(failures, self.chance()), outcome.after_s or 0.0)
-            # What was added meanwhile may have mended the cause. Not at once: our own writes look the same.
+            # A change meanwhile may have fixed the cause. Not at once: our own writes look the same.
             due = [now + delay, *(max(at, now + min(delay, 1.0)) for at in due)]
         else:
             self._failures.pop(key, None)

@@ -85,7 +85,7 @@ class Recorder:
             try:
                 await self.creator.create(event)
             except Exception as exc:
-                # Whatever it is (a namespace that ends, a right that lacks), the operator's work goes on.
+                # On any error (a deleted namespace, a missing right) the operator continues.
                 log.info("event not written: %s", exc, extra={"reason": event["reason"]})
                 self.metrics.dropped("refused")
             finally:

@@ -153,14 +153,14 @@ class Operator:
         if change.after is None:
             self.metrics.conditions(change.ref, ())
         elif change.before is None and change.ref.kind == POOL and change.ref.api_version == API_VERSION:
-            # What the reconciler says of a pool at first sight is not to wait for the plans of all others.
+            # The first status of a new pool must not wait for the plans of all others.
             self.queue.add(Key("pool", change.ref.namespace, change.ref.name), new=True)
         self._wake(keys_for_change(change, self.store))
 
     def _wake(self, found: Iterable[Key]) -> None:
         keys = sorted(found)
         for number, key in enumerate(keys):
-            # What concerns a crowd is spread out, so that a single pool's change is not behind hundreds of others.
+            # A change for many pools is spread out, so that a single pool's change does not wait behind hundreds.
             if len(keys) > _CROWD and key.kind == "pool":
                 self.queue.add_after(key, number * _CROWD_SPACING_S)
             else:

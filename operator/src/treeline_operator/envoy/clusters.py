@@ -51,7 +51,7 @@ def pods_cluster(config: EnvoyConfig) -> Message:
 
     override = {
         "override_host_sources": [{"header": headers.DESTINATION}, {"metadata": key(headers.DESTINATION)}],
-        # So the picker sees, with the response headers, which host really served.
+        # So the picker sees with the response headers which host served.
         "selected_host_key": key(headers.SERVED),
         "fallback_policy": _policy("round_robin", "RoundRobin"),
     }

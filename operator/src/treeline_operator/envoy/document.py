@@ -89,7 +89,7 @@ def _health_listener(host: str, port: int) -> Message:
         **address(host, port),
         "enable_reuse_port": False,
         "filter_chains": [{"filters": [http_manager(manager)]}],
-        # An edge that refuses some requests is still ready for others, and can still be looked at.
+        # An edge that refuses some requests is still ready for others, and its pages stay reachable.
         "bypass_overload_manager": True,
         "ignore_global_conn_limit": True,
     }

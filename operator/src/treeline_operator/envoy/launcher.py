@@ -215,7 +215,7 @@ async def drain(admin: Admin, options: LauncherOptions) -> None:
     """
     started = time.monotonic()
     try:
-        # At first nothing changes: a client that we sent away would come back, as long as the cluster has not heard.
+        # At first nothing changes: clients would reconnect here until the cluster has updated its endpoints.
         await asyncio.sleep(min(options.linger / 2, options.drain_timeout))
         # Answers ask clients to close their connections, and the next ones go to a pod that stays.
         await admin.call("POST", "/drain_listeners?graceful&skip_exit&inboundonly")

@@ -59,7 +59,7 @@ _LOG_LINE: Final = {
     "prompt_tokens": f"%DYNAMIC_METADATA({_TOKENS}:{headers.PROMPT_TOKENS})%",
     "cached_tokens": f"%DYNAMIC_METADATA({_TOKENS}:{headers.CACHED_TOKENS})%",
     "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
-    # whom the API key belongs to
+    # the client of the API key
     "api_client": f"%REQ({headers.CLIENT.upper()})%",
 }
 _TRACED_AS: Final = "treeline-edge"
@@ -110,7 +110,7 @@ def _manager(config: EnvoyConfig) -> Message:
         "use_remote_address": True,
         "normalize_path": True,
         "merge_slashes": True,
-        # Undone before the path is compared, and passed on undone: an engine sees the path that was allowed.
+        # Decoded before the path is compared, and forwarded decoded: an engine sees the path that was allowed.
         "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",
         # A client's own request id is kept, so that its logs, ours and the runtime's can be joined.
         "preserve_external_request_id": True,
@@ -132,11 +132,11 @@ def _edge_headers(config: EnvoyConfig) -> Message:
     """
     request: list[Message] = [
         {"remove_on_match": {"key_matcher": {"prefix": prefix, "ignore_case": True}}}
-        # The last family are orders to Envoy's router (retries, timeouts), which are ours to give.
+        # The last group are orders to Envoy's router (retries, timeouts), which clients must not give.
         for prefix in (headers.DESTINATION, "x-treeline-", "x-envoy-")
     ]
     request.append({"remove": "test-epp-endpoint-selection"})
-    # A runtime that sees this and no destination knows that no picker was asked, who would have known every name.
+    # A runtime that sees this without a destination knows that no picker, which knows every name, was asked.
     request.append({"append": header(headers.EDGE, "true")})
     if (isolation := _isolation_header(config)) is not None:
         request.append({"append": header(headers.ISOLATION, isolation)})
@@ -174,7 +174,7 @@ def _ext_proc(config: EnvoyConfig) -> Message:
     duplex = config.request_body_mode == "FULL_DUPLEX_STREAMED"
     # While trailers may come the stream stays open: so the picker knows how long a client's answer runs.
     stays = config.response_body_mode == "FULL_DUPLEX_STREAMED" or config.knows_clients
-    # A picker that dies before its first word is replaced by another; the one that is gone held a reservation at most.
+    # A picker that dies before its first answer is replaced; the dead one held at most a reservation.
     retry = {
         "retry_on": "connect-failure,refused-stream,reset,unavailable",
         "num_retries": 2,
@@ -332,12 +332,12 @@ def _spans(config: EnvoyConfig) -> Message:
     if asked is None:
         return {}
     tracer = {"grpc_service": grpc_service(COLLECTOR_CLUSTER, timeout="1s"), "service_name": _TRACED_AS}
-    # By default Envoy notes in a request's id whether it is traced: a client's own id stays what it is.
+    # By default Envoy encodes the tracing decision in the request id; this keeps a client's own id.
     plain = {"pack_trace_reason": False, "use_request_id_for_trace_sampling": False}
     return {
         "tracing": {
             "provider": extension("tracers.opentelemetry", "config.trace.v3.OpenTelemetryConfig", tracer),
-            # Of requests that come without a trace; of the others their senders have decided.
+            # For requests without a trace; others follow their trace's decision.
             "random_sampling": {"value": 100 * asked.ratio},
             "spawn_upstream_span": True,
             # As in the access log, a query string is not repeated.

@@ -165,7 +165,7 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
         {"name": "HF_HOME", "value": "/tmp/hf"},
         {"name": "HF_HUB_DISABLE_TELEMETRY", "value": "1"},
         {"name": "HF_HUB_DISABLE_PROGRESS_BARS", "value": "1"},
-        # Chunks are kept for a second download, which never happens here.
+        # Chunks would be cached for a second download, which never happens here.
         {"name": "HF_XET_CHUNK_CACHE_SIZE_BYTES", "value": "0"},
     ]
     if moving(pool):

@@ -63,7 +63,7 @@ class DrainPolicy:
             listed = {endpoint.name: endpoint for endpoint in picker.pools.get(world.pool.name, ())}
         silent = world.picker_silent_since
         if picker is not None:
-            # Who says that he knows nothing yet is not waited for from some later moment on.
+            # A picker that answers but knows nothing yet starts no new waiting period.
             silent = datetime.min.replace(tzinfo=UTC)
         return cls(
             now=now,
@@ -135,7 +135,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
             notes.append(f"pod {pod['metadata']['name']} leaves: {decision.why}")
         if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
             marks.append(_mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now)))
-    # What goes at the next look is still a replica now: its cost has to be there before the number falls.
+    # A pod that leaves next is still a replica: its cost must be set before the number falls.
     left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
     return DrainStep(left, tuple(marks), min(again, default=None), tuple(notes))
 

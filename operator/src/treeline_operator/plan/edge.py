@@ -48,7 +48,7 @@ def inputs(context: GatewayContext) -> str:
         by_alias=True,
         exclude_defaults=True,
         exclude_none=True,
-        # Those are the Service's, the Deployment's and the picker's, and no part of a pod.
+        # These belong to the Service, the Deployment and the picker, not to a pod.
         exclude={"service_type": True, "port": True, "annotations": True, "replicas": True, "template": True}
         | {"limits": {"unanswered_requests"}},
     )
@@ -56,7 +56,7 @@ def inputs(context: GatewayContext) -> str:
     made_from: Object = {
         "gateway": context.gateway,
         "edge": settings,
-        # Forced where clients are kept apart by the picker alone; Envoy must hear of it then.
+        # Forced if only the picker isolates clients; Envoy must know it then.
         "failureMode": context.shared.failure_mode if context.shared.fails_open else "FailClose",
         "maxBodyBytes": picker.parameters.max_body_bytes,
         "drain": context.drain_s,
@@ -86,7 +86,7 @@ def config_map(context: GatewayContext) -> Object:
 def config(context: GatewayContext) -> envoy.EnvoyConfig:
     """The settings of Envoy."""
     settings, tracing = context.shared.edge, context.shared.tracing
-    # What the picker's certificate is for: the same in clusters of any domain.
+    # The name in the picker's certificate, the same for any cluster domain.
     picker = f"{names.epp(context.gateway)}.{context.namespace}.svc"
     certificate = (f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json")
     return envoy.EnvoyConfig(

@@ -146,7 +146,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     gpu = spec.accelerator.is_gpu
     args = [f"--model={files.model}", f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port), "--device", "cuda" if gpu else "cpu"]
-    # Administration stays on loopback: who may forward a port to the pod, or run a command in it, may administer.
+    # Administration stays on loopback: it requires exec or port-forward rights on the pod.
     args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(metrics)]
     args += ["--admin-host", "127.0.0.1", "--admin-port", str(_beside(pool, wire.RUNTIME_ADMIN))]
     args += _settings(pool)
@@ -154,7 +154,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     if threads is not None:
         args += ["--threads", str(threads)]
     args += ["--curve-dir", KEYS_DIR, "--start-timeout", str(start_seconds(pool))]
-    # The kubelet's preStop sleep is the time in which the picker learns that the pod goes.
+    # During the kubelet's preStop sleep the picker learns that the pod is leaving.
     args += ["--pre-stop", "0", "--drain-timeout", str(spec.drain.timeout_seconds)]
     args += ["--tracing"] if spec.tracing else []
     return Launch(
@@ -236,7 +236,7 @@ def _vllm(pool: InferencePool, files: Files, images: Images) -> Launch:
             *_traces(pool, ("OTEL_SERVICE_NAME", "vllm")),
         ),
         ports=tuple(_kv_ports(pool)),
-        # Its health page asks whether the engine's process lives, which costs nothing; it answers 503 where not.
+        # Its health page checks that the engine's process lives, at no cost, and answers 503 otherwise.
         probes=_probes(pool, _http("/health"), _http("/health"), period=5),
         caches=(("VLLM_CACHE_ROOT", "vllm"),),
         annotations=_kv_annotations(pool),

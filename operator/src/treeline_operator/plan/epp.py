@@ -50,7 +50,7 @@ def inputs(context: GatewayContext) -> str:
         by_alias=True,
         exclude_defaults=True,
         exclude_none=True,
-        # Envoy decides what happens without a picker, and replicas are no part of a pod.
+        # Envoy handles the absence of a picker, and replicas are not part of a pod.
         exclude={"failure_mode", "replicas", "template"},
     )
     made_from: Object = {
@@ -197,7 +197,7 @@ def arguments(context: GatewayContext) -> list[str]:
         # A Gateway speaks TLS to an endpoint picker and may ask for its health there; our own Envoy does neither.
         words += ["--secure-serving", "--health-checking"]
     else:
-        # Our own Envoy says who the client is; through a Gateway anybody may say anything.
+        # Our own Envoy sets the client's name; through a Gateway any client could.
         words.append(f"--max-client-requests={context.shared.edge.limits.unanswered_requests}")
         if _tls_secret(context) is not None:
             words += ["--secure-serving", f"--cert-path={TLS_DIR}", "--require-client-certificates"]

@@ -74,7 +74,7 @@ def volumes(pool: InferencePool, *, shared_memory: bool) -> Iterator[dict[str, A
         claim = cache.claim_name or cache_claim_name(pool.name)
         yield {"name": _CACHE, "persistentVolumeClaim": {"claimName": claim}}
     if shared_memory:
-        # Counts as the container's memory; without a limit it may take all that the node has.
+        # Counts as the container's memory; without a limit it may use the whole node's.
         size = max(_LEAST_SHARED_GIB, _SHARED_GIB * pool.spec.accelerator.count)
         yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Gi"}}
 

@@ -34,11 +34,11 @@ def inputs(pool: InferencePool) -> str:
     spec = pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
     model = {name: value for name, value in spec["model"].items() if name != "pickerReadsClaim"}
     if "cache" in model:
-        # Size and class of the claim are the claim's business; the pods only mount it.
+        # Size and class concern the claim; pods only mount it.
         model["cache"] = model["cache"].get("claimName", "own")
     engine = {k: v for k, v in spec.get("engine", {}).items() if k != "tensorParallel"}
     if pool.spec.tensor_parallel != 1:
-        # As it is meant, said or not: a pool that begins to say what it had anyway keeps its pods.
+        # The effective value: setting a field to its present default keeps the pods.
         engine["tensorParallel"] = pool.spec.tensor_parallel
     if "cache" in engine:
         engine["cache"] = engine["cache"].get("claimName", "own")

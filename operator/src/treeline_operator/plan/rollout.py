@@ -124,7 +124,7 @@ def _moving(
     useful = there - sum(old.useless for old in olds)
     keep = min(there, max(0, floor - settled), useful)
     replicas = _all(_allot(keep, olds), target, olds)
-    # It never shrinks but to the desired number.
+    # It shrinks only to the desired number.
     replicas[target.name] = min(desired, max(limit - keep, target.replicas))
     stuck = blocked and keep == there and not one_by_one
     again_s = max(0.0, left_s) if stuck and target.fits and left_s < math.inf else None

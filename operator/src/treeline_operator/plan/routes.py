@@ -67,7 +67,7 @@ def http_route(
     spec: dict[str, Any] = {
         "parentRefs": [p.model_dump(mode="json", by_alias=True, exclude_none=True) for p in parents],
         "rules": [
-            # An answer takes as long as it takes: no timeout but those of the runtime.
+            # No timeout for answers but the runtime's.
             {
                 "matches": matches[i : i + _MATCHES],
                 "filters": [_NO_CLIENT],

@@ -138,7 +138,7 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
         **selector(pool.name),
         names.REVISION: revision,
         labels.ROLE: "both",
-        # Not in the Deployment's selector: a pod that loses it leaves the rotation, not the Deployment.
+        # Not in the Deployment's selector: a pod that loses it leaves rotation, not the Deployment.
         labels.SERVING: "true",
     }
 
@@ -184,7 +184,7 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
         "resources": _resources(pool),
         **start.probes,
         "lifecycle": {"preStop": {"sleep": {"seconds": _pre_stop_seconds(pool, start)}}},
-        # The last words of a crash, for the pool's status.
+        # The last line of a crash, for the pool's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(pool),
         "volumeMounts": [*mounted, *found.mounts],
@@ -204,7 +204,7 @@ def _secrets(pool: InferencePool, start: Launch) -> Iterator[Object]:
 
 
 def _pre_stop_seconds(pool: InferencePool, start: Launch) -> int:
-    # An engine that drops its requests when it is asked to stop gets the whole drain before it is asked.
+    # An engine that drops its requests when stopped gets the whole drain time before.
     return notice_seconds(pool) + (0 if start.drains else pool.spec.drain.timeout_seconds)
 
 
@@ -219,7 +219,7 @@ def _resources(pool: InferencePool) -> Object:
     if accelerator.is_gpu and not _claims_devices(pool):
         limits[accelerator.resource] = asked[accelerator.resource] = str(accelerator.count)
     if own is not None:
-        # A limit without a request asks for as much as the limit.
+        # A limit without a request also sets the request.
         asked = {k: v for k, v in asked.items() if k not in own.limits} | own.requests
         limits |= own.limits
     resources: Object = {"requests": asked}

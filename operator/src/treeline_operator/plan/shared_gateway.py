@@ -228,7 +228,7 @@ def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
 
 def _conflicts(pool: InferencePool, shared: SharedGateway) -> Iterator[str]:
     own, owner, tracing = pool.spec, shared.owner.spec, pool.spec.tracing
-    # Of hundreds that share a gateway most say the same as the owner.
+    # Most of the hundreds of pools on a gateway have the owner's settings.
     same = own.gateway == owner.gateway and own.endpoint_picker == owner.endpoint_picker
     asked, held = shared.owner_settings if same else _settings(pool), shared.held
     if tracing is not None and tracing != shared.tracing:

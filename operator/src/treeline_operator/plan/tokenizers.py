@@ -93,7 +93,7 @@ class Tokenizers:
         ]
         if self.way.token is not None:
             secret, key = self.way.token
-            # Without the Secret the pool's own downloads fail and say so; the picker serves the other pools, too.
+            # Without the Secret the pool's own downloads report the failure; the picker also serves other pools.
             reference = {"name": secret, "key": key, "optional": True}
             env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
         return [*env, {"name": MIRROR, "value": self.way.mirror}] if self.way.mirror else env
@@ -106,7 +106,7 @@ class Tokenizers:
             for number, claim in enumerate(self.claims)
         ]
         for number, model in enumerate(sorted(self.templates)):
-            # Without the ConfigMap the pool's own pods do not start and say so; the picker serves the other pools, too.
+            # Without the ConfigMap the pool's own pods report the failure; the picker also serves other pools.
             found.append(template_volume(f"template-{number}", *self.templates[model], optional=True))
         return [*found, {"name": _CACHE, "emptyDir": {"sizeLimit": _CACHE_LIMIT}}] if self.hub else found
 

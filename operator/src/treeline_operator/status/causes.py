@@ -141,7 +141,7 @@ def creation_failures(deployments: Iterable[Json], events: _Events) -> Iterator[
         said = [refusal.get("message", "")] if refusal.get("status") == "True" else []
         wanted = (deployment.get("spec") or {}).get("replicas") or 0
         if not said and (deployment.get("status") or {}).get("replicas", 0) < wanted:
-            # The Deployment's controller repeats what the ReplicaSet's met, a moment later.
+            # The Deployment's controller repeats the ReplicaSet's problem a moment later.
             said = events.of_replica_sets(name)
         for message in said[:1]:
             text = _REFUSED_POD.sub("", _line(message))
@@ -280,7 +280,7 @@ def _downloading(name: str, progress: tuple[int, int] | None) -> tuple[Reason, s
 def _not_ready(name: str, container: Json, events: Sequence[Event]) -> tuple[Reason, str]:
     if not container.get("started", True):
         return Reason.MODEL_LOADING, f"container {name} runs and has not passed its start-up probe yet"
-    # What the start-up probe met is over once it has passed.
+    # Failures of the startup probe are over once it has passed.
     probe = _unhealthy(events, readiness=True)
     if probe is not None:
         return Reason.PROBE_FAILING, f"container {name} runs, but: {_line(probe)}"

@@ -43,7 +43,7 @@ def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNot
     """
     before = {condition["type"]: condition for condition in old.get("conditions", ())}
     notes: dict[Reason, EventNote] = {}
-    # Ready repeats the reason of the condition that it fails for: that one is reported first, in its own words.
+    # Ready repeats another condition's reason: that condition's message is reported.
     for condition in sorted(new.get("conditions", ()), key=lambda one: one["type"] == ConditionType.READY):
         was = before.get(condition["type"])
         if was is not None and (was["status"], was["reason"]) == (condition["status"], condition["reason"]):

@@ -233,7 +233,7 @@ def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     service = find(world.gateway.children, "Service", service_name)
     answers = _answers(world, service_name)
     ready = any(is_available(pod) for pod in _pods_of(world, "edge"))
-    # Ready pods that the Service does not lead to are no trouble of the Deployment's.
+    # Ready pods outside the Service are not a problem of the Deployment.
     trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY, serves=answers or ready)
     if trouble is not None:
         return trouble

@@ -274,14 +274,14 @@ def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgem
     if pool.deleting:
         return "False", Reason.DELETING, "the pool is being deleted"
     lacking = {kind: judged for kind, judged in needed.items() if judged[0] != "True"}
-    # What needs somebody comes before what passes, and both before what is not known.
+    # Problems that need action come first, then transient ones, then unknown states.
     failing = sorted(lacking.values(), key=lambda judged: (judged[0] == "Unknown", judged[1].info.good is not False))
     broken = bool(failing) and failing[0][1].info.good is False
     if view.desired == 0 and not broken:
         text = "replicas is 0: requests for the model get 503"
         text += ", and wake it" * (pool.spec.autoscaling.type == "Picker")
         return "False", Reason.SCALED_TO_ZERO, text
-    # Requests succeed all the same, by the pods that serve, where others are missing or not listed yet.
+    # Requests still succeed through the serving pods, while others are missing or not listed yet.
     lets_serve = all(
         kind is ConditionType.WORKLOADS_READY or judged[1] is Reason.ENDPOINTS_MISSING
         for kind, judged in lacking.items()
@@ -293,7 +293,7 @@ def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgem
     where = f" at {url}" if url else ""
     notes = [detail for _, reason, detail in needed.values() if not reason.info.good]
     text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes])
-    # A pool that serves otherwise than its spec says shows why in the column REASON, too.
+    # A pool that serves with other settings than its spec's also shows why in the column REASON.
     told = [*failing[:broken], *(judged for judged in needed.values() if judged[1].info.good is False)]
     return "True", told[0][1] if told else Reason.SERVING, text
 
